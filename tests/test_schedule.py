@@ -139,7 +139,7 @@ def test_published_bins_end_at_page_boundaries():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 60_000))
-def test_a_length_belongs_to_the_first_bin_whose_edge_in_pages_it_does_not_reach(length):
+def test_a_length_belongs_to_the_first_bin_that_ends_beyond_its_last_page(length):
     bins = [i for i in range(20) if -(-length // 16) < 125 * (i + 1)]
     assert SparsitySchedule(top_k=tuple(range(20))).pages(length) == (bins[0] if bins else 19)
 

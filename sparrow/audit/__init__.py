@@ -1,1 +1,1 @@
-"""Audit of an engine: a statistical test of whether its samples follow the dense model."""
+"""Audit an engine: test statistically whether its samples follow the dense model."""

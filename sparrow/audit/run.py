@@ -1,4 +1,6 @@
-"""Audit run: sample with the tested engine and densely, rank all tokens densely, and test both."""
+"""Run an audit: sample with the tested engine and with a dense engine, rank all tokens with the
+dense model, and test both sets of samples.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
-"""``processed``: the engine reports log-probs after temperature and truncation. ``raw``: at
-temperature 1 without truncation. ``none``: it reports none that could be compared.
+"""Which log-probs the engine reports. ``processed``: after temperature and truncation. ``raw``: at
+temperature 1 and without truncation. ``none``: the engine reports no comparable log-probs.
 """
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A verdict and the samples that it is based on."""
+    """A verdict and a summary of the samples behind it."""
 
     verdict: Verdict
     sampling: Sampling
@@ -55,18 +57,18 @@ def run_audit(
     resolution: float = 0.05,
     listener: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Audit an engine; both arms sample the same prompts, one arm after the other, with different
-    seeds.
+    """Audit an engine. Both arms sample the same prompts with different seeds, one arm after the
+    other.
 
     Args:
-        tested: creates the engine to audit. Each engine and the ranker are closed before the next
-            is created, so that all may use the same device.
+        tested: creates the engine to audit. The two engines and the ranker exist one at a time:
+            each is closed before the next is created, so they can share a device.
         dense: creates the engine that decodes densely.
         ranker: creates the ranker.
         prompts: one prompt per response.
         listener: called at the start of each pass with the name of the pass.
 
-    Raises ConfigError: sampling is greedy. EngineError: reported log-probs are not numbers.
+    Raises ConfigError: sampling is greedy. EngineError: a reported log-prob is NaN.
     """
     check(sampling)
 
@@ -114,8 +116,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """A ranker based on lists of the ``length`` most likely tokens, which do not determine every
-    rank; see ``cells_of_lists``.
+    """A ranker that only has lists of the ``length`` most likely tokens. These lists do not
+    determine every rank; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:
@@ -125,7 +127,7 @@ class ListRanker(Ranker):
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Rank tokens as in ``Ranker.rank``; values that a list does not determine are nan.
+        """Rank tokens as ``Ranker.rank`` does. Values that a list does not determine are nan.
 
         Raises ConfigError: the lists do not determine any value at this temperature and top-k.
         """
@@ -180,7 +182,7 @@ def tokens_of(
 ) -> Tokens:
     """Concatenate the tokens of all rollouts.
 
-    Raises EngineError: a reported log-prob is not a number.
+    Raises EngineError: a reported log-prob is NaN.
     """
     assert logprobs in get_args(Logprobs), logprobs
 
@@ -220,7 +222,9 @@ def tokens_of(
 
 
 def _contexts(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
-    """Number the context of each token: tokens with the same preceding tokens share a number."""
+    """Assign a number to the context of each token. Tokens with the same preceding tokens share a
+    number.
+    """
     numbers: dict[Any, int] = {}
     found = []
     for rollout in rollouts:

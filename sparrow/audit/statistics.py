@@ -9,25 +9,26 @@ number U for each token,
 is uniform on [0, 1) and independent of all earlier tokens (randomised probability integral
 transform; Brockwell, "Universal residuals", Statistics & Probability Letters 2007). The mean of
 log p(token) + H(p), where H is the entropy, is zero. Both statements are true after every prefix,
-so sums over a sequence are martingales, and sequences are independent of each other.
+so sums over a sequence are martingales. Different sequences are independent of each other.
 
 Uniformity is tested with the means of the first four orthonormal Legendre polynomials of u
 (Neyman's smooth test), and independence with the mean product of neighbours. Standard errors treat
 sequences as clusters, and p-values come from Student's t. Holm's procedure corrects for the number
 of tests.
 
-These tests detect only a bias along the order of p. A bias may also be unrelated to that order: if
+These tests only detect a bias that depends on a token's rank in that order. Other biases exist: if
 a draft and its replacement share a random number, tokens of all ranks are affected. Such a bias is
-visible in repeated contexts, where several responses to one prompt begin with the same tokens. In
-these contexts, the counts of likely tokens are compared with p, whatever the direction of the bias.
-The statistic is chi-square as a sum over pairs of sequences; its mean is the chi-square distance,
-sum (r - p)^2 / p for samples of r. A sequence is compared only with earlier sequences, so this sum
-is a martingale, too.
+visible in repeated contexts, where several responses to one prompt begin with the same tokens.
+There, the counts of likely tokens are compared with p, which detects a bias in any direction. The
+statistic is chi-square, written as a sum over pairs of sequences. If samples follow r, its mean is
+the chi-square distance sum (r - p)^2 / p. A sequence is compared only with earlier sequences, so
+this sum is a martingale, too.
 
-Engine and scorer round differently, which biases all of these means slightly. The dense decoding of
-the same engine is therefore tested in the same way, and the verdict is about the differences.
+The engine and the scorer round differently, which biases all of these means slightly. Samples from
+dense decoding with the same engine are therefore tested in the same way, and the verdict is based
+on the differences.
 
-Shapes: T tokens of an arm, concatenated, n entries of a top list, m tests.
+Shapes: T tokens (all tokens of an arm, concatenated), n entries of a top list, m tests.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ Status = Literal["exact", "biased", "cannot tell"]
 Unit = Literal["share", "nats", "correlation", "chi-square"]
 
 POWER = 0.9
-"""The probability that a bias of size ``Finding.detectable`` is found."""
+"""The probability of finding a bias of size ``Finding.detectable``."""
 
 LEAST_SEQUENCES = 30
-"""With fewer sequences, the tails of a mean's standard error cannot be trusted."""
+"""With fewer sequences, the standard error of a mean is too unreliable for a test."""
 
 MOVED = (0.4330127, 0.4303315, 0.4299346, 0.4298850)
 """Half the mean absolute value of each of the four polynomials.
@@ -77,21 +78,24 @@ SINGLE_PLACES = 8
 class Tokens:
     """The tokens of all sequences of an arm, concatenated, as scored by the dense model.
 
-    A token may represent a cell of several tokens (see ``cells_of_lists``). A token that is
-    excluded by truncation has ``p`` 0 and ``before`` 1. Both are nan for a token of unknown rank.
+    One entry may stand for a cell of several tokens (see ``cells_of_lists``). A token that
+    truncation excludes has ``p`` 0 and ``before`` 1. For a token of unknown rank, ``p`` and
+    ``before`` are nan.
     """
 
-    before: Floats  # [T], mass of the tokens before this one, sorted by descending probability
+    # [T], total probability of the tokens that precede this one in order of probability
+    before: Floats
     p: Floats  # [T], the token's probability
     entropy: Floats  # [T], entropy of the distribution, in nats
-    sequence: Ints  # [T], number of the token's sequence, ascending
+    sequence: Ints  # [T], index of the token's sequence, in ascending order
     # [T], the token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
     # without drafts. None if no positions are known.
     place: Ints | None = None
-    # The next four are ``[T]``, or None if contexts are not compared. A token is common if its
-    # probability is at least ``COMMON``.
+    # The next four fields are ``[T]``, or None if contexts are not compared. A token is common if
+    # its probability is at least ``COMMON``.
     token: Ints | None = None
-    context: Ints | None = None  # id of the context; tokens with the same predecessors share it
+    # id of the context, shared by tokens with the same preceding tokens
+    context: Ints | None = None
     common: Floats | None = None  # total probability of the common tokens
     is_common: Flags | None = None  # whether the sampled token is common
     reported: Floats | None = None  # [T], the log-prob that the engine reported
@@ -113,8 +117,8 @@ class Mean:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one test. Depending on ``unit``, values are shares of all tokens, nats, a
-    correlation or a chi-square distance.
+    """The result of one test. Depending on ``unit``, the values are shares of all tokens, log-probs
+    in nats, correlations or chi-square distances.
     """
 
     name: str
@@ -123,7 +127,8 @@ class Finding:
     tested: Mean
     dense: Mean | None  # None if there is no dense arm
     difference: float  # tested mean minus dense mean; without a dense arm, the tested mean
-    detectable: float  # a difference of this size would have been found with probability ``POWER``
+    # the size of a difference that would have been found with probability ``POWER``
+    detectable: float
     p_value: float
     corrected: float  # p-value after Holm's correction
 
@@ -135,9 +140,9 @@ class Verdict:
     status: Status
     reasons: tuple[str, ...]
     findings: tuple[Finding, ...]
-    level: float  # the probability of calling an exact engine biased
+    level: float  # the probability that an exact engine is called biased
     resolution: float  # the largest ``detectable`` at which an engine may be called exact
-    # the smallest share of tokens whose move to likelier ranks would have been detected
+    # a bias that moves this share of the tokens to likelier ranks would have been detected
     detectable: float
     notes: tuple[str, ...] = field(default=())  # what could not be tested
 
@@ -162,13 +167,14 @@ def audit(
     resolution: float = 0.05,
     seed: int = 0,
 ) -> Verdict:
-    """Compare an engine's tokens with the dense model's distributions, and with the engine's own
-    dense decoding.
+    """Compare an engine's tokens with the dense model's distributions and with tokens that the same
+    engine decoded densely.
 
     Args:
-        dense: the same engine's dense decoding of the same prompts with different random numbers;
-            without this arm, rounding differences between engine and scorer count as bias.
-        seed: seed of the numbers U.
+        dense: tokens that the same engine decoded densely from the same prompts, with different
+            random numbers. Without this arm, rounding differences between engine and scorer count
+            as bias.
+        seed: seed of the random numbers U.
     """
     notes: list[str] = []  # ``_tests`` appends to this list
     tests = _tests(tested, dense, np.random.default_rng(seed), notes)
@@ -275,7 +281,7 @@ _REPORTED = "reported log-probs"
 
 
 def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
-    """Compute the tested quantities of every token, ``[T]``; undefined values are nan."""
+    """Compute the quantities to test for every token, ``[T]``; undefined values are nan."""
     inside = tokens.p > 0
     u = tokens.before + rng.random(len(tokens)) * tokens.p
     h = legendre(np.where(inside, np.clip(u, 0, 1), np.nan))
@@ -297,11 +303,11 @@ def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
 
 
 def _repeated(tokens: Tokens) -> dict[str, Floats]:
-    """Compare each token with the tokens of earlier sequences in the same context, ``[T]``; the
-    mean is the chi-square distance of common tokens, averaged over pairs.
+    """Compare each token with the tokens of earlier sequences in the same context. The mean of the
+    result, ``[T]``, is the chi-square distance of common tokens, averaged over pairs.
 
-    First tokens are tested separately: they come from the prefill, mostly without drafts, and form
-    the most pairs, so their noise would hide a bias of later tokens.
+    The first tokens of responses are tested separately. They come from the prefill, mostly without
+    drafts, and form the most pairs, so their noise would hide a bias in later tokens.
     """
     if tokens.context is None or tokens.token is None or tokens.is_common is None:
         return {}
@@ -328,12 +334,14 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
 
 
 def _earlier(*keys: Ints) -> Floats:
-    """For each entry, count the earlier entries with the same keys, ``[T]``."""
+    """Return, for each entry, the number of earlier entries with the same keys, ``[T]``."""
     return _earlier_sum(_numbered(keys), np.ones(len(keys[0]), dtype=bool))
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """For each entry, count the earlier entries with the same key and ``counted`` set, ``[T]``."""
+    """Return, for each entry, the number of earlier entries that have the same key and for which
+    ``counted`` is set, ``[T]``.
+    """
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
@@ -360,10 +368,10 @@ def legendre(u: Floats) -> Floats:
 def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
     """Return masks of the tokens at each position in a draft cycle, by the position's display name.
 
-    A position is defined by the tokens before it, not by whether the draft there was accepted.
-    Acceptance depends on the token itself, so neither accepted drafts alone nor replacements alone
-    follow the dense model's distribution. Whether a position is reached at all depends only on
-    earlier tokens.
+    The position of a token depends on the tokens before it, not on whether the draft there was
+    accepted. Acceptance depends on the token itself, so neither accepted drafts alone nor
+    replacements alone follow the dense model's distribution. Whether a position is reached at all
+    depends only on earlier tokens.
     """
     last = int(place.max(initial=-1))
     if last < 1:
@@ -382,7 +390,7 @@ def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
 
 
 def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
-    """Test whether the errors of reported log-probs exceed rounding (one-sided)."""
+    """Test (one-sided) whether reported log-probs have larger errors than rounding explains."""
     if tested.reported is None or tested.scored is None:
         return None
     ours = _mean(_gap(tested.reported, tested.scored), tested.sequence)
@@ -400,15 +408,15 @@ def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
 
 
 def _gap(reported: Floats, scored: Floats) -> Floats:
-    """Compute absolute differences, limited to 1 so that no single token dominates the mean."""
+    """Compute the absolute differences, capped at 1 so that no single token dominates the mean."""
     with np.errstate(invalid="ignore"):
         gap = np.abs(reported - scored)
     return np.where(np.isnan(gap), 0.0, np.minimum(gap, 1.0))
 
 
 def _mean(values: Floats, sequence: Ints) -> Mean:
-    """Compute the mean of the values that are not nan, and its standard error with sequences as
-    clusters.
+    """Compute the mean of the values that are not nan, and its standard error, which treats
+    sequences as clusters.
     """
     known = ~np.isnan(values)
     if not known.any():
@@ -431,8 +439,8 @@ def _compared(
     tested: Mean,
     dense: Mean | None,
 ) -> _Test:
-    """Test with Welch's two-sided test whether the difference of the two arms, or the mean of a
-    single arm, is zero.
+    """Test whether the difference between the two arms is zero or, without a dense arm, whether the
+    mean of the tested arm is. The test is Welch's two-sided test.
     """
     parts = [tested] if dense is None else [tested, dense]
     difference = tested.value - (0.0 if dense is None else dense.value)
@@ -440,7 +448,7 @@ def _compared(
     error = sqrt(sum(variance))
     if error == inf:
         return _Test(name, place, unit, tested, dense, difference, error, 1.0, 1.0)
-    if error == 0:  # all sequences are alike, for example with no token outside top-k
+    if error == 0:  # all sequences have the same value, for example if no token is outside top-k
         differs = difference != 0 and min(p.sequences for p in parts) >= LEAST_SEQUENCES
         return _Test(name, place, unit, tested, dense, difference, error, 1.0, float(not differs))
     freedom = error**4 / sum(
@@ -475,10 +483,11 @@ def holm(p_values: Floats) -> Floats:
 
 
 def _detectable(test: _Test, level: float) -> float:
-    """Compute the difference that the strictest step of the correction finds with probability
-    ``POWER``.
+    """Compute how large a difference must be for the strictest step of the correction to find it
+    with probability ``POWER``.
     """
-    if test.error == 0:  # no event was observed; with this share, one would have been
+    # no event was observed, but if this share of tokens were affected, one would have been
+    if test.error == 0:
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)
@@ -491,11 +500,11 @@ def _detectable(test: _Test, level: float) -> float:
 def _doubts(
     findings: tuple[Finding, ...], seen: float, resolution: float, strictest: float
 ) -> Iterator[str]:
-    """Yield reasons why exactness is not shown although no bias was found."""
+    """Yield the reasons why the engine is not shown to be exact although no bias was found."""
     if seen > resolution:
         yield (
-            f"a bias of up to {seen:.2%} of the tokens could have gone undetected, which is more "
-            f"than {resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many "
+            f"a bias of up to {seen:.2%} of the tokens could have gone undetected, which exceeds "
+            f"{resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many "
             "tokens"
         )
     for f in findings:
@@ -505,7 +514,7 @@ def _doubts(
         if off > resolution and off > -NormalDist().inv_cdf(strictest / 2) * f.dense.error:
             yield (
                 f"the dense arm itself is off by {off:.2%} of the tokens ({f.name}); score with "
-                "the weights, the temperature and the truncation that the engine samples with"
+                "the same weights, temperature and truncation as the engine"
             )
 
 
@@ -523,7 +532,9 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, ``[T]`` each, and a mask of the values that a list determines."""
+    """Values as in ``Tokens``, each ``[T]``, and a mask that shows which values the lists
+    determine.
+    """
 
     before: Floats
     p: Floats

@@ -1,8 +1,8 @@
-"""Search for relative budgets for layers or kv heads, since some need more pages than others.
+"""Search for relative budgets of layers or kv heads, because some need more pages than others.
 
-Pages are allocated a few at a time, always where they reduce the unread attention mass most. A
-layer's unread mass is weighted by the acceptance that is lost if only that layer is sparse
-(docs/calibration.md).
+Pages are allocated a few at a time, each time to the layer or head where they reduce the unread
+attention mass most. A layer's unread mass is weighted by how much acceptance is lost if only that
+layer is sparse (docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U budgets of 1, 2, ...
 units of pages.
@@ -36,10 +36,10 @@ LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Divide ``units`` among the cells, at least one each: every unit goes to the cell whose unread
-    mass it reduces most.
+    """Divide ``units`` among the cells. Each cell gets one unit, and every further unit goes to the
+    cell whose unread mass it reduces most.
 
-    Among cells with the same reduction, the cell with the fewest units gets the next unit.
+    If several cells would have the same reduction, the one with the fewest units gets the unit.
     """
     given = np.ones(len(missed_CU), np.int64)
     gains = np.append(
@@ -52,16 +52,16 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
 
 
 def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
-    """Return the acceptance that each layer loses per unread attention mass; ``lost_L`` was
-    measured at ``at`` units.
+    """Return how much acceptance each layer loses per unit of unread attention mass. The losses
+    ``lost_L`` were measured with ``at`` units.
     """
     mass = missed_LKU[..., at - 1].mean(1)
     return lost_L / np.maximum(mass, np.finfo(float).tiny)
 
 
 def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
-    """Divide units among layers or kv heads so that the weighted unread mass is smallest. Return
-    the units ``[L, K]`` of each head, with a mean of ``units``.
+    """Divide units among layers or kv heads so as to minimise the weighted unread mass. Return the
+    number of units of each head, ``[L, K]``; the mean is ``units``.
     """
     L, K, _ = missed_LKU.shape
     weighted = missed_LKU * weight_L[:, None, None]
@@ -89,12 +89,12 @@ def find(
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
         layout: specifies which layers are sparse.
-        by: "layers" assigns all heads of a layer the same budget, "heads" does not.
-        top_k: mean number of pages kept by score for which the budgets are found.
+        by: "layers" finds one budget for all heads of a layer; "heads" finds one for each head.
+        top_k: the mean number of pages kept by score at which the budgets are optimised.
         listener: called at the start of every pass with the name of the pass.
 
     Raises ConfigError: the layout has no sparse layer or already has budgets; ``top_k`` is less
-    than ``UNITS``; no layer loses acceptance; or the budgets do not raise p5 at ``top_k``, which
+    than ``UNITS``; no layer loses acceptance; or the budgets do not raise p5 at ``top_k``. The last
     happens if a layer's loss is not proportional to its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
@@ -146,7 +146,7 @@ def find(
     if uneven <= without:
         raise ConfigError(
             f"with {unit * UNITS} pages kept by score, p5 is {without:.3f} without head_budgets "
-            f"and {uneven:.3f} with the head_budgets found per {by}; leave head_budgets out"
+            f"and {uneven:.3f} with the head_budgets found for {by}; leave head_budgets out"
         )
     return layout.replace(
         head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found}

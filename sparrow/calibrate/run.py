@@ -45,12 +45,12 @@ def calibrate_engine(
     made_by: Mapping[str, Any] | None = None,
     listener: Callable[[str], None] = lambda phase: None,
 ) -> Calibration:
-    """Run ``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories
-    sampled once per round.
+    """Run ``sparrow.calibrate.calibrate`` on trajectories that ``engine`` samples once per round
+    and ``scorer`` scores.
 
-    Each of the ``on_policy`` rounds samples under the schedule found so far, because acceptance is
-    lower on the actor's own tokens, and continues the search from that schedule. The last round
-    uses all prompts, and earlier rounds use a tenth of the prompts.
+    Acceptance is lower on the actor's own tokens. Each of the ``on_policy`` rounds therefore
+    samples under the schedule found so far and continues the search from there. The last round uses
+    all prompts; earlier rounds use a tenth of them.
 
     Args:
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
@@ -62,13 +62,14 @@ def calibrate_engine(
             the largest of ``budgets`` instead, which takes a fraction of the time.
         on_policy: number of rounds after the first; with 0, there is a single search, on
             trajectories of ``layout``.
-        lengthen: whether to sample responses again with longer lists if the lists of dense rollouts
-            are too short.
+        lengthen: whether to sample the responses again with longer lists if the lists turn out to
+            be too short for dense rollouts.
         listener: called at the start of every pass with the name of the pass.
 
     Raises ConfigError: there are too few prompts for a confidence interval for p5; there are
     on-policy rounds but no passes to refine their first schedule; no budget meets the target in any
-    length bin; or the lists of ``sampling.top_n`` tokens are too short to show that a budget does.
+    length bin; or the lists of ``sampling.top_n`` tokens are too short to show that a budget meets
+    it.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
@@ -82,7 +83,7 @@ def calibrate_engine(
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    # tails that the last rollouts would have if they were dense
+    # the tails that the last rollouts would have had if they had been sampled densely
     ceiling: tuple[BinMismatch, ...] = ()
 
     def search(
@@ -148,8 +149,9 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Return a sentence on lengths at which no budget can be shown to reach ``tau`` because even
-    dense rollouts (whose tail is ``dense``) do not reach it; None if there are no such lengths.
+    """Return a message about lengths at which no budget can be shown to reach ``tau``, because even
+    dense rollouts do not reach it; None if there are no such lengths. ``dense`` is the tail of
+    dense rollouts.
     """
     if tau.relative:
         bins = (

@@ -1,8 +1,9 @@
 """Search for the cheapest schedule whose tail meets a target, for any model.
 
-This module only searches: the caller passes ``measure``, and no engine is involved. The method is
-from Sparrow (arXiv 2606.08446, section 4); the confidence intervals, the borrowing from shorter
-lengths, and the search for a separate budget in each bin are additions (docs/calibration.md).
+This module only searches. It does not use an engine: the caller passes a function, ``measure``. The
+method is from Sparrow (arXiv 2606.08446, section 4); the confidence intervals, the borrowing from
+shorter lengths, and the search for a separate budget in each bin are additions
+(docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
 MIN_SEQUENCES = 20  # with fewer sequences, p5 has no confidence interval
-# Budgets further apart than this factor are bisected before p5 is interpolated between them.
+# If two budgets are further apart than this factor, a budget between them is measured before p5 is
+# interpolated.
 WIDE = 1.5
-STEP = 4 / 3  # factor of the first change to a budget that is too small or needlessly large
+STEP = 4 / 3  # factor by which a budget is first changed if it is too small or needlessly large
 
 
 class Acceptance(NamedTuple):
-    """Acceptance of all measured tokens: the rate (float64), the position and the sequence id
-    (int64), each ``[T]``.
+    """Acceptance of all measured tokens: rates (float64), positions and sequence ids (int64), each
+    ``[T]``.
     """
 
     alpha: np.ndarray
@@ -36,11 +38,11 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Returns the actor's acceptance under a schedule. Every call measures the same trajectories, which
-the caller chose.
+"""A function that returns the actor's acceptance under a schedule. Every call measures the same
+trajectories.
 """
 
-# for every pass, maps the bins' top-k values to the bins' tails
+# maps the top-k values of a pass, one per bin, to the tails of the bins
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -48,8 +50,8 @@ Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 class BinChoice:
     """The budget chosen in one length bin, and the evidence for it."""
 
-    # range of lengths in tokens; the first range may span several bins of the schedule, see
-    # ``calibrate``
+    # range of lengths in tokens. The first range may span several bins of the schedule; see
+    # ``calibrate``.
     start: int
     end: int
     top_k: int  # pages kept by score in this bin
@@ -60,8 +62,8 @@ class BinChoice:
     # size of the sample from which p5 and its interval were computed
     n_tokens: int
     n_sequences: int
-    # whether the bin alone had too few tokens; if so, shorter lengths were pooled in, and 1.5 times
-    # as many pages were chosen
+    # whether the bin alone had too few tokens. If so, tokens at shorter lengths were added, and 1.5
+    # times as many pages were chosen.
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -71,7 +73,7 @@ class BinChoice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A schedule with the measurements that it is based on."""
+    """A schedule, and the measurements on which it is based."""
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin
@@ -89,12 +91,12 @@ def calibrate(
     ceiling: Acceptance | None = None,
     relative: bool = False,
 ) -> Calibration:
-    """Find the cheapest schedule, monotone in length, whose p5 has a lower confidence limit of at
-    least ``target`` in every bin.
+    """Find the cheapest schedule for which the lower confidence limit of p5 is at least ``target``
+    in every bin. Budgets do not decrease with length.
 
     Between two measured budgets, the limit is assumed to rise linearly with the logarithm of the
-    budget. In measurements the rise slows down even on that scale, so the assumption errs towards
-    more pages. Brackets wider than ``WIDE`` are bisected first.
+    budget. Measured limits rise more slowly towards larger budgets even on that scale, so the
+    assumption errs towards more pages. Brackets wider than ``WIDE`` are bisected first.
 
     A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than
     ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are joined until they have
@@ -108,10 +110,10 @@ def calibrate(
         refine: maximum number of passes after the trials. In every bin that is not settled, each
             pass tries more pages if no budget meets the target yet, fewer pages if all budgets do,
             and otherwise a budget halfway between the budgets that fail and those that meet it.
-        seed: seed of the bootstrap.
-        provenance: recorded in the schedule, with the evidence.
+        seed: seed for the bootstrap.
+        provenance: recorded in the schedule, together with the evidence.
         ceiling: acceptance of the same tokens if they had been sampled densely.
-        relative: whether p5 relative to that ceiling must reach the target (see ``mismatch.tau``),
+        relative: whether the target applies to p5 relative to that ceiling (see ``mismatch.tau``)
             instead of p5 itself.
 
     Raises ConfigError: there are no trials, the target is outside (0, 1), or there are too few
@@ -178,18 +180,18 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """Build a schedule's table from the budgets ``pages`` of these rising ``bins``; budgets never
-    decrease with length.
+    """Build a schedule's table from ``bins``, in ascending order, and their budgets ``pages``.
+    Budgets never decrease with length.
 
-    Bins that were not measured get the budget of the next longer bin: bins that contain only
-    prompts, bins joined to the first, and bins between short and long prompts.
+    A bin that was not measured gets the budget of the next longer bin. Such bins contain only
+    prompts, were joined to the first bin, or lie between short and long prompts.
     """
     measured = list(bins)
     rising = np.maximum.accumulate(list(pages)).tolist()
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
 
-Tried = dict[int, PercentileInterval]  # maps top-k to the tail of one bin, in ascending order
+Tried = dict[int, PercentileInterval]  # maps top-k, in ascending order, to the tail of one bin
 
 
 def _by_bin(curves: Curves) -> list[Tried]:
@@ -199,7 +201,7 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
     """Find the smallest budget whose lower limit meets the target. Return the next smaller budget
-    that was tried, and the budget found.
+    among those tried, and the budget found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -208,8 +210,8 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 def _wanted(
     by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
 ) -> list[int] | None:
-    """Choose the budget to measure next in every bin, or for a settled bin a budget that was
-    already measured; return None if all bins are settled.
+    """Choose the budget to measure next in every bin; return None if all bins are settled. Settled
+    bins get a budget that was already measured.
     """
     wanted: list[int] = []
     settled = True
@@ -218,7 +220,8 @@ def _wanted(
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            # Only dense decoding was tried, as happens at lengths that no earlier search reached.
+            # Only dense decoding was tried, which happens at lengths that no earlier search
+            # reached.
             if fails is None:
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
@@ -246,8 +249,8 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """Choose the cheapest budget whose lower limit meets the target in a bin, but no less than
-    ``at_least``, the budget of the preceding bin.
+    """Choose the cheapest budget whose lower limit meets the target in a bin. The budget is at
+    least ``at_least``, the budget of the preceding bin.
 
     ``absolute`` contains the measured tails, and ``tried`` the same tails on the target's scale.
     """
@@ -259,7 +262,7 @@ def _bin_choice(
             (1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1
         )
     if borrowed:
-        # Pooling in shorter lengths raises the measured tail above the bin's own.
+        # Tokens at shorter lengths raise the measured tail above the tail of the bin alone.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
@@ -281,8 +284,8 @@ def _bin_choice(
 
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
-    """Return whether the tokens ``inside`` (bool ``[T]``) come from too few sequences, or too few
-    of them lie below p5.
+    """Return whether the tokens selected by ``inside`` (bool ``[T]``) come from too few sequences,
+    or whether too few of them lie below p5.
     """
     tokens = int(inside.sum())
     sequences = len(np.unique(acceptance.sequence[inside]))
@@ -290,7 +293,7 @@ def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
-    """Return the bin of every token, int64 ``[T]``; the first bins are joined until they have
+    """Return the bin of every token, int64 ``[T]``. The first bins are joined until they have
     enough tokens together.
     """
     bins = acceptance.position // bin_tokens
@@ -298,8 +301,8 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
         if not _is_thin(acceptance, bins <= b):
             return np.maximum(bins, b)
     raise ConfigError(
-        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, but "
-        f"a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens of "
+        f"{len(bins)} tokens from {len(np.unique(acceptance.sequence))} sequences were measured, "
+        f"but a confidence interval needs at least {100 * MIN_SEQUENCES // PERCENTILE} tokens from "
         f"{MIN_SEQUENCES} sequences; sample more"
     )
 
@@ -307,7 +310,7 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
 def _tail(
     acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int
 ) -> list[PercentileInterval]:
-    """Compute p5 by bin; for bins with too few tokens, pool in shorter lengths."""
+    """Compute p5 by bin. Bins with too few tokens also use tokens at shorter lengths."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b

@@ -1,4 +1,4 @@
-"""Rollouts that are sampled once, scored under many schedules, and kept on disk.
+"""Rollouts that are sampled once, scored under many schedules, and stored on disk.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -25,22 +25,23 @@ from sparrow.schedule import SparsitySchedule
 class Trajectories:
     """Rollouts that are sampled once and scored under many schedules in teacher-forced passes.
 
-    The scorer's numerics differ from the sampler's, and p5 has to reach the target for the sampler.
-    The sampler's noise can be measured at every token, under the schedule that generated the
-    rollouts; this noise is added to the log-probs under all schedules, including dense.
+    The scorer rounds differently from the sampler, and it is the sampler's p5 that has to reach the
+    target. The difference can be measured at every token under the schedule that generated the
+    rollouts. This noise is then added to the log-probs under all schedules, including the dense
+    one.
 
-    Everything is kept in ``folder``, so an interrupted calibration continues where it stopped.
+    All results are stored in ``folder``, so an interrupted calibration continues where it stopped.
 
     Args:
         engine: samples the responses.
-        scorer: scores them, with the same weights as ``engine``.
+        scorer: scores the responses, with the same weights as ``engine``.
         prompts: one prompt per response.
         sampling: how responses are sampled.
-        folder: where rollouts and scores are kept; existing files for the same prompts, sampling
-            and ``made_by`` are reused.
-        behaviour: the schedule to sample under; dense by default.
-        made_by: identifies the weights and the engine, in JSON types; needed if the folder may be
-            used with other weights or engines.
+        folder: where rollouts and scores are stored. Existing files are reused if prompts, sampling
+            and ``made_by`` are the same.
+        behaviour: the schedule under which responses are sampled; dense by default.
+        made_by: identifies the weights and the engine, in JSON types. It is needed if the folder
+            may also be used with other weights or engines.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Trajectories:
         ]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
-        """Compute the acceptance between the dense model and its actor under ``schedule``, by
-        default the schedule that generated the rollouts.
+        """Compute the acceptance rates of the actor under ``schedule`` with respect to the dense
+        model. By default, ``schedule`` is the one that generated the rollouts.
         """
         sparse: list[Any] = (
             self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)

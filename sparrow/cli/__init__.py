@@ -1,4 +1,6 @@
-"""The command line ``sparrow``: ``entry`` turns arguments into one of ``commands`` and runs it."""
+"""The command line ``sparrow``: ``entry`` parses the arguments into one of ``commands`` and runs
+it.
+"""
 
 from __future__ import annotations
 

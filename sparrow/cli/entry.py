@@ -1,5 +1,5 @@
-"""Entry point of the command line: it turns arguments into one of ``sparrow.cli.commands`` and runs
-the command.
+"""Entry point of the command line: parse the arguments into one of ``sparrow.cli.commands``, and
+run that command.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Tune | Audit 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    A SparrowError or OSError prints one sentence and exits with status 1 (2 in ``audit``, where 1
-    is a verdict); Ctrl-C exits with 130.
+    After a SparrowError or OSError, print one sentence and exit with status 1 (2 in ``audit``,
+    where 1 is a verdict). After Ctrl-C, exit with status 130.
     """
     # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as
     # the work itself.
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SparrowError as error:
         _stop(error, code=failure)
     except BrokenPipeError:
-        # The reader has closed the output; without this, Python would complain again at exit.
+        # The process that read the output has closed it. Without this line, Python would report the
+        # error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(failure)
     except OSError as error:
@@ -68,8 +69,8 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> Command:
-    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML
-    file.
+    """Parse arguments into a command. Each ``--config FILE`` is replaced by the options in that
+    TOML file.
     """
     if argv[:1] == ["--version"]:
         print(f"sparrow {__version__}")
@@ -86,14 +87,14 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
-    # Options from files come first, so options on the command line override them; a later file
+    # Options from files come first, so that options on the command line override them. A later file
     # overrides an earlier one.
     argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
         "--resume"
     ]:
-        # Settings that the command line leaves out keep their recorded values, except that ``tau``
-        # and ``relative_tau`` replace each other.
+        # Settings that are not given on the command line keep their recorded values, except that
+        # ``tau`` replaces a recorded ``relative_tau`` and vice versa.
         given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
         other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
         before = [
@@ -121,7 +122,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Check that completions exist for the given shell. Raises ConfigError: there are none."""
+    """Check that completions exist for the given shell. Raises ConfigError: the shell has none."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):

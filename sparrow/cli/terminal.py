@@ -1,4 +1,4 @@
-"""Terminal output: tables of results, and one line of progress per step."""
+"""Terminal output: tables of results, and one line per step to show progress."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ QUIET_S = 30.0  # if steps take longer than this, their phases are shown too
 
 
 class Progress:
-    """A ``trainer.Listener`` that prints the progress of training: one line per step, or per phase
-    if steps are long.
+    """A ``trainer.Listener`` that prints the progress of training. It prints one line per step, and
+    one per phase if steps are long.
     """
 
     def __init__(self, steps: int) -> None:
@@ -57,8 +57,8 @@ class Progress:
 
 
 def step_line(metrics: dict[str, Any]) -> str:
-    """Summarise a step in one line: reward, tail of acceptance if rollouts were sparse, response
-    length, speed and the share of the KV cache that was read.
+    """Summarise a step in one line: reward, response length, speed, the share of the KV cache that
+    was read and, if rollouts were sparse, the tail of acceptance.
     """
     seconds = metrics["seconds"]
     response = metrics["response"]
@@ -71,8 +71,8 @@ def step_line(metrics: dict[str, Any]) -> str:
 
 
 def _acceptance(metrics: dict[str, Any]) -> str:
-    """Format the acceptance of a step: exact for drafts, bounds on the lowest p5 for a sparse
-    actor, empty for dense rollouts.
+    """Format the acceptance of a step: the exact value for drafts, bounds on the lowest p5 for a
+    sparse actor, and an empty text for dense rollouts.
     """
     if "drafts" in metrics and metrics["dense_up_to"] is None:
         exact = metrics["drafts"].get("acceptance")
@@ -88,7 +88,7 @@ def _acceptance(metrics: dict[str, Any]) -> str:
 
 
 def note(text: str) -> None:
-    """Print progress to stderr, so stdout can be piped."""
+    """Print progress to stderr, so that stdout can be piped."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -136,7 +136,10 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
         [row(f) for f in shown],
     )
     if hidden := len(verdict.findings) - len(shown):
-        print(f"tests of single positions in the draft cycle that found no difference: {hidden}")
+        print(
+            "tests of single positions in the draft cycle that found no difference (not shown): "
+            f"{hidden}"
+        )
     for note_ in verdict.notes:
         print(f"not tested: {note_}")
     print(f"{verdict.status}, at a significance level of {verdict.level:g}")
@@ -147,8 +150,8 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
-    """Print the results of ``sparrow measure`` for a sparse actor that is dense up to the length
-    ``dense_up_to``.
+    """Print the results of ``sparrow measure`` for a sparse actor that reads everything up to the
+    length ``dense_up_to``.
     """
 
     def row(b: BinMismatch) -> tuple[str, ...]:
@@ -173,8 +176,8 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
 
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
-    """Print the results of ``sparrow measure`` for samples of the dense policy. ``off_policy_T`` is
-    the distance of each sampled token's log-prob from the policy's.
+    """Print the results of ``sparrow measure`` for samples of the dense policy. ``off_policy_T``
+    contains, for each sampled token, the difference between the actor's log-prob and the policy's.
     """
     _print_columns(
         f"samples of the dense policy, {report.n_sequences} responses, {report.n_tokens} tokens",
@@ -204,7 +207,7 @@ def print_ceiling(bins: Iterable[BinMismatch]) -> None:
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print p5, its ceiling and the relative p5 by bin. Each bin is a tuple of start, end, p5 and
+    """Print p5, its ceiling and the relative p5 of each bin. A bin is a tuple of start, end, p5 and
     ceiling.
     """
     from sparrow.mismatch import relative_span
@@ -240,7 +243,8 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
             _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
         f"{counts['tokens_per_cycle']:.2f} tokens per cycle, {counts['drafts_per_token']:.2f} "
-        "drafts per token; drafts follow densely decoded tokens, unlike the tokens of a lossy actor"
+        "drafts per token; drafts follow densely decoded tokens, whereas a lossy actor's tokens "
+        "follow its own"
     )
 
 
@@ -248,8 +252,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     """Print a table that compares the modes.
 
     Args:
-        rows: for each mode, its name, the mean distance of a token's log-prob from the dense
-            policy's, and counts in the form of ``Counters.to_dict``.
+        rows: for each mode, its name, the mean difference between a token's log-prob and the dense
+            policy's log-prob of it, and counts in the form of ``Counters.to_dict``.
     """
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -1,1 +1,1 @@
-"""Evaluation: ``benchmark`` samples and judges responses, and ``scores`` summarises rewards."""
+"""Evaluate models: ``benchmark`` samples and judges responses; ``scores`` summarises rewards."""

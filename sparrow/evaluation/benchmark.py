@@ -31,9 +31,9 @@ CHUNK = 32  # number of problems sampled between two writes to disk
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Scores of one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
-    is the number of sampled tokens per second, or nan if some samples were not timed because they
-    come from an older version of Sparrow.
+    """Scores on one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
+    is the number of tokens sampled per second; it is nan if some of the samples come from an older
+    version of Sparrow, which did not time them.
     """
 
     benchmark: str
@@ -76,8 +76,8 @@ def sample(
     asked: Asked,
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response for each pair in ``asked``, seeded by the pair and the seed of
-    ``sampling``. Errors are those of ``respond``.
+    """Sample one response for each pair in ``asked``. The response's seed is derived from the pair
+    and the seed of ``sampling``. Raises the errors of ``respond``.
     """
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
     return respond(
@@ -91,8 +91,8 @@ def judge(
     rollouts: Sequence[Rollout],
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[str], list[float]]:
-    """Decode each response and judge it against its problem; return texts and rewards (see
-    ``verify_all``).
+    """Decode each response and judge it as an answer to its problem. Return the texts and the
+    rewards (see ``verify_all``).
     """
     texts = [
         str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
@@ -112,14 +112,14 @@ def run_benchmark(
     schedule: str,
     source: Mapping[str, Any],
 ) -> BenchmarkResult:
-    """Evaluate the engine under its current schedule; samples are kept in ``folder`` as JSON lines
-    and reused.
+    """Evaluate the engine under its current schedule. Samples are stored in ``folder`` as JSON
+    lines, and reused by later calls.
 
     Next to each file of samples, a ``.json`` file records everything that the samples depend on:
     ``source``, benchmark, temperature, truncation, maximum response length and seed. Within the
     file, a sample is identified by the index and id of its problem, the token ids of the prompt,
-    and its number; index and number determine its seed. A call with fewer problems or responses
-    therefore reuses part of the file, a call with more adds to the file, and an interrupted
+    and the sample's number; index and number determine its seed. A call with fewer problems or
+    responses therefore reuses part of the file, a call with more adds to it, and an interrupted
     evaluation continues.
 
     Args:
@@ -128,11 +128,11 @@ def run_benchmark(
         problems: the problems of the benchmark.
         sampling: how responses are sampled.
         k: number of responses per problem.
-        folder: the folder in which samples are kept.
+        folder: the folder in which samples are stored.
         benchmark: the benchmark's name in the table.
         schedule: the schedule's name in the table.
-        source: the origin of the samples, in JSON types: model, weights (``weights_digest``),
-            engine, schedule.
+        source: where the samples come from, in JSON types: model, weights (``weights_digest``),
+            engine and schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = {
@@ -206,14 +206,14 @@ def run_benchmark(
 
 
 def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
-    """Split the values of all responses, ``k`` per problem, into one list per problem."""
+    """Split a list with ``k`` values per problem into one list per problem."""
     return [values[begin : begin + k] for begin in range(0, len(values), k)]
 
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters, 16 hex digits, computed from each parameter's sum of bit
-    patterns read as integers.
+    """Return a digest of the parameters as 16 hex digits. The digest is computed from one sum per
+    parameter, over the bit patterns of its values read as integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
@@ -259,8 +259,8 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read samples by index, problem, prompt and number. A line that was only partly written before
-    the process was killed is skipped, and its sample is drawn again.
+    """Read samples by index, problem, prompt and number. A line is skipped if the process was
+    killed before it was written completely; its sample is drawn again.
     """
     if not path.exists():
         return {}

@@ -1,4 +1,5 @@
-"""Scores of a model: mean@k, unbiased pass@k and majority@k, with intervals over problems.
+"""Scores of a model: mean@k, unbiased pass@k and majority@k, with confidence intervals from
+resampling problems.
 
 Shapes: N problems, k responses per problem.
 """
@@ -27,7 +28,7 @@ class Score:
 
 
 def mean_at_k(rewards_Nk: ArrayLike) -> Score:
-    """Average the rewards of all responses over problems."""
+    """Average the rewards over all responses, with an interval over problems."""
     return _over_problems(_rewards(rewards_Nk).mean(1))
 
 
@@ -50,8 +51,8 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
-    """Score the most frequent answer to each problem; None never wins, and a tie counts as the mean
-    over the winners.
+    """Score the most frequent answer to each problem. None never wins, and a tie scores the mean
+    over the tied answers.
 
     Raises ValueError: the number of answers differs from the number of rewards.
     """
@@ -66,8 +67,9 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         votes = Counter(answer for answer in given if answer is not None)
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
-        # Equal answers may have different rewards (because of a wrong format), so an answer scores
-        # the mean reward of the responses that give it.
+        # Responses with equal answers may have different rewards, for example because one has the
+        # wrong format. The score of an answer is therefore the mean reward of the responses that
+        # give it.
         means = []
         for winner in winners:
             of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]
@@ -91,8 +93,9 @@ def _over_problems(values: np.ndarray) -> Score:
     low, high = np.percentile(means, [2.5, 97.5])
     value = float(values[0])
     if (values == value).all() and 0 <= value <= 1:
-        # Resampling equal values yields no interval. With 97.5 % confidence, at most this share of
-        # all problems differ from those that were drawn, and these may score 0 or 1.
+        # If all values are equal, resampling yields no interval. With 97.5 % confidence, at most
+        # this share of all problems would score differently from those drawn; such problems may
+        # score 0 or 1.
         unseen = 1 - 0.025 ** (1 / len(values))
         low = value * (1 - unseen)
         high = value + (1 - value) * unseen

@@ -1,4 +1,4 @@
-"""A single call that measures p5 in your own training loop and returns scalars to log."""
+"""Measure p5 in your own training loop with a single call, which returns scalars to log."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def measured(
     top_n: int = 20,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Sample a response to each prompt under ``schedule``, and compare the responses with the dense
-    model token by token.
+    """Sample a response to each prompt under ``schedule``, and compare each of its tokens with the
+    dense model.
 
         logger.log(measured(model, tokenizer, prompts, "qwen3-4b-0.86", max_new_tokens=4096), step)
 
-    The names of the scalars are those of ``sparrow.mismatch.metrics``. Afterwards, the model's
-    attention, training modes and gradients are as they were before.
+    The names of the scalars are listed in ``sparrow.mismatch.metrics``. The call leaves the model's
+    attention, training modes and gradients as they were before.
 
     Args:
         model: a transformers model, entirely on one device.
@@ -39,8 +39,8 @@ def measured(
         prompts: token ids, in the form in which the loop passes them to the model.
         schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``
             measures the ceiling, the highest p5 that lists of ``top_n`` tokens can show.
-        max_new_tokens: the greatest length of a response.
-        temperature: the temperature of the loop's rollouts, above 0.
+        max_new_tokens: the maximum length of a response, in tokens.
+        temperature: the sampling temperature of the loop's rollouts, above 0.
         top_n: length of the lists that give bounds on the acceptance rate.
         seed: the seed of the samples.
 

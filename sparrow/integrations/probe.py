@@ -1,13 +1,13 @@
-"""A probe that measures the acceptance of a sparse actor in another trainer's vLLM, using only
+"""A probe that measures the acceptance of a sparse actor in another trainer's vLLM. It uses only
 vLLM's OpenAI-compatible HTTP interface.
 
-It is meant for trainers that request only the log-probs of sampled tokens but whose vLLM server can
-be reached. Responses are sampled under the server's schedule, with the actor's top-n lists. Prompt
-and response are then sent back as one prompt, with a request for the prompt's log-probs, which vLLM
-prefills densely and without its prefix cache. The answer contains the policy's top-n lists, with
-the same weights in the same precision. The two sets of lists give bounds on the acceptance rate
-(``acceptance_bounds``). vLLM returns a prompt's log-probs only at temperature 1, so responses are
-sampled at that temperature.
+The probe is meant for trainers that request only the log-probs of sampled tokens but whose vLLM
+server can be reached over HTTP. Responses are sampled under the server's schedule, with the actor's
+top-n lists. Each prompt and its response are then sent to the server again as one prompt, with a
+request for the prompt's log-probs. vLLM prefills this prompt densely and without its prefix cache,
+so the answer contains the policy's top-n lists, from the same weights in the same precision. The
+lists of actor and policy give bounds on the acceptance rate (``acceptance_bounds``). vLLM returns a
+prompt's log-probs only at temperature 1, so responses are sampled at that temperature.
 
 ``Probe`` returns the results as scalars for any trainer's logger, together with the servers'
 counters.
@@ -42,12 +42,13 @@ DRAFTS = (
     "spec_decode_num_accepted_tokens",
     "spec_decode_num_drafts",
 )
-"""vLLM's own counters: drafted tokens, accepted tokens, and verifications that had drafts."""
+"""vLLM's own counters: drafted tokens, accepted tokens, and verifications with at least one draft.
+"""
 
 
 class Probe:
-    """A source of metrics from vLLM servers that decode with Sparrow, as scalars with stable names
-    for any trainer's logger.
+    """Metrics of vLLM servers that decode with Sparrow, as scalars with stable names for any
+    trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         # at every step: costs a request or two
@@ -55,11 +56,11 @@ class Probe:
         # now and then: takes as long as one or two rollouts
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
-    The names are those of ``sparrow.integrations.metrics``. Servers started with
-    ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. Without it, servers report neither
-    Sparrow's counters nor the ceiling, and ``schedule`` is required. For drafts, such servers
-    report only the tokens that vLLM counts for Prometheus, and not even these if they were started
-    with ``--disable-log-stats``.
+    The names are listed in ``sparrow.integrations.metrics``. Servers started with
+    ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. Other servers report neither Sparrow's
+    counters nor the ceiling, and require ``schedule``. Of the drafts, they report only the token
+    counts that vLLM keeps for Prometheus, and not even those if they were started with
+    ``--disable-log-stats``.
 
     Args:
         urls: addresses of servers with the same weights and the same settings.
@@ -85,7 +86,7 @@ class Probe:
             first, *_ = next(iter(self._described.values()))
             self.schedule = SparsitySchedule.from_dict(first["schedule"])
             self.mode = first["mode"]
-            self.counted()  # reset earlier counts
+            self.counted()  # to reset earlier counts
         elif schedule is None:
             raise ConfigError(
                 f"the vLLM servers at {', '.join(self._urls)} do not report their schedule; "
@@ -96,8 +97,8 @@ class Probe:
             self.mode = "unknown"
 
     def counted(self) -> dict[str, float]:
-        """Return metrics of the decode steps since the last call: the share of cached tokens read
-        and, in lossless mode, the metrics of drafts.
+        """Return the metrics of all decode steps since the last call: the share of cached tokens
+        read and, in lossless mode, the metrics of drafts.
 
         Servers in development mode reset their counts whenever any client reads them.
         """
@@ -114,13 +115,13 @@ class Probe:
     def measured(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
     ) -> dict[str, float]:
-        """Measure p5 of acceptance by length, with one response to each prompt, and the ceiling,
-        which is the p5 of dense rollouts.
+        """Measure p5 of acceptance by length from one response to each prompt. Also measure the
+        ceiling, which is the p5 of dense rollouts.
 
-        The servers must be idle otherwise. In lossy mode, if the servers allow a change of
-        schedule, the first call also samples densely, for the ceiling. In lossless mode, samples
-        follow the dense policy, so p5 is its own ceiling. With servers in development mode, the
-        next ``counted`` does not include this measurement.
+        The servers must not serve other requests meanwhile. In lossy mode, the first call also
+        samples densely, for the ceiling, if the servers allow a change of schedule. In lossless
+        mode, samples follow the dense policy, so p5 is its own ceiling. If the servers are in
+        development mode, the next call of ``counted`` does not include this measurement.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -149,7 +150,7 @@ class Probe:
             _answer(f"{url}/reset_prefix_cache", {})
 
     def _counted_by_vllm(self) -> Counter[str]:
-        """Return the counts of drafts since the servers were started."""
+        """Return vLLM's counts of drafts since the servers were started."""
         counts: Counter[str] = Counter()
         for url in dict.fromkeys(self._urls):
             text = _answer(f"{url}/metrics").text
@@ -166,14 +167,14 @@ def probe(
     max_new_tokens: int,
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
-    """Sample one response per prompt, spread over the servers, and compute bounds on every token's
-    acceptance.
+    """Sample one response per prompt, distributed over the servers, and compute bounds on the
+    acceptance rate of every token.
 
     Args:
         urls: addresses of vLLM servers with the same weights, such as ``http://10.0.0.1:8000``.
         prompts: token ids.
-        schedule: the servers' schedule; its page size determines the positions of tokens.
-        max_new_tokens: the greatest length of a response.
+        schedule: the servers' schedule, whose page size determines the positions of tokens.
+        max_new_tokens: the maximum length of a response, in tokens.
         top_n: length of both lists; vLLM's default limit is 20.
 
     Raises ConfigError: a server does not answer, or refuses a request.
@@ -185,7 +186,7 @@ def probe(
         prompt = [int(token) for token in prompts[i]]
         common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
 
-        # The actor samples, and returns lists of its most likely tokens.
+        # The actor samples a response and returns lists of its most likely tokens.
         sampled = _choice(
             url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n}
         )
@@ -193,7 +194,7 @@ def probe(
         response = [_token(text) for text in logprobs["tokens"]]
         actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
 
-        # Prefill is dense, so the policy's lists are requested as those of a prompt.
+        # Prefill is dense, so the policy's lists are obtained as the log-probs of a prompt.
         scored = _choice(
             url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
         )
@@ -220,8 +221,8 @@ def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and log-probs ``[T, n]``, best first, without a sampled token that is not among
-    the n best.
+    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. vLLM adds
+    the sampled token to a list if it is not among these; it is left out here.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)
@@ -237,7 +238,7 @@ def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rpc(url: str, method: str, *args: Any) -> Any:
-    """Call a method of every worker of a server and return their results, or None if the server
+    """Call a method on every worker of a server. Return the workers' results, or None if the server
     does not allow such calls.
     """
     answer = _answer(f"{url}/collective_rpc", {"method": method, "args": args}, allowed=(404,))

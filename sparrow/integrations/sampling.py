@@ -1,9 +1,9 @@
-"""A check that refuses sampler settings with which a trainer's importance ratios would be wrong.
+"""A check that refuses sampler settings that would make a trainer's importance ratios wrong.
 
 vLLM reports log-probs of the distribution from which it samples, after top-p, top-k, min-p,
 penalties and biases, while the trainers compute the policy's log-probs from the whole softmax. With
-such settings each ratio would be too small, by a factor (the kept probability mass) that differs
-from token to token.
+such settings, each ratio would be too small by a factor that differs from token to token, for
+example the probability mass that top-p keeps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "logits_processors": (None, []),
 }
-"""The values with which vLLM samples from the whole softmax, by the name of the setting."""
+"""For each setting, the value with which vLLM samples from the whole softmax."""
 
 
 def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:

@@ -8,9 +8,9 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-The trainer is written for TRL 1.16. It replaces only one part of TRL, the trainer's
-``vllm_generation``, with a wrapper that forwards every call. The overridden methods,
-``compute_loss`` and ``log``, are among those that transformers intends to be overridden.
+The trainer is written for TRL 1.16. It replaces only one part of TRL: the trainer's
+``vllm_generation`` becomes a wrapper that forwards every call. The trainer overrides the methods
+``compute_loss`` and ``log``, which transformers allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -45,37 +45,37 @@ if TYPE_CHECKING:
 else:
     Trainer = GRPOTrainer
 
-CHUNK_TOKENS = 1024  # response tokens per chunk, to bound the memory of their log-softmax
+CHUNK_TOKENS = 1024  # response tokens per chunk, which limits the memory for the log-softmax
 
 
 class SparseGRPOTrainer(Trainer):
-    """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs the resulting mismatch between
-    actor and policy.
+    """A ``GRPOTrainer`` that decodes sparsely in vLLM and logs the resulting mismatch between actor
+    and policy.
 
     In colocate mode, the schedule is passed to vLLM in environment variables, which are set only
-    while the engine starts. A server must have been started with a schedule. In lossless mode,
-    samples follow the dense policy, so the measurement shows how close vLLM's log-probs are to the
-    trainer's, which is the best score that any schedule could reach.
+    while the engine starts. In server mode, the server must have been started with a schedule. In
+    lossless mode, samples follow the dense policy, so the measurement shows how close vLLM's
+    log-probs are to the trainer's. No schedule can have a higher p5.
 
-    Every ``measure_every`` optimizer steps, vLLM returns top-n lists, and some of the responses, at
-    least one per process, get an additional dense forward pass, which gives bounds on every token's
-    acceptance rate. The results are pooled over processes and logged under the names of
-    ``sparrow.integrations.metrics``, which begin with ``sparrow/``. Every log also contains the
-    share of cached tokens that was read and, in lossless mode, the metrics of drafts. The last
-    measurement is stored as ``report``, for a controller that calls ``set_schedule``. Before the
-    first batch is sampled, responses to the same prompts are sampled densely, for the ceiling of
-    p5.
+    Every ``measure_every`` optimizer steps, there is a measurement. vLLM returns top-n lists, and
+    some of the responses, at least one per process, get an additional dense forward pass. The lists
+    and the pass give bounds on every token's acceptance rate. The results are pooled over processes
+    and logged under the names listed in ``sparrow.integrations.metrics``, which begin with
+    ``sparrow/``. Every log also contains the share of cached tokens that was read and, in lossless
+    mode, the metrics of drafts. The last measurement is stored as ``report``, for a controller that
+    calls ``set_schedule``. To measure the ceiling of p5, responses to the first batch's prompts are
+    sampled densely before the batch itself is sampled.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
         schedule: the actor's schedule, ``"lossless"``, or a mapping of settings, in any form that
             ``Decoding.load`` accepts. The default is the schedule with which vLLM was started.
         measure_every: number of optimizer steps per measurement; the first step is measured.
-        sequences: number of responses per process in a measurement, spread over the batch.
+        sequences: number of responses per process that are measured, spread evenly over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError: TRL generates without vLLM, its vLLM decodes densely or in another mode, or
-    vLLM samples from a distribution other than the whole softmax (``integrations.sampling``).
+    Raises ConfigError: TRL generates without vLLM; vLLM decodes densely or in another mode; or vLLM
+    does not sample from the whole softmax (see ``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -119,10 +119,11 @@ class SparseGRPOTrainer(Trainer):
             )
         if decoding is not None and decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
-        self._counted()  # reset the counts of vLLM's own warm-up
+        self._counted()  # to reset the counts of vLLM's own warm-up
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the page counts from the next rollout on; to be called on every process.
+        """Change the page counts, starting with the next rollout. Call this method on every
+        process.
 
         Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
         was started.
@@ -135,7 +136,7 @@ class SparseGRPOTrainer(Trainer):
         self.schedule = schedule
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """See ``transformers.Trainer``; the first call after a rollout also measures recorded
+        """See ``transformers.Trainer``. The first call after a rollout also measures the recorded
         responses, while ``model`` still has the actor's weights.
         """
         generation = self.vllm_generation
@@ -151,7 +152,7 @@ class SparseGRPOTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See ``transformers.Trainer``; adds the measurements since the last training log."""
+        """See ``transformers.Trainer``. Also add the measurements since the last training log."""
         if self.model.training:
             logs |= self._counted()
             if self._measured:
@@ -170,8 +171,8 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """Return the metrics of vLLM's workers since the last call, summed over the workers of all
-        processes or those of the server.
+        """Return the metrics of vLLM's workers since the last call, summed over all workers: those
+        of all processes, or those of the server.
         """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
@@ -181,8 +182,8 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Let vLLM decode densely inside the context, unless its responses are dense anyway or
-        dense responses were sampled before. Yield whether the schedule was changed.
+        """Let vLLM decode densely inside the context, and yield True. If its responses are dense
+        anyway, or dense responses have been sampled before, change nothing and yield False.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
@@ -193,15 +194,15 @@ class SparseGRPOTrainer(Trainer):
             yield True
         finally:
             self.set_schedule(schedule)
-            self._counted()  # reset the counts, since samples for the ceiling are not a rollout
+            # to reset the counts, because samples for the ceiling are not part of a rollout
+            self._counted()
 
     def _is_measured(self) -> bool:
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the vLLM workers. In colocate mode, these are the workers of this
-        process; otherwise they are those of the server, and every process receives the server's
-        answer.
+        """Call a method on the vLLM workers. In colocate mode, these are the workers of this
+        process. Otherwise, they are the server's workers, and every process receives their answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
@@ -226,7 +227,7 @@ def _check_sampling(config: GRPOConfig) -> None:
     """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError: a
     setting changes the distribution.
     """
-    further: Any = config.generation_kwargs or {}  # these override the config's fields
+    further: Any = config.generation_kwargs or {}  # which override the config's fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")
@@ -238,10 +239,10 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 
 def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
-    """Set vLLM's environment variables for ``decoding`` inside the context, since TRL has no field
-    for the schedule.
+    """Set vLLM's environment variables for ``decoding`` inside the context, because TRL has no
+    field for the schedule.
 
-    An engine keeps the settings with which it was started, so other engines in this process are not
+    An engine keeps the settings with which it was started, so other engines of this process are not
     affected.
     """
     if decoding is None:
@@ -253,10 +254,10 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
 
 
 class Recording:
-    """A wrapper of TRL's ``VLLMGeneration`` that requests the actor's top-n lists for a measurement
-    and records some of the responses.
+    """A wrapper around TRL's ``VLLMGeneration``. For a measurement, it requests the actor's top-n
+    lists and records some of the responses.
 
-    TRL itself receives only what it requested, the log-probs of the sampled tokens.
+    TRL itself receives only what it requested: the log-probs of the sampled tokens.
     """
 
     def __init__(
@@ -281,8 +282,8 @@ class Recording:
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError: there are images, which the policy's
-        forward pass would not see.
+        """See ``VLLMGeneration.generate``. Raises ConfigError: there are images, which the
+        measurement's forward pass would not see.
         """
         generation = self._generation
         if not self._wanted():
@@ -315,7 +316,7 @@ class Recording:
             self._generation.logprobs = previous
 
     def _some(self, outputs: tuple[Any, ...]) -> list[Rollout]:
-        """Select responses to measure, spread over the batch."""
+        """Select the responses to measure, spread evenly over the batch."""
         prompts, responses, logprobs, ids = outputs
         count = min(self._sequences, len(responses))
         spread = np.linspace(0, len(responses) - 1, count).round().astype(int)
@@ -329,7 +330,7 @@ class Recording:
 def _of_sampled(
     logprobs: Sequence[Sequence[float]], ids: Sequence[Sequence[int]], response: Sequence[int]
 ) -> list[float]:
-    """Look up the log-prob of each token of a response in the list at the token's position."""
+    """Look up the log-prob of each token of a response in the list at its position."""
     return [row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)]
 
 
@@ -341,8 +342,8 @@ def rollout(
     top_n: int,
     max_tokens: int,
 ) -> Rollout:
-    """Build a ``Rollout`` from one of TRL's responses, whose lists are sorted, best first, and have
-    n + 1 entries if the sampled token is not among the n most likely.
+    """Build a ``Rollout`` from one of TRL's responses. TRL's lists are sorted, most likely token
+    first, and have n + 1 entries if the sampled token is not among the n most likely.
     """
     return Rollout(
         prompt_ids=prompt,

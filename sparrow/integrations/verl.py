@@ -1,14 +1,14 @@
-"""verl's synchronous PPO trainer with sparse rollouts; logs the tail of the acceptance rate next to
-``rollout_corr/*``.
+"""verl's synchronous PPO trainer with sparse rollouts. It logs the tail of the acceptance rate in
+addition to verl's ``rollout_corr/*``.
 
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
 
 The trainer is written for verl 0.9.1 and is added to verl's registry of trainers. Every step logs
-what vLLM's workers counted during its rollout, under the names of ``sparrow.integrations.metrics``:
-the share of cached tokens that was read and, in lossless mode, what became of the drafts. verl
-requests only the log-probs of sampled tokens from vLLM, so every step also logs metrics that need
-no others (``sparrow.mismatch.sampled``):
+what vLLM's workers counted during its rollout, under the names listed in
+``sparrow.integrations.metrics``: the share of cached tokens that was read and, in lossless mode,
+the metrics of drafts. From vLLM, verl only requests the log-probs of sampled tokens. Every step
+also logs metrics that can be computed from these alone (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
@@ -16,12 +16,12 @@ sparrow/sampled/p5_floor           a lower bound on the 5th percentile of accept
 sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval,
                                    resampled by sequence, if at least two sequences reach the bin
 
-p5 itself is measured by a probe, which samples additional responses with top-20 lists over HTTP
-from verl's vLLM servers (``probe``) once they have the step's weights. Every
-``+trainer.v1.sparrow.probe_every`` steps (never, if this is unset), there is a probe of
-``+trainer.v1.sparrow.sequences`` responses (32 by default). The names of its metrics are those of
-``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely, for
-the ceiling of p5.
+p5 itself is measured by a probe (``probe``). Once verl's vLLM servers have the step's weights, the
+probe samples additional responses from them over HTTP, with top-20 lists. A probe runs every
+``+trainer.v1.sparrow.probe_every`` steps (never, if this is unset), and samples
+``+trainer.v1.sparrow.sequences`` responses (32 by default). The names of its metrics are listed in
+``sparrow.integrations.metrics``. Before the first probe, the same number of responses is sampled
+densely, for the ceiling of p5.
 
 Shapes: B responses, T tokens.
 """
@@ -68,30 +68,30 @@ else:
 
 FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 POLL_S = 0.01
-"""Seconds between two questions to a server whether its workers have answered."""
+"""Seconds to wait before asking a server again whether its workers have answered."""
 
 
 @register_trainer("sparrow")
 class SparsePPOTrainer(Trainer):
-    """A ``PPOTrainerSync`` whose replicas decode under a schedule, or losslessly; the module's
-    docstring lists the metrics.
+    """A ``PPOTrainerSync`` whose replicas decode losslessly or under a schedule. The module's
+    docstring lists its metrics.
 
     The result of the last probe is stored as ``report``, for a controller that calls
     ``set_schedule``.
 
-    The schedule is the one passed to vLLM, either as
+    The schedule is the one that is passed to vLLM, either as
     ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
     ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError: there is no schedule, vLLM decodes densely or in another mode, or verl's
-    configuration does not compute the log-probs that are compared.
+    Raises ConfigError: there is no schedule; vLLM decodes densely or in another mode; or verl's
+    configuration does not compute the log-probs to be compared.
     """
 
     schedule: SparsitySchedule
     report: MismatchReport | None = None
     _is_lossless = False
     _described: Sequence[Any] = ()
-    _counts: Counters | None = None  # of the rollout that was sampled last
+    _counts: Counters | None = None  # the counts of the last rollout
 
     def __init__(self, config: Any) -> None:
         options = config.trainer.v1.get("sparrow", {})
@@ -99,12 +99,13 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        # This trainer is synchronous, and the rest of verl recognises one by this name.
+        # This trainer is synchronous, and the rest of verl recognises a synchronous trainer by this
+        # name.
         config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
     def on_init_end(self) -> None:
-        """See ``PPOTrainer``; ensures that every replica decodes under the schedule."""
+        """See ``PPOTrainer``. Also ensure that every replica decodes under the schedule."""
         decoding = requested(OmegaConf.to_container(self.config, resolve=True))
         self.schedule = decoding.schedule
         self._is_lossless = decoding.is_lossless
@@ -116,7 +117,7 @@ class SparsePPOTrainer(Trainer):
         self._counted()  # reset the counts of vLLM's own warm-up
 
     def on_sample_end(self) -> None:
-        """See ``PPOTrainer``; reads the replicas' counts before they sleep.
+        """See ``PPOTrainer``. Also read the replicas' counts before the replicas go to sleep.
 
         Raises ConfigError: in lossless mode, no replica has verified any token.
         """
@@ -130,7 +131,9 @@ class SparsePPOTrainer(Trainer):
         super().on_sample_end()
 
     def on_step_end(self) -> None:
-        """See ``PPOTrainer``; probes the replicas, which are awake and have this step's weights."""
+        """See ``PPOTrainer``. Also probe the replicas, which are awake and have this step's
+        weights.
+        """
         super().on_step_end()
         if self._probe_every and self.global_steps % self._probe_every == 0:
             samples_are_dense = self._is_lossless or self.schedule.is_dense
@@ -143,7 +146,7 @@ class SparsePPOTrainer(Trainer):
             dense_up_to = inf if samples_are_dense else self.schedule.dense_up_to
             metrics = mismatch_metrics(self.report, dense_up_to)
             self.logger.log(data=metrics, step=self.global_steps)
-            self._counted()  # reset the counts, since a probe is not a rollout
+            self._counted()  # to reset the counts, because a probe is not part of a rollout
 
     def _counted(self) -> Counters:
         """Return the counts of all replicas since the last call."""
@@ -171,8 +174,8 @@ class SparsePPOTrainer(Trainer):
             push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the page counts of every replica; to be called while the replicas are awake and
-        idle.
+        """Change the page counts of every replica. Call this method while the replicas are awake
+        and idle.
 
         Raises ConfigError: a replica decodes densely, or was started with a different page layout
         or different dense layers.
@@ -181,7 +184,7 @@ class SparsePPOTrainer(Trainer):
         self.schedule = schedule
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # Metrics are computed here, as in verl's own subclasses, before rejection sampling
+        # As in verl's own subclasses, metrics are computed here, before rejection sampling
         # (rollout_rs) masks any tokens.
         batch = super()._compute_old_log_prob(batch, metrics)
         data = tq.kv_batch_get(
@@ -204,11 +207,12 @@ class SparsePPOTrainer(Trainer):
 
 
 def requested(config: Mapping[str, Any]) -> Decoding:
-    """Return the decoding settings for vLLM in verl's configuration, or else in the environment.
+    """Return vLLM's decoding settings from verl's configuration or, if there are none, from the
+    environment.
 
-    Raises ConfigError: there is no schedule in either; the log-probs of the policy or the actor
-    will not be computed; samples are truncated; or a probe is requested at a temperature other
-    than 1.
+    Raises ConfigError: there is no schedule in either place; the log-probs of the policy or the
+    actor will not be computed; samples are truncated; or a probe is requested although the
+    temperature is not 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
@@ -245,13 +249,13 @@ def requested(config: Mapping[str, Any]) -> Decoding:
 
 
 def call_one(replica: Any, method: str) -> Any:
-    """Call a method of every vLLM worker of one replica; see ``call``."""
+    """Call a method on every vLLM worker of one replica; see ``call``."""
     return call([replica], method)[0]
 
 
 def call(replicas: Sequence[Any], method: str) -> list[Any]:
-    """Call a method of every vLLM worker of verl's replicas, and return the workers' results for
-    each replica. The servers' own ``collective_rpc`` returns nothing.
+    """Call a method on every vLLM worker of verl's replicas, and return the workers' results for
+    each replica. This function exists because the servers' own ``collective_rpc`` returns nothing.
 
     Raises ConfigError: a worker refuses the call.
     """
@@ -269,8 +273,8 @@ def call(replicas: Sequence[Any], method: str) -> list[Any]:
 
 
 def _start(server: Any, method: str) -> None:
-    """Start a call inside of a server. Ray runs this function in a thread of its own or in that of
-    the server's event loop, depending on its version, so it must not wait.
+    """Start a call inside a server. This function must not wait, because some versions of Ray run
+    it in the thread of the server's event loop (others in a separate thread).
     """
     loop = server._server_task.get_loop()
     server.sparrow_call = asyncio.run_coroutine_threadsafe(
@@ -279,12 +283,12 @@ def _start(server: Any, method: str) -> None:
 
 
 def _answer(server: Any) -> Any:
-    """Return the result of the call that ``_start`` started, or None before the workers answer."""
+    """Return the result of the call that ``_start`` started; None if it is not available yet."""
     return server.sparrow_call.result() if server.sparrow_call.done() else None
 
 
 def _reason(error: Exception) -> str:
-    # the preceding lines are the traceback of the other process
+    # the lines before are the other process's traceback
     return str(error).strip().splitlines()[-1]
 
 
@@ -329,7 +333,7 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """Compute the metrics of responses ``[T]`` from their prompts, the masks of sampled tokens, and
+    """Compute metrics from the prompts of ``B`` responses, the masks of their sampled tokens, and
     the log-probs of actor and policy.
 
     A token's position is the length for which the schedule was looked up when the token was

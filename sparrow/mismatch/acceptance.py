@@ -1,5 +1,5 @@
-"""Acceptance rate of the actor's distribution under the policy's distribution for each token, exact
-or bounded from top-n lists.
+"""The acceptance rate of each token, computed from the distributions of actor and policy: exact, or
+bounds from top-n lists.
 
 alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, where p is the distribution of
 the dense policy and q that of the sparse actor, after the same prefix and at the same sampling
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# Amount by which a probability, or the mass of a list, may exceed 1 because of rounding: with
+# A probability, or the sum over a list, may exceed 1 by this much because of rounding. With
 # bfloat16 log-probs, the probabilities of a broad distribution sum to 1 within this tolerance.
 ROUNDING = 5e-3
 
@@ -30,8 +30,8 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Compute the exact acceptance rate of two full distributions [..., V]: float64 [...] in [0,
-    1]. The order of the two does not matter.
+    """Compute the exact acceptance rate of two full distributions [..., V]. The result is float64
+    [...] in [0, 1], and does not depend on the order of the arguments.
 
     Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
@@ -61,11 +61,11 @@ def acceptance_bounds(
     policy_logprobs: ArrayLike,
     policy_ids: ArrayLike | None = None,
 ) -> AcceptanceBounds:
-    """Bound the acceptance rate when only the most probable tokens are known (Sparrow, arXiv
-    2606.08446, section 3).
+    """Compute bounds on the acceptance rate if only the most probable tokens are known (Sparrow,
+    arXiv 2606.08446, section 3).
 
-    For a token whose probability is known on both sides, min(p, q) is exact. All other tokens
-    together can add at most the smaller of the two left-over masses.
+    If a token's probability is known under both actor and policy, min(p, q) is exact. All other
+    tokens together can add at most the smaller of the two remaining masses.
 
     Args:
         actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
@@ -93,12 +93,13 @@ def acceptance_bounds(
         listed, p_ids, p_known = _read_list("policy", policy_ids, policy_logprobs)
         if listed.shape[:-1] != q.shape[:-1]:
             raise ValueError(
-                f"The lists have shapes {q.shape} and "
-                f"{listed.shape}; pass lists that agree on all axes but the last."
+                f"The lists have shapes {q.shape} and {listed.shape}; pass lists that agree on all "
+                "axes except the last."
             )
         p = np.zeros_like(q)
         matched = np.zeros_like(known)
-        # Match one entry at a time, since all pairs [T, n, m] would not fit in memory.
+        # Match one entry at a time, because an array of all pairs, [T, n, m], might not fit in
+        # memory.
         for entry in range(listed.shape[-1]):
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
             np.copyto(p, listed[..., entry, None], where=match)
@@ -134,7 +135,7 @@ def _read_list(
             f"The {side}'s ids contain {ids[listed].min()}, but ids "
             "start at 0; mark padding with log-probs of -inf."
         )
-    # Padding gets distinct negative ids, so that its original ids never count as repeated.
+    # Padding gets distinct negative ids. Its original ids could otherwise count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
@@ -148,7 +149,7 @@ def _read_list(
 def _probabilities(
     side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None
 ) -> FloatArray:
-    """Compute exp(logprobs), with 0 outside `where`; raise ValueError for values that cannot be
+    """Compute exp(logprobs), with 0 outside `where`. Raise ValueError if the values cannot be
     log-probs from one distribution.
     """
     values = np.asarray(logprobs, np.float64)

@@ -1,14 +1,14 @@
-"""Confidence intervals for statistics of tokens, from resampling sequences, and the mismatch report
-built from them.
+"""Compute confidence intervals for statistics of tokens by resampling sequences, and build the
+mismatch report from them.
 
 Tokens of the same sequence are correlated, so resampling individual tokens would produce intervals
 that are far too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their
-Application", 1997, section 3.8) draws whole sequences with replacement. Resamples are never built
-explicitly: a resample is represented by one weight per sequence, the number of times the sequence
-was drawn, and a statistic receives the weights of all resamples at once.
+Application", 1997, section 3.8) draws whole sequences with replacement. The tokens of a resample
+are never copied. A resample is represented by one weight per sequence: the number of times the
+sequence was drawn. A statistic receives the weights of all resamples at once.
 
-As in numpy, percentiles interpolate linearly between order statistics, for the sample in which each
-token occurs as often as its sequence was drawn.
+As in numpy, percentiles interpolate linearly between order statistics. They are those of the sample
+in which each token occurs as often as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -51,9 +51,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class PercentileInterval:
-    """A statistic of the tokens at start <= position < end, with its 95 % interval as in
-    `Interval`.
-    """
+    """A statistic of the tokens at start <= position < end, with a 95 % interval (see `Interval`)."""
 
     bin: int
     start: int
@@ -67,8 +65,8 @@ class PercentileInterval:
 
 @dataclass(frozen=True)
 class BinMismatch:
-    """Mismatch at start <= position < end; the true percentile lies between the percentiles of the
-    lower and the upper bound.
+    """Mismatch at start <= position < end. The true percentile lies between the percentile of the
+    lower bound and that of the upper bound.
     """
 
     bin: int
@@ -91,11 +89,11 @@ class BinMismatch:
 
     @property
     def p5(self) -> str:
-        """The bounds on the percentile, as text."""
+        """The two bounds on the percentile, as text."""
         return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Compare the tail's interval, and the upper bound on acceptance, with ``tau``."""
+        """Compare the interval of the tail and the upper bound on acceptance with ``tau``."""
         if isnan(self.interval_low):
             return "undecided"  # a single sequence has no interval
         if min(self.lower_bound, self.interval_low) >= tau:
@@ -137,7 +135,7 @@ class MismatchReport:
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Compute the mean over the tokens of each resample, float64 [R]; a Statistic."""
+    """Compute the mean over each resample's tokens, float64 [R]. This function is a Statistic."""
     n_sequences = weights_RB.shape[1]
     sums = np.bincount(sequence, values, minlength=n_sequences)
     counts = np.bincount(sequence, minlength=n_sequences)
@@ -147,14 +145,14 @@ def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray
 def weighted_percentile(
     values: FloatArray, sequence: IntArray, weights_RB: FloatArray, percentile: float = 5
 ) -> FloatArray:
-    """Compute the exact percentile of each resample, float64 [R]; with `percentile` bound, this
-    function is a Statistic.
+    """Compute the exact percentile of each resample, float64 [R]. With a fixed `percentile`
+    (functools.partial), this function is a Statistic.
 
-    The result equals np.percentile of the values if each value is repeated as often as the weight
-    of its sequence (a whole number). The values are sorted once. An order statistic of a resample
-    is then found in two steps: first the block of sorted tokens that contains it, from the
-    sequences' weights times their token counts per block, and then the token within that block.
-    Memory: O(T + R (B + sqrt T)).
+    The result equals np.percentile if each value is repeated as often as the weight of its sequence
+    (a whole number) says. The values are sorted once and divided into blocks. An order statistic of
+    a resample is then found in two steps. The first finds the block that contains it, from the
+    sequences' weights and their token counts in each block. The second finds the token within that
+    block. Memory: O(T + R (B + sqrt T)).
 
     Raises ValueError: the percentile is out of range, or a resample contains no tokens.
     """
@@ -164,14 +162,16 @@ def weighted_percentile(
     n_tokens = values.size
     n_sequences = weights_RB.shape[1]
 
-    # With at least B tokens per block, the table of counts is no larger than the array of tokens.
+    # With at least B tokens per block, the table of counts [blocks, B] is no larger than the array
+    # of tokens.
     block_tokens = max(isqrt(n_tokens), n_sequences)
     n_blocks = max(ceil(n_tokens / block_tokens), 1)
     nobody = n_sequences  # owner of the padding in the last block, with weight 0
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
 
-    # Count each sequence's tokens in each block, then each resample's tokens up to a block's end.
+    # Count each sequence's tokens in each block, and then each resample's tokens up to the end of
+    # each block.
     n_owners = n_sequences + 1
     cells = owner_blocks + np.arange(n_blocks)[:, None] * n_owners
     counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
@@ -212,11 +212,11 @@ def sequence_bootstrap(
     resamples: int = 1000,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """Compute the 95 % interval of a statistic of tokens [T], T >= 1, from resampling whole
-    sequences (ids [T]) with replacement.
+    """Compute the 95 % interval of a statistic of `values` [T], T >= 1, by resampling whole
+    sequences with replacement. `sequence` contains the tokens' sequence ids [T].
 
-    The interval contains the middle 95 % of the resampled statistics (the percentile bootstrap);
-    with fewer than about 20 sequences, the interval is too narrow.
+    The interval contains the middle 95 % of the resampled statistics (the percentile bootstrap).
+    With fewer than about 20 sequences, it is too narrow.
 
     Raises ValueError: shapes differ, or there are no tokens.
     """
@@ -248,8 +248,8 @@ def interval_by_bin(
     statistic: Statistic,
     seed: int | np.random.Generator,
 ) -> list[PercentileInterval]:
-    """Compute a statistic of acceptance per bin of positions; arguments and result are as in
-    `percentile_by_bin_interval`.
+    """Compute a statistic of acceptance per bin of positions. The other arguments and the result
+    are those of `percentile_by_bin_interval`.
     """
     values = check_acceptance(alpha, position=position, sequence=sequence)
     sequences = np.asarray(sequence)
@@ -276,11 +276,11 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a percentile of acceptance per bin of positions, in ascending order, with a 95 %
+    """Compute a percentile of acceptance for each bin of positions, in ascending order, with a 95 %
     interval from resampling sequences.
 
-    Each bin resamples the sequences that reach the bin, so intervals are wide at lengths that few
-    responses reach.
+    In each bin, only the sequences that reach the bin are resampled, so intervals are wide at
+    lengths that few responses reach.
 
     Args:
         alpha: acceptance rates in [0, 1], [T].
@@ -308,8 +308,8 @@ def mismatch_report(
 
     Args:
         lower: lower bounds on the tokens' acceptance rates, [T], T >= 1.
-        upper: upper bounds on the same rates, [T]; pass the same array again if the rates are
-            exact.
+        upper: upper bounds on the same rates, [T]. If the rates are exact, pass the same array
+            twice.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
     Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or

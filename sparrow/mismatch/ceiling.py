@@ -1,8 +1,9 @@
-"""The p5 of dense rollouts, which is the ceiling of p5.
+"""The ceiling of p5, which is the p5 of dense rollouts.
 
-The ceiling is below 1, because sampler and trainer round differently, and because lists of likely
-tokens are incomplete. A p5 shows the effect of sparsity only in comparison with the p5 of dense
-rollouts from the same engines, with the same lists and at the same lengths.
+The ceiling is below 1, because the sampler and the trainer round differently, and because the lists
+of likely tokens are incomplete. To see the effect of sparsity, a p5 must be compared with the p5 of
+dense rollouts from the same engines, with lists of the same length and at the same response
+lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
 """
@@ -20,12 +21,12 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-# maximum number of responses sampled densely if nothing else measures the ceiling; never more than
-# the number of measured responses
+# maximum number of responses that are sampled densely if nothing else measures the ceiling; it
+# never exceeds the number of measured responses
 CEILING_RESPONSES = 64
 
 ENOUGH = 8  # minimum number of responses in a bin for a reliable ceiling
-RESOLVED = 1e-6  # a left-over mass below this is float32 rounding
+RESOLVED = 1e-6  # a remaining mass below this is only float32 rounding
 LEAST = -100.0  # the log-prob given to impossible tokens, including padding
 
 
@@ -37,11 +38,10 @@ class Ceiling:
         self._bins: dict[tuple[int, int], dict[str, float]] = {}
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Record the bins of a report that end at or before ``up_to`` tokens, the length up to
-        which the actor read everything.
+        """Record the bins of a report that end at or before ``up_to`` tokens. Up to that length,
+        the actor read everything.
 
-        A measurement from fewer than ``ENOUGH`` responses does not replace a measurement from more
-        responses.
+        A measurement from fewer than ``ENOUGH`` responses does not replace one from more responses.
         """
         for b in dense.bins:
             if b.end > up_to:
@@ -57,11 +57,11 @@ class Ceiling:
             }
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Return the bins, each with the ceiling of the measured bin nearest in length; if nothing
-        has been measured, the bins are unchanged.
+        """Return the bins, each with the ceiling of the measured bin that is nearest in length. If
+        nothing has been measured, return the bins unchanged.
 
-        Measured bins that fewer than ``ENOUGH`` responses reached are used only if there are no
-        others.
+        Measured bins that fewer than ``ENOUGH`` responses reached are used only if all measured
+        bins are such bins.
         """
         reached = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH}
         measured = reached or self._bins
@@ -75,7 +75,7 @@ class Ceiling:
         return tuple(replace(b, **nearest(b)) for b in bins)
 
     def on(self, report: MismatchReport) -> MismatchReport:
-        """Return the report with a ceiling for every p5."""
+        """Return the report with a ceiling added to every p5."""
         return replace(report, bins=self.beside(report.bins))
 
     def __bool__(self) -> bool:
@@ -105,8 +105,8 @@ class Ceiling:
 
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
-    """Measure how much a sampler's numerics shift log-probs, float64 ``[T, n + 1]``; the last
-    column is for all other tokens.
+    """Measure how much a sampler's numerics shift log-probs, float64 ``[T, n + 1]``. The last
+    column is the shift for all tokens outside the list together.
 
     Args:
         sampled_Tn: the sampler's natural log-probs of the listed tokens; -inf is padding.
@@ -117,11 +117,11 @@ def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
 
 
 def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
-    """Convert scored log-probs, under any schedule, into the log-probs that the sampler would have
-    computed, float64 ``[T, n]``.
+    """Convert log-probs that were scored under any schedule to the log-probs that the sampler would
+    have computed, float64 ``[T, n]``.
 
-    The noise is assumed to be the same under every schedule. Since the noise affects logits,
-    probabilities are normalized again.
+    The noise is assumed to be the same under every schedule. Because it affects logits, the
+    probabilities are normalised again.
     """
     disturbed = _with_rest(scored_Tn) + noise
     normalized = disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True)
@@ -129,8 +129,8 @@ def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
 
 
 def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
-    """Append the log of the left-over mass to log-probs; the mass is at least the resolution of
-    float32 log-probs.
+    """Append a column to log-probs: the log of the remaining mass, which is taken to be at least
+    the resolution of float32 log-probs.
     """
     logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
     rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)

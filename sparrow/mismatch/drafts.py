@@ -1,9 +1,9 @@
-"""Acceptance of drafts by length, as counts that are small enough to keep on a device and to sum
-over engines and steps.
+"""Acceptance of drafts by length. It is stored as counts, which are small enough to keep on a
+device and can be summed over engines and steps.
 
-A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. This
-acceptance is measured after a dense history: in a lossy rollout, the actor reads a cache that it
-has written itself, and acceptance is slightly lower.
+A draft's acceptance, sum_v min(p(v), q(v)), is exact, because verification has both distributions.
+It is measured on a cache that the dense policy has written. In a lossy rollout, the actor reads a
+cache that it has written itself, and acceptance is slightly lower.
 
 Shapes: T drafts, N length bins, counted from length 0.
 """
@@ -27,7 +27,7 @@ Percentiles are exact to 1 / BUCKETS.
 
 @dataclass(frozen=True)
 class DraftBin:
-    """Drafts whose lengths are in [start, end)."""
+    """Drafts at lengths in [start, end)."""
 
     start: int
     end: int
@@ -46,12 +46,13 @@ class DraftAcceptance:
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """Return counts without any drafts, which can be added to counts in bins of any width."""
+        """Return counts of no drafts, which can be added to counts in bins of any width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod
     def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
-        """Count drafts with acceptance ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
+        """Count drafts. Their acceptance rates are ``alpha`` ``[T]``, and their lengths are
+        ``position`` ``[T]``.
 
         Raises ValueError: the acceptance is outside [0, 1], or the shapes differ.
         """
@@ -73,7 +74,9 @@ class DraftAcceptance:
         return cls(plain["bin_tokens"], counts, np.asarray(plain["sums"], np.float64))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain JSON types, with only the buckets that are not empty in each bin."""
+        """Convert to plain JSON types. For each bin, only the buckets that are not empty are
+        included.
+        """
 
         def filled(row: IntArray) -> list[list[int]]:
             return [[int(bucket), int(row[bucket])] for bucket in np.flatnonzero(row)]
@@ -107,8 +110,8 @@ class DraftAcceptance:
         return float(self.sums.sum() / self.drafts) if self.drafts else float("nan")
 
     def percentile(self, percentile: float = 5) -> float:
-        """Compute a percentile of all drafts' acceptance, assuming that acceptance is uniform
-        within each bucket; nan without drafts.
+        """Compute a percentile of the acceptance of all drafts; nan without drafts. Acceptance is
+        assumed to be uniform within each bucket.
         """
         return _percentile(self.counts.sum(0), percentile)
 

@@ -1,4 +1,5 @@
-"""A mismatch report as scalars for trackers, under the same names wherever it is logged.
+"""Convert a mismatch report to scalars for trackers, which have the same names wherever they are
+logged.
 
 sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
                                bins; sparrow/p5/upper is the same for the upper bound
@@ -24,7 +25,8 @@ from sparrow.mismatch.tau import relative
 def mismatch_metrics(report: MismatchReport, dense_up_to: float = 0) -> dict[str, float]:
     """Convert a report to flat scalars; unknown values (nan) are omitted.
 
-    Samples up to the length ``dense_up_to`` are the dense policy's own (infinity if all are).
+    Up to the length ``dense_up_to``, samples come from the dense policy; infinity if all samples
+    do.
     """
     name = f"sparrow/p{report.percentile:g}"
     metrics = {"sparrow/sequences": float(report.n_sequences)}

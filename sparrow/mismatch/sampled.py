@@ -1,20 +1,20 @@
-"""Acceptance from the log-probs of the sampled tokens alone: the mean, and a lower bound on the
-tail.
+"""Estimate acceptance from the log-probs of the sampled tokens alone: its mean, and a lower bound
+on its tail.
 
 For a token y drawn from the actor q, let s = min(1, p(y) / q(y)). The expectation of s over y is
 sum_v min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the
 mean of alpha. A percentile of s does not estimate the percentile of alpha, because s also scatters
-around alpha; but scatter can only deepen a tail. For any level z and c = percentile / 100, Jensen's
-inequality for the convex function (z - x)+ implies
+around alpha. But this scatter can only make the tail lower. For any level z and c = percentile /
+100, Jensen's inequality for the convex function (z - x)+ implies
 
     z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c
                         <=  mean of the lowest c of alpha
                         <=  percentile of alpha
 
 (for the second step see Rockafellar and Uryasev, "Optimization of conditional value-at-risk",
-2000). The left side is largest if z is the percentile of s; the left side is then the mean of the
-lowest c of s. Sampled tokens alone can therefore show that a tail is above a target, but only top-n
-lists (`acceptance.py`) can show that a tail is below.
+2000). The left side is largest if z is the percentile of s, and is then the mean of the lowest c of
+s. Sampled tokens alone can therefore show that a tail is above a target. To show that a tail is
+below a target, top-n lists are needed (`acceptance.py`).
 
 Shapes: T tokens.
 """
@@ -27,8 +27,8 @@ from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, chec
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
-    """Compute min(1, p/q) of sampled tokens, float64 in [0, 1], from natural log-probs at the same
-    temperature.
+    """Compute min(1, p/q) for sampled tokens, float64 in [0, 1]. Both log-probs are natural
+    logarithms at the same temperature.
 
     Raises ValueError: shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
     """
@@ -56,7 +56,7 @@ def tail_floor_by_bin(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a lower bound on a percentile of acceptance per bin of positions, with a 95 %
+    """Compute a lower bound on a percentile of acceptance for each bin of positions, with a 95 %
     interval from resampling sequences.
 
     Arguments, result and errors are as in `percentile_by_bin_interval`, except that `sampled` [T]

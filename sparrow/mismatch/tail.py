@@ -1,10 +1,10 @@
-"""Bins of positions for measuring the tail of the acceptance rate, and checks of rates and
-percentiles.
+"""Divide positions into bins, in which the tail of the acceptance rate is measured, and check rates
+and percentiles.
 
-The mean acceptance hardly differs between a stable and a collapsing run, but its 5th percentile per
-2,000-token bin does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based indices of the
-scored tokens. The caller chooses whether they count from the start of the response or of the
-sequence, and must do so consistently.
+The mean acceptance hardly differs between a stable and a collapsing run, but the 5th percentile of
+acceptance in 2,000-token bins does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based
+indices of the scored tokens. They count from the start of either the response or the whole
+sequence; the caller decides, and must be consistent.
 
 Shapes: T tokens.
 """
@@ -44,7 +44,7 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
 
 
 def between(low: float, high: float, digits: int = 3) -> str:
-    """Write two bounds as text, or one number if they round to the same."""
+    """Write two bounds as text, or as one number if they are equal after rounding."""
     ends = [f"{x:.{digits}f}" if np.isfinite(x) else "n/a" for x in (low, high)]
     return ends[0] if ends[0] == ends[1] else f"between {ends[0]} and {ends[1]}"
 
@@ -61,8 +61,8 @@ def check_percentile(percentile: float) -> float:
 def split_by_bin(
     position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS
 ) -> list[tuple[int, IntArray]]:
-    """Return pairs of a bin and its token indices, in ascending order, for the bins that contain
-    tokens. The bin of a token is position // bin_tokens.
+    """Return (bin, token indices) pairs for the bins that contain tokens, in ascending order. The
+    bin of a token is position // bin_tokens.
 
     Raises ValueError: positions are not integers or are negative, or bin_tokens is below 1.
     """

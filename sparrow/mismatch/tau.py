@@ -1,14 +1,15 @@
-"""The target for p5, absolute or relative to the ceiling, and how to separate the ceiling from a
-measured p5.
+"""The target for p5, either absolute or relative to the ceiling, and how to remove the effect of
+the ceiling from a measured p5.
 
 The errors from numerics and from sparsity are independent, so their effects on the rejected share
-add in squares. Let c be the ceiling, the p5 of dense rollouts. The **relative p5** is the p5 that
-sparsity alone would cause:
+add in quadrature. Let c be the ceiling, which is the p5 of dense rollouts. The **relative p5** is
+the p5 that sparsity alone would cause:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-With short top-n lists, which omit mass on both sides, the relative p5 is too low and leads to more
-pages, never to fewer. docs/calibration.md derives the formula and compares it with alternatives.
+Short top-n lists omit probability mass of both actor and policy. The relative p5 is then too low,
+which leads to more pages, never to fewer. docs/calibration.md derives the formula and compares it
+with alternatives.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Tau(NamedTuple):
     """A target for p5, in (0, 1)."""
 
     value: float
-    relative: bool = False  # whether p5 is taken relative to each bin's ceiling
+    relative: bool = False  # whether the target is for p5 relative to each bin's ceiling
 
     @classmethod
     def chosen(cls, absolute: float | None, relative: float | None) -> Tau:
-        """Return the tau of whichever setting is not None."""
+        """Build tau from the setting that is not None."""
         if relative is not None:
             return cls(relative, relative=True)
         assert absolute is not None, "settings.choose sets one of the two"
@@ -49,16 +50,16 @@ class Tau(NamedTuple):
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Return the bins with p5, its interval and its upper bound on the scale of ``value``; nan
-        for bins without a ceiling.
+        """Return the bins with p5, its interval and its upper bound converted to the scale of
+        ``value``. If tau is relative, they are nan in bins without a ceiling.
 
         Ceilings are not changed.
         """
         return tuple(map(relative, bins)) if self.relative else tuple(bins)
 
     def level(self, ceiling: float) -> float:
-        """Return the measured p5 that is needed to reach tau if dense rollouts have the p5
-        ``ceiling``.
+        """Return the measured p5 that is needed to reach tau. ``ceiling`` is the p5 of dense
+        rollouts.
         """
         if not self.relative:
             return self.value
@@ -72,11 +73,11 @@ class Tau(NamedTuple):
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """Return a sentence on lengths at which even dense rollouts do not reach tau, or cannot be
-        shown to; None if there are no such lengths.
+        """Return a message about lengths at which even dense rollouts do not reach tau, or cannot
+        be shown to reach it; None if there are no such lengths.
 
-        The relative p5 of dense rollouts is 1, which reaches any relative tau; but an actor's
-        distance from the ceiling cannot be determined more precisely than the ceiling itself.
+        The relative p5 of dense rollouts is 1, which reaches any relative tau. But an actor's
+        distance from the ceiling cannot be known more precisely than the ceiling itself.
         """
 
         def best(b: BinMismatch) -> float:
@@ -98,24 +99,26 @@ class Tau(NamedTuple):
             )
         return (
             f"at lengths {b.start}-{b.end} dense rollouts of this engine have p5 {b.ceiling:.3f} "
-            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or bring engine and trainer "
-            "closer (precision, longer lists)"
+            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or make engine and trainer "
+            "agree more closely (precision, longer lists)"
         )
 
 
 def relative_p5(p5: float, ceiling: float) -> float:
-    """Compute the p5 that sparsity alone would cause; 1 if p5 is at the ceiling or above."""
+    """Compute the p5 that sparsity alone would cause; 1 if p5 is at or above the ceiling."""
     return 1 - sqrt(max((1 - p5) ** 2 - (1 - ceiling) ** 2, 0.0))
 
 
 def relative_span(p5: Span, ceiling: Span) -> Span:
-    """Compute the relative p5 and its interval, treating the two given intervals as independent.
+    """Compute the relative p5 and its interval. The intervals of ``p5`` and ``ceiling`` are assumed
+    to be independent.
 
-    The interval of a difference, here of squares, is computed from the intervals of its two parts
+    The interval of a difference (here, of two squares) is computed from the intervals of both terms
     (Zou and Donner, "Construction of confidence limits about effect measures: a general approach",
-    Statistics in Medicine 2008). The result is too wide if both parts come from the same tokens.
+    Statistics in Medicine 2008). The result is too wide if both terms come from the same tokens.
     """
-    # Squares of rejected shares: the low end of a p5 becomes the high end of its square.
+    # These are squares of rejected shares, so the low end of a p5 becomes the high end of its
+    # square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
 
     # The maxima are needed because a bootstrap interval may not contain its estimate.
@@ -127,7 +130,7 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """Return a bin with p5, its interval and its upper bound relative to the bin's ceiling; nan if
+    """Return a bin whose p5, interval and upper bound are relative to its ceiling; they are nan if
     the ceiling was not measured.
     """
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))

@@ -1,4 +1,5 @@
-"""Acceptance of rollouts' tokens for a trainer or a probe, and its pooling into one report.
+"""Compute the acceptance of rollouts' tokens, for a trainer or a probe, and pool it into one
+report.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -33,13 +34,14 @@ def token_acceptance(
     schedule: SparsitySchedule,
     actor_top_logprobs: np.ndarray | None = None,
 ) -> TokenAcceptance:
-    """Compute the acceptance of one response, given the policy's log-probs ``[T, n]`` of the
-    rollout's top-n tokens.
+    """Compute the acceptance of one response from the policy's log-probs ``[T, n]`` of the tokens
+    in the rollout's top-n lists.
 
-    By default, the actor's log-probs are those of the rollout; ``actor_top_logprobs`` replaces them
-    (with teacher forcing under a different schedule). A token's position is the length that the
-    schedule used when the token was sampled: the number of cached tokens, rounded up to the end of
-    their last page. The bins of a report are therefore the schedule's bins.
+    By default, the actor's log-probs are those in the rollout. ``actor_top_logprobs`` replaces
+    them, for example with log-probs from teacher forcing under another schedule. A token's position
+    is the length for which the schedule was looked up when the token was sampled: the number of
+    cached tokens, rounded up to the end of their last page. The bins of a report are therefore the
+    schedule's bins.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -65,16 +67,16 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
-    """Return a sentence on a bin in which the actor's lists are too short to tell whether p5
+    """Return a message about a bin in which the actor's lists are too short to show whether p5
     reaches ``tau``; None if there is no such bin.
 
-    If there are several such bins, the sentence is about the bin with the lowest p5.
+    If there are several such bins, the message is about the one with the lowest p5.
 
     Args:
         bins: the bins of a report.
         tau: the required p5.
         top_n: length of the lists.
-        option: the setting that controls the length of the lists.
+        option: the name of the setting for the length of the lists.
     """
     still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
     b = min(still, key=lambda b: b.lower_bound, default=None)
@@ -82,6 +84,7 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
         return None
     return (
         f"whether {tau.statistic} of acceptance reaches {tau.value:g} is unknown at lengths "
-        f"{b.start}-{b.end}, because with the actor's lists of {top_n} tokens it may be anywhere "
-        f"between {b.lower_bound:.3f} and {b.upper_bound:.3f}; use longer lists ({option})"
+        f"{b.start}-{b.end}, because with the actor's lists of {top_n} tokens, {tau.statistic} may "
+        f"be anywhere between {b.lower_bound:.3f} and {b.upper_bound:.3f}; use longer lists "
+        f"({option})"
     )

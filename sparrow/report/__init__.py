@@ -1,4 +1,4 @@
-"""Reports on a run: the closing table, an HTML page with figures, and the reader of the run's log."""
+"""Reports on a run: the table that is printed at its end, and an HTML page with figures."""
 
 from sparrow.report.calibration import draw_calibration
 from sparrow.report.measurement import draw_measurement, read_measurement

@@ -1,4 +1,4 @@
-"""The figure of a calibrated schedule: p5 by length for every tried budget, and the chosen path."""
+"""Draw a calibrated schedule: p5 by length for every budget tried, and the chosen budgets."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        # The curves show measured p5. With a relative target, the p5 required in each bin depends
-        # on the bin's ceiling.
+        # The curves show the measured p5. If the target is relative, the p5 that a bin needs
+        # depends on the bin's ceiling.
         if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
@@ -83,7 +83,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
 
 
 def _spread(p5: Any) -> Any:
-    """Map acceptance to a scale that separates values near 1: the negative logarithm of the
-    rejected share.
+    """Map acceptance to the negative logarithm of the rejected share, a scale on which values near
+    1 are far apart.
     """
     return -np.log10(1 - np.clip(p5, 0, 0.9995))

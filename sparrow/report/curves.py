@@ -1,4 +1,4 @@
-"""Curves by step: the series of a run (explained in docs/run-directory.md) and their drawing.
+"""Draw the series of a run by step. docs/run-directory.md explains the series.
 
 Shapes: S steps.
 """
@@ -18,17 +18,17 @@ from sparrow.run.log import FloatArray, RunLog
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RUNS = "AB"  # letters by which two runs are named
+RUNS = "AB"  # letters that name the two runs
 DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
-# markers of the runs; those of the second run are hollow, so that its dashes can be seen
+# markers of the runs. The second run's markers are hollow, so that its dashes remain visible.
 MARKERS = ("o", "D")
 MARKS = 12  # maximum number of markers on a curve
-UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
+UNSMOOTHED_STEPS = 60  # for longer runs, a rolling mean is also drawn, in bold
 
 
 class Panel(NamedTuple):
-    """A set of series that share an axis. A series has the same colour in both runs, and the second
-    run is dashed.
+    """A set of series that share an axis. A series has the same colour in both runs; the second
+    run's curves are dashed.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Panel(NamedTuple):
     series: Callable[[RunLog], Mapping[str, FloatArray]]
     floor: float | None = None  # lower end of the axis; None for the lowest value of the curves
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of the series
-    meaning: str = ""  # a caption, if title and labels do not say everything
+    meaning: str = ""  # a caption, if the title and the labels are not enough
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
         recorded = self.recorded(logs)
@@ -66,8 +66,8 @@ class Panel(NamedTuple):
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Create a function that returns series by label, each multiplied by ``scale``; ``keys``
-    contains the dotted name of each series in ``metrics.jsonl``.
+    """Create a function that returns series by label, each multiplied by ``scale``. ``keys`` maps
+    labels to the dotted names of series in ``metrics.jsonl``.
     """
     return lambda log: {
         label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()
@@ -153,7 +153,7 @@ PANELS: dict[str, list[Panel]] = {
     ],
     "Importance correction": [
         Panel("Effective sample size", "share", SIZES, 0),
-        Panel("Tokens cut and left out, sequences left out", "%", LEFT_OUT, 0),
+        Panel("Tokens clipped, tokens masked, sequences dropped", "%", LEFT_OUT, 0),
         Panel(
             "KL(actor ‖ policy)", "nats per token", of(k1="correction.kl_k1", k3="correction.kl_k3")
         ),
@@ -186,7 +186,7 @@ def line(
     label: str | None = None,
     marked: bool = False,
 ) -> None:
-    """Draw one series ``[S]`` by step in the style of the run with this index.
+    """Draw one series ``[S]`` by step, in the style of the run with the index ``run``.
 
     The rolling mean of a long series is drawn as well, in bold. Short series and ``marked`` series
     have markers.
@@ -215,8 +215,8 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Compute the centred mean of the finite values in a window (fewer than ``window`` values at
-    the ends); nan if none of them is finite.
+    """Compute the mean of the finite values in a centred window; nan if none is finite. Near the
+    ends, the window has fewer than ``window`` values.
     """
     finite = np.isfinite(values)
     ones = np.ones(window)

@@ -1,5 +1,5 @@
-"""The figures of a report on one run, or on two runs with shared axes or scales. matplotlib is
-loaded only when a figure is drawn.
+"""Figures for a report on one run, or on two runs, which share axes or scales. matplotlib is
+imported only when a figure is drawn.
 
 Shapes: S steps, N length bins.
 """
@@ -33,10 +33,10 @@ class Figure:
 
     title: str
     draw: Callable[[Axes], None]
-    meaning: str = ""  # a caption, if the title does not say everything
+    meaning: str = ""  # a caption, if the title is not enough
 
     def image(self) -> str:
-        """Encode the figure as a data URL; the result is deterministic."""
+        """Encode the figure as a data URL. The result is deterministic."""
         import matplotlib
         from matplotlib import figure
 
@@ -51,7 +51,7 @@ class Figure:
 
 
 def figures(logs: Logs) -> dict[str, list[Figure]]:
-    """Collect the figures of one or two runs, by heading."""
+    """Collect the figures for one or two runs, grouped by heading."""
     first, *others = PANELS
     sections = {
         heading: [
@@ -90,21 +90,21 @@ def _acceptance(logs: Logs) -> list[Figure]:
     last = Figure(
         "p5 by length at the last step",
         partial(draw_last_tail, logs=logs),
-        "dots (of a second run, diamonds): lower bounds with their 95 % interval from resampling "
-        "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the same "
-        "pair of engines), which is the noise floor",
+        "dots (diamonds for a second run): lower bounds with their 95 % interval from resampling "
+        "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the "
+        "same pair of engines), which is the noise floor",
     )
     distribution = Figure(
         "Distribution of acceptance",
         partial(draw_acceptance, logs=logs),
-        "share of tokens by acceptance rate (lower bound), on a log scale, "
-        "as most are accepted almost surely",
+        "share of tokens by acceptance rate (lower bound), on a log scale, because most tokens "
+        "are accepted almost surely",
     )
     return [*by_step, last, distribution]
 
 
 def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None:
-    """Draw a value by step and bin; a bin has the same colour in every figure."""
+    """Draw a value by step and bin. A bin has the same colour in every figure."""
     width = log.bin_tokens
     colors = _colors(logs)
     for n in np.flatnonzero(np.isfinite(values_SN).any(0)).tolist():
@@ -139,7 +139,7 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw the bounds, the interval and the ceiling of each bin at the last step; two runs are
+    """Draw the bounds, the interval and the ceiling of each bin at the last step. Two runs are
     drawn side by side.
     """
     for i, log in enumerate(logs):
@@ -155,8 +155,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
                 lw=0,
             )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
-            # Lines are drawn instead of error bars, because a bootstrap interval may not contain
-            # its estimate.
+            # Draw lines instead of error bars, because a bootstrap interval may not contain its
+            # estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
@@ -178,8 +178,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
-    """Draw the histogram of acceptance at the last step of each run and, if there is only one run,
-    at its first step as well; steps without a sparse actor are omitted.
+    """Draw the histogram of acceptance at the last step of each run. If there is only one run, also
+    draw the histogram at its first step. Steps without a sparse actor are omitted.
     """
     steps = [
         (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
@@ -220,8 +220,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache that is read, by length; if a run's schedule changed, the initial
-    share is drawn as well.
+    """Draw the share of the cache that is read, by length. If a run's schedule changed, also draw
+    its initial share.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
@@ -249,9 +249,9 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Draw the share of the cache that is read at the end of each bin, by step."""
+    """Draw, by step, the share of the cache that is read at the end of each bin."""
     tail_SN = log.tail_by_step()
-    # The last length of each bin; with one more token, a page of the next bin would begin.
+    # The last length of each bin. One more token would start a page of the next bin.
     ends = np.maximum(
         log.bin_tokens * np.arange(1, tail_SN.shape[1] + 1) - log.schedules[0].page_size, 1
     )

@@ -1,4 +1,6 @@
-"""The figure of ``sparrow measure``: the tail of acceptance by length, and its distribution."""
+"""Draw a report from ``sparrow measure``: the tail of acceptance by length, and the distribution of
+acceptance.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
 
 
 def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
-    """Draw the mean and p5 of each length bin, the interval of p5 and the ceiling; unknown values
+    """Draw the mean of each length bin, its p5 with interval, and its ceiling. Unknown values
     (None) are not drawn.
     """
     rows = np.array(

@@ -23,12 +23,13 @@ from sparrow.run.log import RunLog
 def write_report(
     *run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()
 ) -> Path:
-    """Write the page of one or two runs, which may still be running.
+    """Write the report on one or two runs, which may still be running.
 
     Args:
         run_dirs: directories of the runs.
         out: folder for the page; by default ``report`` in the first run's directory.
-        steps: the steps whose responses are shown; by default up to 40, from the first to the last.
+        steps: the steps whose responses are shown; by default, up to 40 steps spread over the whole
+            run.
 
     Returns:
         The path of the page: ``index.html``, or ``against-NAME.html`` with the name of the second
@@ -50,7 +51,7 @@ def write_report(
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
-    # A tokenizer may decode part of a character to text that UTF-8 cannot encode.
+    # A tokenizer may decode part of a character to text that cannot be encoded as UTF-8.
     page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
@@ -60,7 +61,9 @@ def html_page(
     drawn: Mapping[str, Sequence[Figure]],
     responses: Mapping[int, Sequence[Shown]],
 ) -> str:
-    """Render the page from figures by heading (``drawn``) and responses by step."""
+    """Render the page. ``drawn`` contains the figures by heading, and ``responses`` the responses
+    by step.
+    """
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""Prepare sampled responses, token by token, for the page of the report."""
+"""Prepare sampled responses, token by token, for the report's page."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """Choose the steps whose responses the page shows: those in ``wanted``, or else up to
-    ``MOST_STEPS`` steps from the first to the last.
+    """Choose the steps whose responses the page shows. These are the steps in ``wanted`` or, if
+    none are given, up to ``MOST_STEPS`` steps spread over the whole run.
 
     Raises ConfigError: no run has finished one of the steps in ``wanted``.
     """
@@ -55,8 +55,8 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 def show(
     logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]
 ) -> dict[int, list[Shown]]:
-    """Prepare the logged responses of these steps, by step; responses of two runs to the same
-    problem are next to each other.
+    """Prepare the logged responses of these steps, by step. If two runs answered the same problem,
+    their responses are next to each other.
     """
     entries = []
     for name, log in zip(names, logs, strict=True):
@@ -78,7 +78,7 @@ def show(
 
 
 def _without_acceptance(row: LoggedResponse) -> LoggedResponse:
-    """Remove the acceptance from a response of the dense policy, which newer versions do not log."""
+    """Remove the acceptance rates from a dense policy's response, as in newer versions' logs."""
     return replace(row, acceptance=[None] * len(row.tokens), acceptance_upper=None)
 
 

@@ -1,4 +1,4 @@
-"""Build the closing table of a run, with its results as text."""
+"""Build the table of results, as text, that closes a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """Build the closing table of a run, as (name, value): steps, reward, tokens and KV read. For
-    sparse rollouts, the table includes the tail of acceptance by length bin; for dense rollouts, a
-    hint on how to make them sparse.
+    """Build the closing table of a run, as (name, value) pairs: steps, reward, tokens and KV read.
+    For sparse rollouts, the table includes the tail of acceptance by length bin; for dense
+    rollouts, a hint on how to make them sparse.
 
     Raises ConfigError: the folder is not a run directory, the run has no finished step, or a file
     is damaged.
@@ -41,11 +41,10 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """List the setup of a run: the model, task, datasets and engine that were specified on the
-    command line, then the mode if it is dense, lossless or auto, and the schedule if it is not
-    dense.
+    """List the setup of a run: the model, task, datasets and engine from the command line, the mode
+    if it is dense, lossless or auto, and the schedule if it is not dense.
 
-    In lossless mode, the schedule is that of the drafts.
+    In lossless mode, the schedule is the draft schedule.
     """
     start = log.schedules[0]
     now = log.schedules[-1]
@@ -65,13 +64,13 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
     if not log.is_sparse:
         return [*texts.items(), DENSE]
     if log.follows_p5 and now.is_dense:
-        schedule = f"auto: {schedule}, until p5 leaves room for less"
+        schedule = f"auto: {schedule} until p5 allows fewer pages"
     return [*texts.items(), ("schedule", schedule)]
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """List the results of a run: steps, first and last reward, evaluations, response tokens and
-    their share in the loss, KV read, drafts, dial and guard.
+    """List the results of a run: steps, first and last reward, evaluations, response tokens and the
+    share of them that is in the loss, KV read, drafts, dial and guard.
     """
     alarms = log.steps[log.series("guard", "alarm") == 1]
     kept = log.tokens_kept()
@@ -127,9 +126,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """Format the mean@k of the last evaluation with its interval, and the mean@k of the best
-    evaluation.
-    """
+    """Format the mean@k of the last evaluation, with its interval, and of the best evaluation."""
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
@@ -146,7 +143,9 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """Format the bounds on p5, the interval of the lower bound, and the verdict against ``tau``."""
+    """Format the bounds on p5, the interval of the lower bound, and the result of the comparison
+    with ``tau``.
+    """
     interval = (
         f" [{number(b.interval_low)}, {number(b.interval_high)}]"
         if isfinite(b.interval_low)

@@ -18,12 +18,12 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 
 
 def extract_code(response: str) -> str | None:
-    """Extract the last fenced block after the reasoning, preferably one marked as Python; None if
-    there is no block.
+    """Extract the last fenced block after the reasoning, and prefer blocks marked as Python; None
+    if there is no block.
 
-    Fences are Markdown's, of backticks or tildes, possibly in a list; the indent of the fence is
-    removed from the code. A block that is never closed ends with the response, and a block that is
-    closed at the end of a line of code ends there. If there is no fence, the last block that is
+    Fences are those of Markdown: backticks or tildes, which may be indented in a list. The fence's
+    indent is removed from the code. A block that is never closed ends with the response. A closing
+    fence may also be at the end of a line of code. If there is no fence, the last block that is
     indented by four spaces or a tab is used.
     """
     blocks: dict[bool, str] = {}
@@ -67,14 +67,14 @@ def extract_code(response: str) -> str | None:
 
 
 def _unindented(line: str, indent: str) -> str:
-    """Remove the indent of the fence from a line, or the line's own indent if that is shorter."""
+    """Remove the fence's indent from a line; if the line is indented less, remove all of its
+    indent.
+    """
     return line[min(len(indent), len(line) - len(line.lstrip())) :]
 
 
 def _indented(text: str) -> str | None:
-    """Extract the last block of indented lines that an empty line separates from the text before
-    it.
-    """
+    """Extract the last block of indented lines that follows an empty line."""
     last: list[str] = []
     block: list[str] | None = None
     empty = True
@@ -97,9 +97,7 @@ def _indented(text: str) -> str | None:
 
 
 class CodeVerifier(Judge):
-    """A ``Judge`` that extracts the program from a response; its arguments are those of
-    ``Judge``.
-    """
+    """A ``Judge`` that extracts the program from a response. Its arguments are those of ``Judge``."""
 
     def __call__(self, response: str, answer: Tests) -> float:
         """Return 1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""
@@ -120,10 +118,10 @@ def verify_code(
 ) -> float:
     """Return 1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
 
-    Calls with the same limits and isolation share one bound on the number of programs that run at a
-    time: the number of processors.
+    Among calls with the same limits and isolation, at most as many programs run at a time as there
+    are processors.
 
-    Raises RewardError: programs cannot be run on this machine, or not with the requested isolation.
+    Raises RewardError: programs cannot be run on this machine with the requested isolation.
     ValueError: the tests are not of one of the three kinds.
     """
     with _lock:

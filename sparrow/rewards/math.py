@@ -1,11 +1,11 @@
 r"""Extract mathematical answers from responses, and compare them with reference answers.
 
-Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes
-because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}``, and only killing the
-process stops it. A worker (``math_worker``) is a fresh interpreter: it never imports torch, shares
-nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
-``multiprocessing`` would. It forks the process that compares, which the kernel ends at its limit;
-the next fork does not need to import anything.
+Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes,
+because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}`` and can then only be stopped
+by killing its process. A worker (``math_worker``) is a fresh interpreter: it never imports torch,
+shares nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
+``multiprocessing`` would. A worker forks the process that compares. The kernel ends that process at
+its limit, and the next fork does not have to import anything.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from sparrow.errors import RewardError
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
-"""Seconds that a worker may take to import its libraries; generous, because imports are slow on a
-busy machine.
+"""Seconds that a worker may take to import its libraries. The limit is generous, because imports
+are slow on a busy machine.
 """
-# comparisons after which a worker is replaced, because libraries' caches grow without bound
+# number of comparisons after which a worker is replaced, because caches in libraries grow without
+# bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# characters at the end of a response that are searched for a cut-off box command
+# number of characters at the end of a response in which a cut-off box command is searched for
 CUT_OFF_CHARS = 40
-PATIENCE_S = 0.5  # seconds after which a comparison no longer makes others wait
-# a comparison that gets no processor time is abandoned after this many times its limit
+PATIENCE_S = 0.5  # seconds after which a comparison no longer makes other comparisons wait
+# A comparison that gets no processor time is abandoned after its limit times this factor.
 WALL_LIMITS = 2.5
-GRACE_S = 0.5  # seconds after which a process that should have ended itself is killed
+GRACE_S = 0.5  # seconds after which a process is killed if it should have ended by itself
 BUDGET_S = 20.0
-"""Processor seconds that comparisons without a result may use up within ``WINDOW_S``. While they
-use more, each comparison gets only a quarter of its limit, so a step with many hanging answers
+"""Processor seconds that comparisons without a result may use within ``WINDOW_S``. While they use
+more, every comparison gets only a quarter of its limit. A step with many hanging answers therefore
 still makes progress.
 """
 WINDOW_S = 60.0
 HUNG_PAIRS = 1000  # number of hanging comparisons to remember
 MAX_ANSWER_CHARS = 2000
-"""Longer answers are wrong unless they are identical to the reference; the bound also keeps a
+"""Longer answers count as wrong unless they are identical to the reference. This limit also keeps a
 request smaller than a pipe's buffer.
 """
 
@@ -61,7 +62,8 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Marks of thinking in the output of Qwen, DeepSeek and others (tags), Magistral, Kimi and Sky-T1.
+# Marks around the thinking in the output of Qwen, DeepSeek and others (tags), and of Magistral,
+# Kimi and Sky-T1.
 _THOUGHT = re.compile(
     r"(<(?:think|thinking|thought|reasoning|seed:think)>"
     r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
@@ -77,8 +79,8 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]] | None:
-    """Find the start, end and content of every outermost box, in one pass even if braces are badly
-    nested; None if the last box is incomplete.
+    """Find the start, end and content of every outermost box; None if the last box is incomplete.
+    One pass is enough, even if braces are badly nested.
     """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
@@ -105,8 +107,8 @@ def _boxes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
-    """Join the last box and the boxes before it that are separated only by commas, "and" or
-    "or".
+    """Join the last box with the boxes before it, as long as only commas, "and" or "or" are between
+    them.
     """
     parts: list[str] = []
     after = len(text)
@@ -120,14 +122,15 @@ def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
 
 
 def extract_answer(response: str, *, last_number: bool = False) -> str | None:
-    r"""Extract the final answer that a response states, as text; None if there is no answer.
+    r"""Extract the final answer that a response states, as text; None if it states none.
 
-    The answer is the last ``\boxed{...}`` (several boxes joined by commas, "and" or "or" are one
-    answer with several parts); otherwise the text after the last ``####`` on its line, as in GSM8K;
-    otherwise, if ``last_number``, the last number in the response.
+    The answer is the last ``\boxed{...}``; several boxes joined by commas, "and" or "or" are one
+    answer with several parts. If there is no box, the answer is the rest of the line after the last
+    ``####``, as in GSM8K. If there is no ``####`` either and ``last_number`` is true, the answer is
+    the last number in the response.
 
-    A response that was cut off during thinking or in the middle of a box has no answer. An answer
-    after the thinking takes precedence over one stated during it.
+    A response that was cut off during the thinking or in the middle of a box has no answer. An
+    answer that is stated after the thinking takes precedence over one stated during the thinking.
     """
     marks = list(_THOUGHT.finditer(response))
     if marks and marks[-1][1]:
@@ -140,7 +143,7 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _stated(response: str, *, last_number: bool) -> str | None:
-    """Extract the answer from text without marks of thinking."""
+    """Extract the answer from a text, without regard to marks of thinking."""
     boxes = _boxes(response)
     if boxes is None:
         return None
@@ -153,7 +156,7 @@ def _stated(response: str, *, last_number: bool) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """Normalise spaces in an answer, and remove marks without meaning: dollar signs, sizes of
+    """Normalise the spaces in an answer, and remove what has no meaning: dollar signs, sizes of
     brackets, and a full stop.
     """
     text = answer.replace("{,}", ",")
@@ -163,8 +166,8 @@ def _unmarked(answer: str) -> str:
 
 
 def _squeezed(answer: str) -> str:
-    """Remove spaces from an unmarked answer, except between digits, and use one name for
-    fractions.
+    """Remove spaces from an unmarked answer, except between digits, and write all fractions with
+    the same command.
     """
     return _SPACE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
@@ -174,8 +177,8 @@ def _number(plain: str) -> Fraction:
 
 
 def _quick(answer: str, reference: str) -> bool | None:
-    """Judge identical answers, answers that are too long, and pairs of plain numbers; None if
-    algebra is needed.
+    """Judge answers that need no algebra: identical answers, answers that are too long, and pairs
+    of plain numbers. Return None for all others.
     """
     a = _unmarked(answer)
     b = _unmarked(reference)
@@ -192,8 +195,8 @@ class _Worker(Child):
     asked = 0
 
     def __init__(self) -> None:
-        # The worker is imported from this folder, without the packages around it. The folder is
-        # last on the path, because its math.py would hide the standard one.
+        # The worker is imported from this folder, without the packages that contain it. The folder
+        # is last on the path, because otherwise its math.py would hide Python's own.
         start = (
             f"import sys; sys.path.append({str(WORKER.parent)!r}); "
             f"from {WORKER.name}.main import main; sys.exit(main())"
@@ -208,7 +211,7 @@ class _Worker(Child):
             ) from error
 
     def kill(self) -> None:
-        """Kill the worker and the process that compares for it."""
+        """Kill the worker and its forked process, which compares."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -216,14 +219,14 @@ class _Worker(Child):
 
 
 class MathVerifier:
-    """Verifier of responses against reference answers, with worker processes that start when first
-    needed.
+    """A verifier that compares responses with reference answers. Its worker processes start when
+    they are first needed.
 
     Args:
-        workers: number of processes that run at a time, of about 100 MB each. A thread that finds
-            no free process waits for one. A comparison that takes longer than half a second makes
-            room for another process, so as many answers as there are workers can hang before any
-            thread waits for one of them.
+        workers: number of processes that run at a time; each takes about 100 MB. A thread that
+            finds no free process waits for one. A comparison that takes longer than half a second
+            makes room for another process, so threads wait for hanging answers only if more answers
+            hang than there are workers.
         limit_s: limit on the processor seconds of one comparison. Two and a half times as many
             seconds of wall-clock time are allowed. A comparison that is stopped at a limit counts
             as wrong, is logged and counted in ``lost``, and is not tried again. Once ``BUDGET_S``
@@ -231,7 +234,8 @@ class MathVerifier:
             all hang, they therefore take at most ``BUDGET_S + n * limit_s / 4`` processor seconds,
             plus those of comparisons that had already started.
 
-    Thread-safe. To end its processes at once, close the verifier or use it in a ``with`` block.
+    This class is thread-safe. To end its processes without delay, close the verifier or use it in a
+    ``with`` block.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 2.0) -> None:
@@ -242,7 +246,7 @@ class MathVerifier:
         self.limit_s = limit_s
         self.lost = 0
         self._pid = os.getpid()
-        # maps a hanging comparison to the limit at which it was stopped
+        # maps each hanging comparison to the limit at which it was stopped
         self._hung: dict[tuple[str, str], float] = {}
         # (time, seconds lost) for each comparison without a result
         self._losses: deque[tuple[float, float]] = deque()
@@ -253,10 +257,10 @@ class MathVerifier:
             self._slots.put(None)
 
     def equal(self, answer: str, reference: str) -> bool:
-        r"""Compare two answers; ``\frac12`` and ``0.5``, for instance, are equivalent.
+        r"""Return whether two answers are equivalent, as ``\frac12`` and ``0.5`` are.
 
-        Units and percent signs are ignored as in math-verify: ``12 cm`` equals ``12``, and ``50\%``
-        equals both ``50`` and ``0.5``.
+        As in math-verify, units and percent signs are ignored: ``12 cm`` equals ``12``, and
+        ``50\%`` equals both ``50`` and ``0.5``.
 
         Raises RewardError: math-verify cannot be started.
         """
@@ -274,7 +278,7 @@ class MathVerifier:
             return False
 
     def _limit(self) -> float:
-        """Return the processor seconds that a comparison may currently take."""
+        """Return the number of processor seconds that a comparison may take at present."""
         with self._losing:
             while self._losses and self._losses[0][0] < time.monotonic() - WINDOW_S:
                 self._losses.popleft()
@@ -292,7 +296,7 @@ class MathVerifier:
                 self._hung[pair] = limit_s
 
     def _ask(self, answer: str, reference: str) -> bool:
-        """Let a worker compare the answers, and wait for its reply."""
+        """Let a worker compare the two answers, and wait for its reply."""
         worker = self._slots.get()
         pair = (answer, reference)
         limit_s = self._limit()
@@ -301,7 +305,8 @@ class MathVerifier:
             return False
 
         fresh = False  # whether the worker may be used again
-        slow = False  # whether the worker has given up its place, so others need not wait
+        # whether the worker has given up its place, so that other threads need not wait for it
+        slow = False
         try:
             worker = worker or _Worker()
             start = time.monotonic()
@@ -329,7 +334,7 @@ class MathVerifier:
             self._lose(pair, limit_s, isinstance(lost, ChildTimeoutError))
             raise
         finally:
-            # This also applies after an interrupt: a late reply must not be read as the reply to
+            # This is also needed after an interrupt: a late reply must not be read as the reply to
             # the next request.
             if worker is not None and not fresh:
                 worker.close()
@@ -341,7 +346,7 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker that has given up its place if some place is free, otherwise close it."""
+        """Keep a worker that has given up its place if a place is free; otherwise, close it."""
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)
@@ -355,7 +360,7 @@ class MathVerifier:
         return float(stated is not None and self.equal(stated, answer))
 
     def close(self) -> None:
-        """Kill the idle workers; a later comparison starts new ones. In a forked copy, do
+        """Kill the idle workers; a later comparison starts new ones. In a forked process, do
         nothing.
         """
         if os.getpid() != self._pid:
@@ -377,7 +382,9 @@ _lock = threading.Lock()
 
 @cache
 def _shared(pid: int) -> MathVerifier:
-    """Return the verifier of process ``pid``; a forked process must not use its parent's pipes."""
+    """Return the verifier of process ``pid``. Each process has its own, because a forked process
+    must not use its parent's pipes.
+    """
     verifier = MathVerifier()
     atexit.register(verifier.close)
     return verifier

@@ -1,4 +1,4 @@
-"""The format of the run directory, and code that writes and reads it."""
+"""The run directory: its format, and code that writes and reads it."""
 
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.run.log import RunLog

@@ -1,4 +1,4 @@
-"""The run directory: its files are written so that nothing is lost if the process is killed.
+"""The files of a run directory. They are written so that nothing is lost if the process is killed.
 
 config.json             ``RunConfig``
 lock                    locked by the process that trains, and contains that process's name
@@ -50,7 +50,7 @@ RECORDED = {
 }
 
 Row = Mapping[str, Any]
-# A run directory keeps a few checkpoints and a few exports, each in a folder of that name.
+# A run directory keeps a few checkpoints and a few exports, in folders with these names.
 Kind = Literal["checkpoints", "exports"]
 
 
@@ -60,11 +60,11 @@ class RunConfig:
 
     train: Row  # the resolved settings
     schedule: SparsitySchedule  # the schedule with which the run was last started
-    # one entry per resumption with different settings: the "step" it continued from, and the
-    # "changed" settings, name -> [before, after]
+    # one entry for each time the run was resumed with different settings: the "step" after which it
+    # continued, and the "changed" settings, name -> [before, after]
     resumed: Sequence[Row] = ()
-    # number and digest of the problems, for the training data (``train``) and for each benchmark;
-    # None in runs of older versions
+    # the number and the digest of problems, for the training data (``train``) and for each
+    # benchmark; None in runs of older versions
     data: Row | None = None
 
     def save(self, run_dir: Path) -> None:
@@ -99,13 +99,13 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class LoggedResponse:
-    """One of the few responses of a step that are logged, token by token."""
+    """A logged response, token by token. Only a few responses of each step are logged."""
 
     step: int
     problem: str  # the problem's id
     prompt: str
-    # what each token adds to the text; a character made of several tokens is listed at its first
-    # token
+    # what each token adds to the text. A character made of several tokens is listed at the first of
+    # them.
     tokens: Sequence[str]
     # lower bound on the acceptance rate of each token; None for tokens that the dense policy
     # sampled
@@ -137,12 +137,12 @@ class LoggedResponse:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The part of a checkpoint other than weights, optimiser and random states."""
+    """Everything in a checkpoint except the weights, the optimiser state and the random states."""
 
     step: int  # finished steps
     cursor: int  # index of the next problem
     schedule: SparsitySchedule  # schedule for the next rollouts
-    steering: Row  # the state of everything that changes the schedule
+    steering: Row  # the states of everything that can change the schedule
 
     def save(self, folder: Path) -> None:
         record = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
@@ -188,8 +188,8 @@ class RunDir:
             )
 
     def lock(self) -> None:
-        """Keep other runs out of the directory until ``release``, or until this process ends, even
-        if it is killed.
+        """Keep other runs out of the directory until ``release`` is called or this process ends,
+        even if it is killed.
 
         Raises ConfigError: another run is using the directory, or has used it since this object was
         created.
@@ -225,14 +225,14 @@ class RunDir:
         self._lock = file
 
     def release(self) -> None:
-        """Release the lock, so other runs can use the directory."""
+        """Release the lock, so that other runs can use the directory."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
-        """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``. The lines
-        are on disk when this method returns.
+        """Log a step: add a line to ``metrics.jsonl``, and the step's responses to
+        ``rollouts.jsonl``. The lines are on disk when this method returns.
 
         Raises CheckpointError: the lines could not be written.
         """
@@ -243,7 +243,7 @@ class RunDir:
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
     def append_evaluation(self, row: Row) -> None:
-        """Log an evaluation; its line is on disk when this method returns. Raises CheckpointError:
+        """Log an evaluation. Its line is on disk when this method returns. Raises CheckpointError:
         the line could not be written.
         """
         self._append(EVALUATIONS, [row])
@@ -264,20 +264,20 @@ class RunDir:
             ) from error
 
     def logged_after(self, step: int) -> list[dict[str, Any]]:
-        """Read the metrics of the steps logged after ``step``, without a half-written line."""
+        """Read the metrics of the steps logged after ``step``; ignore an incomplete line."""
         path = self.path / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
 
     def truncate(self, step: int) -> None:
-        """Remove everything logged after ``step``, including a half-written last line, and delete
+        """Remove everything logged after ``step``, including an incomplete last line, and delete
         later exports.
         """
         self.remove("exports", [later for later in self.steps("exports") if later > step])
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
             if path.exists():
-                # A damaged line, which may not even be text, counts as logged after ``step``.
+                # A damaged line, which may not even be text, is treated as logged after ``step``.
                 kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
                 write_text(path, "".join(line.decode() + "\n" for line in kept))
 
@@ -298,8 +298,8 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """Create an empty folder for the files of ``step``; once they are written, ``finish``
-        renames it to its final name.
+        """Create an empty folder for the files of ``step``. Once they are written, ``finish``
+        renames the folder to its final name.
         """
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -307,7 +307,7 @@ class RunDir:
         return partial
 
     def finish(self, kind: Kind, step: int) -> None:
-        """Rename the folder of ``step`` to ``step-N``, once its files are written."""
+        """Rename the folder of ``step`` to ``step-N``. Call this once the files are written."""
         partial = self._partial(kind, step)
         target = self._folder(kind, step)
         for path in partial.rglob("*"):
@@ -332,9 +332,10 @@ class RunDir:
 
     @contextlib.contextmanager
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
-        """Clean up if writing a checkpoint or an export fails inside this context.
+        """Clean up if writing a checkpoint or an export fails inside the context.
 
-        Raises CheckpointError: an OSError was raised inside; earlier checkpoints are untouched.
+        Raises CheckpointError: an OSError was raised inside the context. Earlier checkpoints are
+        not changed.
         """
         try:
             yield
@@ -361,11 +362,11 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """Read the objects in a JSON Lines file, and yield each one with its line number and path for
-    messages.
+    """Read the objects in a JSON Lines file. Yield each object with its line number and path as
+    text, for messages.
 
-    Every object must have a step. A last line that is still being written, or was cut off when a
-    process was killed, is left out.
+    Every object must have a step. The last line is left out if it is still being written, or was
+    cut off when a process was killed.
 
     Raises ConfigError: a line is damaged or has no step.
     """
@@ -386,7 +387,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """Read the JSON object in ``text``. Raises ConfigError: ``text`` is anything else."""
+    """Read the JSON object in ``text``. Raises ConfigError: ``text`` is not a JSON object."""
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Read a run directory, during the run or after it has ended.
+"""Read a run directory while the run continues or after it has ended.
 
-A file that is being written may end with an incomplete line, which is left out. Numbers that a step
-recorded as null, or did not record, are nan.
+A file may end with a line that is still being written, which is left out. If a step recorded a
+number as null, or did not record it, the number is nan.
 
 Shapes: S steps, E evaluations, N length bins from length 0 upwards (nan where no response of a step
 reached the bin).
@@ -42,9 +42,10 @@ class Drafting:
 
     drafts_per_token: float
     tokens_per_cycle: float
-    # exact acceptance of drafts by length bin, at the last step that drafted
+    # exact acceptance of drafts by length bin, at the last step with drafts
     bins: tuple[DraftBin, ...]
-    metered: tuple[DraftBin, ...]  # exact acceptance that meter_schedule's drafts would have had
+    # exact acceptance that drafts under meter_schedule would have had
+    metered: tuple[DraftBin, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RunLog:
     run_dir: Path  # the directory that the log was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
-    # [S], the schedule under which the rollouts of each step were decoded
+    # [S], the schedule of each step's rollouts
     schedules: tuple[SparsitySchedule, ...]
     evaluations: tuple[Row, ...] = ()  # one row per evaluation
 
@@ -83,8 +84,8 @@ class RunLog:
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A schedule that did not change keeps the provenance of the start schedule, and thus its
-        # name.
+        # A schedule that did not change keeps the provenance of the start schedule, and therefore
+        # its name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -92,8 +93,8 @@ class RunLog:
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """Read the logged responses of these steps; the responses of all steps may be many
-        gigabytes.
+        """Read the logged responses of these steps only, because the responses of all steps may be
+        many gigabytes.
 
         Raises ConfigError: the file is damaged.
         """
@@ -107,8 +108,8 @@ class RunLog:
 
     @property
     def is_sparse(self) -> bool:
-        """True if samples may come from a sparse actor, whose acceptance is compared with tau;
-        false for dense and lossless runs.
+        """True if samples may come from a sparse actor, whose acceptance is compared with tau.
+        False for dense and lossless runs.
         """
         if self._mode == "lossless":
             return False
@@ -120,7 +121,7 @@ class RunLog:
 
     @property
     def follows_p5(self) -> bool:
-        """True if the schedule follows the measured p5."""
+        """True if the schedule is adjusted to the measured p5."""
         return str(self.train.get("schedule")).partition(":")[0] == "auto"
 
     @property
@@ -132,8 +133,8 @@ class RunLog:
         return bool((self.train.get("distill") or {}).get("enabled"))
 
     def dense_up_to(self, index: int = -1) -> float:
-        """Return the length up to which samples of the recorded step with this ``index`` come from
-        the dense policy; infinity if all do.
+        """Return the length up to which samples come from the dense policy, at the recorded step
+        with this ``index``; infinity if all samples do.
         """
         row = self.metrics[index]
         if "dense_up_to" in row:
@@ -171,7 +172,7 @@ class RunLog:
         return np.array([row["step"] for row in self.evaluations], dtype=np.int64)
 
     def benchmarks(self) -> list[str]:
-        """List the benchmarks that the policy was evaluated on."""
+        """List the benchmarks on which the policy was evaluated."""
         return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
@@ -188,8 +189,8 @@ class RunLog:
         )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Return the means over the first and the last n of ``values`` [S], and n: a quarter of
-        their number, but at least 1 and at most 10.
+        """Return the means of the first n and of the last n of ``values`` [S], and n. n is a
+        quarter of the number of values, but at least 1 and at most 10.
         """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
@@ -204,25 +205,27 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Select the ``bins`` in which a sparse actor sampled, where bounds on acceptance are
-        meaningful.
+        """Select the ``bins`` in which a sparse actor sampled. Bounds on acceptance are meaningful
+        only in these bins.
         """
         up_to = self.dense_up_to(index)
         return tuple(b for b in self.bins(index) if b.end > up_to)
 
     def throughput(self) -> FloatArray:
-        """Compute the response tokens per second of each step's rollout phase, float64 [S]."""
+        """Compute the number of response tokens per second in each step's rollout phase, float64
+        [S].
+        """
         seconds = self.series("seconds", "rollout")
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Tabulate the p5 of the sparse actor's acceptance (lower bound) by step and length bin, on
-        the scale of tau, float64 [S, N].
+        """Tabulate p5 (lower bound) of the sparse actor's acceptance by step and length bin,
+        float64 [S, N]. If tau is relative, p5 is, too.
         """
         return self._by_step(attrgetter("lower_bound"))
 
     def upper_tail_by_step(self) -> FloatArray:
-        """Tabulate the upper bounds that correspond to ``tail_by_step``."""
+        """Tabulate the upper bounds on p5, in the same form as ``tail_by_step``."""
         return self._by_step(attrgetter("upper_bound"))
 
     def _by_step(self, bound: Callable[[BinMismatch], float]) -> FloatArray:
@@ -243,16 +246,14 @@ class RunLog:
         return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
-        """Compute the share of cached tokens that decoding read, over the whole run; nan if nothing
-        was decoded.
+        """Compute the share of cached tokens that was read by decoding, over the whole run; nan if
+        nothing was decoded.
         """
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
     def drafting(self) -> Drafting | None:
-        """Summarise the drafts of lossless decoding over the whole run; None if no step was
-        lossless.
-        """
+        """Summarise the drafts of the whole run; None if no step was lossless."""
         drafted, accepted, cycles = (
             np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles")
         )
@@ -266,7 +267,7 @@ class RunLog:
         return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
 
     def tokens_kept(self) -> float:
-        """Compute the share of a run's response tokens that the correction left in the loss."""
+        """Compute the share of the run's response tokens that the correction kept in the loss."""
         masked = self.series("correction", "masked_fraction")
         tokens = self.series("response", "tokens")
         return float(1 - np.average(masked, weights=tokens))

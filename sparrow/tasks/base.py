@@ -1,5 +1,5 @@
-"""Tasks: problems by index, each with a prompt and a verifier; mixtures of tasks; and a registry of
-tasks by name.
+"""Tasks, mixtures of tasks, and a registry of tasks by name. A task returns problems by index, and
+each problem has a prompt and a verifier.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from sparrow.errors import ConfigError, SparrowError, TaskError, place
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and how to judge a response to it."""
+    """A prompt, and a function that judges a response to it."""
 
-    id: str  # stable name, which is the same for the same problem in every run
+    id: str  # a stable name: the same problem has the same name in every run
     prompt: str  # text given to the model, after the tokenizer's special tokens (BOS)
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
-    # response text -> the answer that the response states, right or wrong, or None if it states no
-    # answer; optional
+    # optional: response text -> the answer that the response states, right or wrong; None if it
+    # states no answer
     extract: Callable[[str], str | None] | None = None
-    # the task or dataset that the problem comes from; rewards are reported by source
+    # the task or dataset of the problem; rewards are also reported for each source
     source: str = ""
     solution: str | None = None  # a reference response, if one is known
-    answer: str | None = None  # the expected answer, for people to read; only ``verify`` judges
-    # whether the prompt already has its special tokens, as written by a chat template
+    # the expected answer, only for display; ``verify`` is what judges responses
+    answer: str | None = None
+    # whether the prompt already contains its special tokens, for example from a chat template
     rendered: bool = False
 
 
 class Task(Protocol):
-    """Problems by index. ``problem`` is a pure function of its arguments, so a sampler can resume
-    from ``(seed, cursor)`` alone.
+    """A source of problems by index. ``problem`` is a pure function of its arguments, so a sampler
+    can resume if it knows only ``(seed, cursor)``.
     """
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
+        """Return problem ``index`` of the stream ``seed``. Different seeds serve as splits."""
 
 
 def check_text(text: str) -> None:
-    """Check that text can be encoded. Raises ValueError: the text contains a lone surrogate."""
+    """Check that a text can be encoded. Raises ValueError: the text contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -92,11 +93,12 @@ def draw(task: Task, index: int, seed: int) -> Problem:
 class Mixture:
     """Problems of several tasks in fixed proportions.
 
-    Of every ``sum(weights)`` problems, ``weights[i]`` are the next problems of ``tasks[i]``, in an
-    order that depends only on the seed. Each dataset therefore goes through its epochs as it would
-    on its own.
+    Each block of ``sum(weights)`` problems contains the next ``weights[i]`` problems of every
+    ``tasks[i]``, in an order that depends only on the seed. Each task therefore yields its problems
+    in the same order as on its own.
 
-    Raises ConfigError: the weights are not whole numbers of at least 1, one for each task.
+    Raises ConfigError: there is not one weight for each task, or a weight is not a whole number of
+    at least 1.
     """
 
     tasks: Sequence[Task]
@@ -124,7 +126,7 @@ TASKS: dict[str, Callable[..., Task]] = {}
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
-    """Register a task, so ``load_task(name, **options)`` calls ``factory(**options)``. Raises
+    """Register a task, so that ``load_task(name, **options)`` calls ``factory(**options)``. Raises
     ConfigError: the name is taken.
     """
     if name in TASKS:
@@ -135,7 +137,7 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """Load the task ``name`` with its options, as in ``load_task("trace", lines=24)``.
+    """Load the task ``name`` with these options, as in ``load_task("trace", lines=24)``.
 
     Raises ConfigError: there is no such task, or the task does not accept the options.
     """

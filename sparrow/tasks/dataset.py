@@ -1,6 +1,8 @@
-"""A task from the rows of a dataset: local jsonl, json or parquet files, or the Hugging Face hub.
+"""A task whose problems are the rows of a dataset, from a local jsonl, json or parquet file or from
+the Hugging Face hub.
 
-Tasks do not import rewards, so the verifiers are passed in by kind when a task is built::
+This package does not import ``sparrow.rewards``, so the caller passes the verifiers, by kind, when
+it builds a task::
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
@@ -34,7 +36,7 @@ Verifier = Callable[..., float] | Judge
 answer=answer)``. A ``Judge`` also receives the row's other columns.
 """
 
-# response -> the answer that it states, None if there is none
+# response -> the answer that it states, or None if it states none
 Extractor = Callable[[str], str | None]
 
 
@@ -46,29 +48,30 @@ def _order(size: int, name: str, seed: int, epoch: int) -> list[int]:
 
 
 class DatasetTask:
-    """Problems from rows, each once per epoch, in an order that depends only on the seed and the
-    epoch.
+    """A task with one problem per row. Every epoch contains each problem once, in an order that
+    depends only on the seed and the epoch.
 
     Args:
-        name: start of the problems' ids.
-        rows: the dataset; every row is checked here, and read again when its problem is requested.
+        name: the prefix of the problems' ids.
+        rows: the dataset. Every row is checked here, and read again when its problem is requested.
         format: how to read a row.
-        verifiers: verifier by kind; the one for ``format.kind`` is used.
-        extractors: extractor by kind, for ``Problem.extract``.
-        template: the prompt, with ``{question}`` in place of the question; the format's template by
-            default.
-        render: prompt -> text for the tokenizer, including special tokens, such as a chat template.
-            By default, the prompt is sent unchanged, after the tokenizer's special tokens.
-        max_length: drop rows whose rendered prompt has more characters than this.
-        tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has no tokens, or
-            more than ``max_tokens``, are dropped.
+        verifiers: verifiers by kind; the one for ``format.kind`` is used.
+        extractors: extractors by kind, for ``Problem.extract``.
+        template: the prompt, with ``{question}`` in place of the question. The default is the
+            format's template.
+        render: a function such as a chat template: prompt -> text for the tokenizer, including
+            special tokens. By default, the prompt is sent unchanged, after the tokenizer's special
+            tokens.
+        max_length: rows whose rendered prompt has more characters than this are dropped.
+        tokens: a function that counts tokens. With ``max_tokens``, rows whose rendered prompt has
+            no tokens, or more than ``max_tokens``, are dropped.
         source: where the rows come from, for error messages.
 
-    Rows that repeat an earlier question, except for spaces and case, are dropped; the number of
-    dropped rows is logged.
+    Rows whose question differs from an earlier one only in spaces and case are dropped. The number
+    of dropped rows is logged.
 
     Raises ConfigError: a row has no question or no answer, or lacks a column that the verifier
-    needs; no row is left; or there is no verifier for this kind.
+    needs; no row is left; or there is no verifier for ``format.kind``.
     """
 
     def __init__(
@@ -125,7 +128,8 @@ class DatasetTask:
                 content.update(_bytes(prompt, question.answer))
             seen.add(key)
 
-        self.digest = content.hexdigest()[:16]  # digest of kept prompts and answers, in order
+        # digest of the prompts and answers that are kept, in order
+        self.digest = content.hexdigest()[:16]
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if not self._kept:
             raise ConfigError(
@@ -146,8 +150,8 @@ class DatasetTask:
             return "too long"
         if max_tokens is None:
             return None
-        # Every token except special ones covers at least one byte, so the tokens of most prompts
-        # need not be counted.
+        # Every token that is not special covers at least one byte, so this is an upper bound. For
+        # most prompts, it is low enough that their tokens need not be counted.
         most = len(prompt.encode(errors="replace")) + tokens("")
         if prompt.strip() and most <= max_tokens:
             return None
@@ -164,7 +168,7 @@ class DatasetTask:
         return map(self._problem, self._kept)
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return problem ``index`` of the stream ``seed``; an index beyond the dataset's length
+        """Return problem ``index`` of the stream ``seed``. An index beyond the dataset's length
         belongs to a later epoch.
         """
         epoch, position = divmod(index, len(self))
@@ -224,10 +228,11 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """Identify a task's data, in JSON types, by the number of problems and a digest of their
-    prompts and answers in order.
+    """Identify a task's data by the number of problems and a digest of their prompts and answers in
+    order. The result is in JSON types.
 
-    For a mixture, return the fingerprints of its parts; for a task with endless problems, None.
+    For a mixture, return the fingerprints of its parts. For a task with endless problems, return
+    None.
     """
     if isinstance(task, Mixture):
         return [fingerprint(part) for part in task.tasks]
@@ -247,7 +252,8 @@ def fingerprint_of(problems: Sequence[Problem]) -> Any:
 def load_rows(path: str | Path) -> Sequence[Row]:
     """Load the rows of a local ``.jsonl``, ``.json`` (a list of objects) or ``.parquet`` file.
 
-    Raises ConfigError: there is no such file, its type is unknown, or its content is not rows.
+    Raises ConfigError: there is no such file, its type is not supported, or it does not contain
+    rows.
     """
     path = Path(path)
     expected = "expected a .jsonl, .json (a list of objects) or .parquet file"
@@ -285,7 +291,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
-    """Load the rows of a split of a format's dataset from the Hugging Face hub or its local cache.
+    """Load one split of a format's dataset, as rows, from the Hugging Face hub or its local cache.
 
     Raises ConfigError: the hub cannot be reached, or has no such dataset, configuration or split.
     """
@@ -320,11 +326,11 @@ def load_dataset_task(
     """Load the dataset ``name`` as a task.
 
     Args:
-        name: a registered format; ``qa`` reads any file with a question (or problem, or prompt) and
-            an answer.
-        verifiers: verifier by kind, such as ``{"math": verify_math}``.
+        name: a registered format. ``qa`` reads any file with a question (or problem, or prompt) and
+            an answer in each row.
+        verifiers: verifiers by kind, such as ``{"math": verify_math}``.
         path: a local file to read instead of the hub.
-        split: a split of the hub's dataset; the format's usual one by default.
+        split: a split of the hub's dataset. The default is the format's usual split.
         options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens,
             max_tokens.
 
@@ -337,7 +343,8 @@ def load_dataset_task(
         )
     format = FORMATS[name]
     if path is not None:
-        name = Path(path).stem if name == "qa" else name  # several files may be mixed
+        # a mixture may contain several files, which need different names
+        name = Path(path).stem if name == "qa" else name
         return DatasetTask(name, load_rows(path), format, verifiers, source=str(path), **options)
     if format.hub is None:
         raise ConfigError(f"dataset {name!r} is read from a local file; pass its path")

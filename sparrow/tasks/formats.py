@@ -1,4 +1,4 @@
-r"""Formats of public datasets: the layout of their rows, and where to find the datasets.
+r"""Formats of public datasets: where to find the datasets, and how to read their rows.
 
 A format turns a row into a ``Question``. The question does not contain a verifier, only the kind of
 verifier that its answer needs:
@@ -48,8 +48,8 @@ IMPORTS = "".join(
         "builtins",
     )
 )
-"""Imports that the sites of call-based problems provide: solutions use ``List`` or ``deque`` as if
-they were built in.
+"""Imports that programming sites provide for problems in which a function is called. Solutions use
+``List`` or ``deque`` as if they were built in.
 """
 
 _BUILTIN_DEFINED = re.compile(
@@ -69,7 +69,7 @@ class Question:
     """The question in a row of a dataset."""
 
     text: str  # the question as the model receives it
-    # what the verifier compares responses with: text for mathematics, tests for code; None if the
+    # what the verifier needs to judge a response: text for mathematics, tests for code; None if the
     # answer is only in the solution
     answer: Any
     solution: str | None = None  # a reference response, if the dataset has one
@@ -77,26 +77,26 @@ class Question:
 
 @dataclass(frozen=True)
 class Format:
-    """A dataset's place, and the function that reads its rows."""
+    """Where a dataset is, and the function that reads its rows."""
 
-    hub: str | None  # name on the Hugging Face hub, None for local files only
+    hub: str | None  # the name on the Hugging Face hub; None if there are only local files
     # maps a row to its question, or to None if the row is known to be unusable; raises KeyError or
-    # ValueError if the row lacks something
+    # ValueError if something is missing in the row
     read: Callable[[Row], Question | None]
     kind: str = "math"  # the kind of verifier for the answers, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
-    config: str | None = None  # the hub's configuration name
+    config: str | None = None  # the name of the dataset's configuration on the hub
     split: str = "train"  # the default split
-    # patterns of files in the hub repository, for a repository that cannot be loaded by name;
+    # patterns of file names in the hub repository, if the dataset cannot be loaded by name;
     # ``{split}`` stands for the split
     files: tuple[str, ...] = ()
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the text of the first of these fields that exists in the row and is not empty; the
+    """Return the text of the first of these fields that exists in the row and is not empty. The
     case of field names is ignored.
 
-    Raises KeyError: the row has none of the fields, or only empty ones.
+    Raises KeyError: all of these fields are missing or empty.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
@@ -109,8 +109,8 @@ def text_of(row: Row, *names: str) -> str:
 def question_answer(row: Row) -> Question:
     r"""Read a question and its final answer from two fields.
 
-    If there is no answer, a solution with the answer in ``\boxed{...}`` is used instead. This is
-    the format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most other datasets.
+    If there is no answer, the one that a solution states in ``\boxed{...}`` is used. This is the
+    format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most other datasets.
     """
     question = text_of(row, "question", "problem", "prompt")
     try:
@@ -126,7 +126,7 @@ def question_answer(row: Row) -> Question:
 
 
 def gsm8k(row: Row) -> Question:
-    """Read a row of GSM8K, whose answer is a worked solution that ends in ``#### n``."""
+    """Read a row of GSM8K. Its answer is a worked solution that ends in ``#### n``."""
     solution = text_of(row, "answer")
     _, mark, answer = solution.rpartition("####")
     if not mark or not answer.strip():
@@ -135,8 +135,8 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """Read a row of DAPO-Math-17k, and remove the instructions around the problem in its chat
-    message.
+    """Read a row of DAPO-Math-17k, and remove the instructions that surround the problem in its
+    chat message.
     """
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
@@ -154,9 +154,9 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
 def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
-    In many rows, TACO wraps results in a list of length one, without marking these rows. If the
-    starting code has a return type, it shows whether results are wrapped; otherwise, both readings
-    are accepted.
+    In many rows of TACO, each result is wrapped in a list of length one, and nothing marks these
+    rows. If the starter code has a return type, that type shows whether results are wrapped.
+    Otherwise, wrapped and unwrapped results are both accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -176,7 +176,7 @@ def _depth(value: Any) -> int:
 
 
 def taco(row: Row) -> Question | None:
-    """Read a row of TACO, whose ``input_output`` is JSON with inputs, outputs and sometimes
+    """Read a row of TACO. Its ``input_output`` is JSON with inputs, outputs and, in some rows,
     ``fn_name``. Rows without tests are left out.
     """
     question = text_of(row, "question")
@@ -210,7 +210,7 @@ def _lines(value: Any) -> str:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Unpickler that reads a string, but nothing that would run code."""
+    """An unpickler that can read a string, but nothing that would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(
@@ -225,8 +225,8 @@ def _livecodebench_tests(cases: str) -> list[dict[str, str]]:
 
 
 def livecodebench(row: Row) -> Question:
-    """Read a row of LiveCodeBench, whose public tests are JSON, and whose private tests are JSON or
-    a base64-encoded, compressed pickle of JSON.
+    """Read a row of LiveCodeBench. Its public tests are JSON. Its private tests are JSON, or a
+    compressed and base64-encoded pickle of JSON.
     """
     question = text_of(row, "question_content")
     try:
@@ -257,11 +257,11 @@ def _executed(test: str, candidate: bool) -> str:
     The code must contain a statement, a test function, a test class or, with a ``candidate``, the
     function ``check``.
 
-    Raises ValueError: the test code executes nothing, so every program would pass, or does not
-    compile.
+    Raises ValueError: the test code does not compile, or it executes nothing, so every program
+    would pass.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings about escapes such as \d
+        with warnings.catch_warnings(action="ignore"):  # such as warnings about the escape \d
             body = ast.parse(test).body
     except SyntaxError as error:
         raise ValueError(f"its tests do not compile ({error.msg}, line {error.lineno})") from error
@@ -287,9 +287,7 @@ def _executed(test: str, candidate: bool) -> str:
 
 
 def humaneval(row: Row) -> Question:
-    """Read a row of HumanEval or HumanEval+, with a function to complete and
-    ``check(candidate)``.
-    """
+    """Read a row of HumanEval or HumanEval+: a function to complete, and ``check(candidate)``."""
     prompt = row.get("prompt")
     entry_point = text_of(row, "entry_point")
     if not prompt:
@@ -307,8 +305,8 @@ def humaneval(row: Row) -> Question:
 
 
 def mbpp(row: Row) -> Question:
-    """Read a row of MBPP, its sanitized version or MBPP+, with a sentence and assertions. The first
-    few assertions are shown in the prompt, as is usual.
+    """Read a row of MBPP, its sanitized version or MBPP+: a sentence and assertions. As is usual,
+    the prompt shows the first few assertions.
     """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")
@@ -321,7 +319,8 @@ def mbpp(row: Row) -> Question:
     code = row.get("code")
     if entry_point:
         answer["entry_point"] = entry_point
-    # Row 126 requests a function ``sum``, which its test could not distinguish from Python's own.
+    # Row 126 requests a function ``sum``. Its test could not distinguish that function from
+    # Python's own.
     elif match := _BUILTIN_DEFINED.search(code or ""):
         answer["entry_point"] = match[1]
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(assertions)}\n```"

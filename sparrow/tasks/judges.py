@@ -1,7 +1,8 @@
-"""Users' reward functions, which replace a dataset's verifier.
+"""User-defined reward functions, which replace a dataset's verifier.
 
-Three signatures are recognised by their parameters' names. A row's columns are passed to the
-parameters with the same names; a function with ``**columns`` receives all of them:
+Three signatures are supported, and recognised by the names of the parameters. A row's columns are
+passed to the parameters with the same names, and a function with ``**columns`` receives all
+columns:
 
 - ``f(response, answer=..., **columns) -> number``: Sparrow's own;
 - ``f(completions, prompts=..., **columns) -> [number]``: as in TRL, where every argument is a
@@ -33,9 +34,9 @@ class Judge:
     """A user's reward function, and how to call it according to its signature."""
 
     function: Callable[..., Any]
-    name: str  # name as the user wrote it, for messages
+    name: str  # the name as the user wrote it, for messages
     style: Style
-    takes: tuple[str, ...]  # parameters that are passed by name
+    takes: tuple[str, ...]  # names of the parameters that are passed by name
     needs: tuple[str, ...]  # parameters in ``takes`` that have no default
     takes_all: bool  # whether it takes ``**columns``
 
@@ -43,8 +44,7 @@ class Judge:
     def of(cls, function: Any, name: str) -> Judge:
         """Build a judge from a function.
 
-        Raises ConfigError: ``function`` is not a function, or cannot be called in any of the known
-        ways.
+        Raises ConfigError: ``function`` is not a function, or has none of the three signatures.
         """
         if not callable(function):
             raise ConfigError(f"reward {name!r} is a {type(function).__name__}; {KNOWN}")
@@ -53,7 +53,7 @@ class Judge:
             raise ConfigError(f"reward {name!r} is asynchronous; make it a plain function: {KNOWN}")
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # written in C, without a signature to read
+        except ValueError:  # a function written in C, whose signature cannot be read
             return cls(function, name, "sparrow", ("answer",), (), False)
 
         named = {p.name: p for p in parameters if p.kind in _NAMED}
@@ -88,8 +88,8 @@ class Judge:
         return cls(function, name, style, tuple(named), tuple(p.name for p in required), takes_all)
 
     def missing(self, row: Mapping[str, Any]) -> str | None:
-        """Return the first parameter for which a row has no value; None if there is no such
-        parameter.
+        """Return the first required parameter for which ``row`` has no value; None if it has all
+        values.
         """
         given = self._arguments("", None, "", row, "").keys()
         return next((name for name in self.needs if name not in given), None)
@@ -97,7 +97,7 @@ class Judge:
     def verifier(
         self, answer: Any, prompt: str, row: Mapping[str, Any], source: str
     ) -> Callable[[str], float]:
-        """Build the verifier of a row's problem; ``source`` is the dataset's name."""
+        """Build the verifier for the problem in ``row``. ``source`` is the dataset's name."""
         return partial(self._judge, answer=answer, prompt=prompt, row=row, source=source)
 
     def _judge(

@@ -1,5 +1,5 @@
-"""Convert questions to token ids and back, with chat templates and special tokens, and detect text
-that a tokenizer cannot read.
+"""Convert questions to token ids, with chat templates and special tokens; convert token ids to
+text; and detect text that a tokenizer cannot read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNREAD = 0.5
-"""The share of unread characters at which prompts are refused, because the model would not see the
-questions.
+"""Prompts are refused if this share of their characters cannot be read, because the model would not
+see the questions.
 """
-NOTABLE = 0.01  # share of unread characters at which a warning is logged
+NOTABLE = 0.01  # a warning is logged if this share of the characters cannot be read
 _PROBE = "7 + 5"  # a question for testing a chat template
 
 
@@ -45,7 +45,7 @@ class ChatConfig(Settings):
 
     @property
     def is_set(self) -> bool:
-        """True if any setting differs from its default."""
+        """True if at least one setting differs from its default."""
         return any(getattr(self, field.name) != field.default for field in fields(self))
 
     def values(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ChatConfig(Settings):
         return found
 
     def read_template(self) -> str | None:
-        """Read the template's file; None if no file is given.
+        """Read the file with the template; None if no file is set.
 
         Raises ConfigError: the file cannot be read.
         """
@@ -106,7 +106,8 @@ class ChatTemplate:
         if self._template is None:
             try:
                 self._template = tokenizer.get_chat_template()
-            except ValueError as error:  # several templates, none of which is the default
+            # the tokenizer has several templates, none of which is the default
+            except ValueError as error:
                 raise ConfigError(
                     f"the tokenizer has no default chat template ({error}); set chat.template"
                 ) from error
@@ -161,7 +162,8 @@ def chat_template(
     """Return a function that renders a question for the tokenizer's model; None if the model is not
     a chat model.
 
-    Raises ConfigError: there are chat settings, but no template; see also ``ChatTemplate``.
+    Raises ConfigError: there are chat settings although the tokenizer has no template; see also
+    ``ChatTemplate``.
     """
     if tokenizer.chat_template or config.template is not None:
         return ChatTemplate(tokenizer, config)
@@ -174,7 +176,7 @@ def chat_template(
 
 
 class Prompt(NamedTuple):
-    """A text for a model to continue."""
+    """A text that a model is to continue."""
 
     name: str  # the prompt's name in messages
     text: str
@@ -189,10 +191,10 @@ def prompt_of(problem: Problem) -> Prompt:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False) -> list[int]:
     """Encode a prompt with the tokenizer, including special tokens such as BOS.
 
-    Special tokens are not added to a text that already has them: one that a chat template has
-    ``rendered``, or that begins with BOS.
+    Special tokens are not added to a text that already has them, either because a chat template has
+    ``rendered`` it or because it begins with BOS.
 
-    Raises ConfigError: the tokenizer ends prompts with EOS.
+    Raises ConfigError: the tokenizer appends EOS to prompts.
     """
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     adds = not (rendered or has_bos)
@@ -207,9 +209,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
 
 
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
-    """Warn if the tokenizer cannot read a notable share of the prompts.
+    """Log a warning if the tokenizer cannot read a notable share of the prompts' characters.
 
-    Raises ConfigError: the tokenizer cannot read at least half of their characters.
+    Raises ConfigError: it cannot read at least half of the characters.
     """
     shares = [unread(tokenizer, prompt.text) for prompt in prompts]
     total = sum(len(prompt.text) for prompt in prompts)
@@ -233,12 +235,14 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
     """Compute the share of a text's characters, apart from spaces, that the tokenizer drops or maps
     to its unknown token.
 
-    For a tokenizer that does not report the positions of tokens, this is the share of unknown
-    tokens.
+    If the tokenizer does not report the positions of tokens, compute the share of unknown tokens
+    instead.
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        unknown = None  # byte-level tokenizers reuse such a token, and can encode every text
+        # byte-level tokenizers use another special token as the unknown token, but can encode every
+        # text
+        unknown = None
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         return ids.count(unknown) / max(len(ids), 1)
@@ -254,9 +258,9 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """Return the text of each token in context; joined, the texts are the decoded response.
 
-    A token's text is what the token adds to the text of those before it. Decoded on its own, half a
-    character would be garbage, and a SentencePiece token would lose its space. A character made of
-    several tokens is the text of the first of them.
+    A token's text is what the token adds to the text of the tokens before it. If each token were
+    decoded on its own, half a character would be garbage, and a SentencePiece token would lose its
+    space. A character made of several tokens is returned as the text of the first of them.
     """
     texts = [""] * len(ids)
     # ``ids[begin:read]`` is enough context to decode the next token.
@@ -265,7 +269,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[begin:end]))
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            continue  # a character whose last token is still to come
+            continue  # the last token of a character is still to come
         texts[read] = text[len(str(tokenizer.decode(ids[begin:read]))) :]
         begin = read
         read = end

@@ -1,8 +1,8 @@
-"""A task of tracing a straight-line program, where each line needs values from positions that only
-the content reveals.
+"""A task: trace a straight-line program in which each line needs earlier values. Only the content
+of the text shows where these are.
 
-The prompt is a program over single digits. The response goes through its lines in order, quotes the
-operands' values and writes the result, with about ten tokens per line::
+The prompt is a program over single digits. The response goes through the program's lines in order.
+For each line, it quotes the operands' values and writes the result, in about ten tokens::
 
     program:            trace:
      7 -> ba             7 then ba 7
@@ -14,10 +14,11 @@ operands' values and writes the result, with about ten tokens per line::
 Every value is used exactly once, so the program is an expression tree in random order, and a single
 wrong value makes the answer wrong. Arithmetic is modulo 10.
 
-Two kinds of tokens depend on the distant past. Quoted values must be found: reading too little
-makes them wrong. Linking words are free, but each of their two places has its habits: a word is
-drawn in proportion to how often it was used there before (a Polya urn). Reading less makes the
-distribution of linking words drift gradually, without harm. Natural text has both kinds of tokens.
+Two kinds of tokens depend on the distant past, as in natural text. Quoted values must be found, and
+are wrong if the model reads too little. Linking words (such as *then* and *thus*) can be chosen
+freely, but there are habits for each of their two places in a line: a word is drawn in proportion
+to how often it was used there before (a Polya urn). If the model reads less, the distribution of
+linking words drifts gradually, without harm.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs of ``lines`` lines, in which up to a quarter as many values wait to be used
-    at any time.
+    """Random programs with ``lines`` lines. At any time, up to ``lines // 4`` values (at least 2)
+    may be waiting to be used.
 
     Raises ConfigError: there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """
 
-    # program length, which sets the difficulty; a response has about 10 tokens per line
+    # length of the program, which sets the difficulty; a response has about 10 tokens per line
     lines: Annotated[int, Field(ge=2)] = 24
     # probability that the reference solution miscalculates a line and continues with the wrong
-    # digit. Demonstrations with slips teach the skill, and leave room for reinforcement learning to
-    # improve
+    # digit. Demonstrations with such slips teach the skill, but leave room for improvement by
+    # reinforcement learning.
     slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return program ``index`` of the stream ``seed``, verified by the value of its last
+        """Return program ``index`` of the stream ``seed``. Its answer is the value of the last
         line.
         """
         rng = random.Random(f"trace/{self.lines}/{seed}/{index}")
@@ -66,7 +67,7 @@ class Trace(Settings):
 
         for lines_left in range(self.lines, 0, -1):
             if not names:
-                # Programs with more lines than names reuse names, but never one whose value is
+                # Programs with more lines than names reuse names, but not a name whose value is
                 # still waiting.
                 free = [name for name in NAMES if name not in waiting]
                 names = rng.sample(free, len(free))
@@ -79,8 +80,8 @@ class Trace(Settings):
             else:
                 sign = rng.choice((1, -1))
                 a = waiting.pop(rng.randrange(len(waiting)))
-                # Each binary line joins two waiting values; after the last line, a single one must
-                # be left.
+                # Each line with two operands joins two waiting values. After the last line, a
+                # single value must be left.
                 if waiting and (len(waiting) + 1 > lines_left or rng.random() < 0.5):
                     b = waiting.pop(rng.randrange(len(waiting)))
                     true_b = true[b]
@@ -113,7 +114,7 @@ class Trace(Settings):
 
 
 class _Habit:
-    """A Polya urn of linking words: each draw makes the drawn word likelier."""
+    """A Polya urn of linking words. Each draw makes the drawn word more likely."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

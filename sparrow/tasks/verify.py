@@ -1,5 +1,5 @@
-"""Judge responses with their problems' verifiers, several at a time. Error messages say where in a
-verifier the error was raised.
+"""Judge responses with their problems' verifiers, several at a time. If a verifier raises an error,
+the message says where.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-# maximum absolute value of a reward; beyond it, the spread of a group's rewards is meaningless
+# maximum absolute value of a reward; larger values would make the spread of a group's rewards
+# meaningless
 LARGEST_REWARD = 1e6
-TIME_LIMIT = 300.0  # after this many seconds without a verdict, a verifier is assumed to hang
+TIME_LIMIT = 300.0  # seconds without a verdict after which a verifier is assumed to hang
 VERIFYING = 64
-"""Number of responses verified at a time. Verifiers that need processors wait for their own pools,
-so a bad program delays only itself.
+"""Number of responses verified at a time. Verifiers that need processors wait in pools of their
+own, so a bad program delays only its own verdict.
 """
 
 
@@ -28,10 +29,10 @@ def verify_all(
 ) -> list[float]:
     """Return the reward of each response to its problem.
 
-    The limit is on the time between two verdicts, not on the time of one verdict, since a verifier
-    may have to wait for processors.
+    The limit is on the time between two verdicts, not on the time for a single verdict, because a
+    verifier may have to wait for processors.
 
-    Raises RewardError: a verifier raised an error, returned something that is not a finite number,
+    Raises RewardError: a verifier raised an error, returned something other than a finite number,
     or hangs.
     """
     rewards: dict[int, float] = {}
@@ -39,14 +40,15 @@ def verify_all(
 
     def work(i: int) -> None:
         if i > min(failed, default=i):
-            return  # skip responses after a failed one; the earliest error is raised
+            # skip responses after one that failed, because only the earliest error is raised
+            return
         try:
             rewards[i] = verify(problems[i], texts[i])
-        except BaseException as error:  # otherwise, the pool's thread would end unnoticed
+        except BaseException as error:  # otherwise, the pool's thread would end without a message
             failed[i] = error
 
-    # The pool's threads are daemons: a thread that hangs cannot be ended, and must not keep the
-    # process alive.
+    # The pool's threads are daemons, because a thread that hangs cannot be ended and must not keep
+    # the process alive.
     with ThreadPool(min(VERIFYING, len(texts)) or 1) as pool:
         ended = pool.imap_unordered(work, range(len(texts)))
         try:
@@ -54,7 +56,8 @@ def verify_all(
                 ended.next(time_limit)
         except multiprocessing.TimeoutError:
             if not failed:
-                # Responses are started in order, so the first one without a reward has run longest.
+                # Responses are started in order, so the first one without a reward has run for the
+                # longest time.
                 oldest = min(set(range(len(texts))) - rewards.keys(), default=0)
                 raise RewardError(
                     f"the verifier of problem {problems[oldest].id!r} has not returned within "
@@ -69,8 +72,8 @@ def verify_all(
 def verify(problem: Problem, text: str) -> float:
     """Return the reward of one response.
 
-    Raises RewardError: the verifier raised, or returned something other than a number with an
-    absolute value of at most ``LARGEST_REWARD``.
+    Raises RewardError: the verifier raised an error, or did not return a number with an absolute
+    value of at most ``LARGEST_REWARD``.
     """
     verifier = f"the verifier of problem {problem.id!r}"
     try:
@@ -99,7 +102,7 @@ def verify(problem: Problem, text: str) -> float:
 def stated(problem: Problem, text: str) -> bool:
     """Return whether a response states an answer, right or wrong.
 
-    Raises RewardError: the problem's ``extract`` raised.
+    Raises RewardError: the problem's ``extract`` raised an error.
     """
     try:
         return problem.extract is not None and problem.extract(text) is not None

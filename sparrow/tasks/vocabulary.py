@@ -1,8 +1,8 @@
 """The words of the synthetic task, its tokenizer (fewer than 200 tokens, one per word), and
-functions that read answers.
+functions that read answers in responses.
 
-A word includes its leading space, as in most subword vocabularies, so tokens that are decoded one
-by one and joined are the original text.
+As in most subword vocabularies, a word includes its leading space. Tokens that are decoded one by
+one and then joined therefore give the original text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
 """Words between the parts of a line; none of them is a variable's name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-# No task uses map, ask or walk any more, but the vocabulary of the bundled checkpoint includes
-# them.
+# No task still uses map, ask or walk, but the bundled checkpoint has them in its vocabulary.
 _PLAIN = ("\n", ":", ",", "program", "trace", "map", "ask", "walk", "answer")
 _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 
@@ -30,8 +29,8 @@ _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    The tokenizer does not add special tokens. Any text of the task is unchanged by encoding and
-    decoding; a word outside the vocabulary becomes ``<unk>``.
+    The tokenizer does not add special tokens. Encoding and then decoding a text of the task returns
+    the same text. A word outside the vocabulary becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -57,7 +56,7 @@ _ANSWER = re.compile(r"answer: (\d)\s*(?:<eos>\s*)*\Z")
 
 
 def stated_answer(response: str) -> str | None:
-    """Return the digit of a response that ends in ``answer: <digit>``; None for other responses."""
+    """Return the digit if the response ends in ``answer: <digit>``, otherwise None."""
     match = _ANSWER.search(response)
     return match[1] if match else None
 

@@ -1,8 +1,8 @@
-"""Advantages from one scalar reward per response. There is no critic: the baseline comes from the
-responses to the same prompt.
+"""Compute advantages from one scalar reward per response. There is no critic: the baseline comes
+from the responses to the same prompt.
 
-Shapes: B responses. Rows with the same group id are responses to the same prompt; groups may differ
-in size and their rows may be in any order.
+Shapes: B responses. Rows with the same group id are responses to the same prompt. Groups may differ
+in size, and rows may be in any order.
 """
 
 from typing import assert_never
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from sparrow.train.config import AdvantageKind
 
-EPS = 1e-6  # added to standard deviations before dividing by them
+EPS = 1e-6  # added to a standard deviation before dividing by it
 
 
 def compute_advantages(
     kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return advantages, float32 [B] without a gradient, and the metric zero_variance_fraction: the
-    share of groups in which all rewards are equal.
+    """Return advantages, float32 [B] without a gradient, and the metric zero_variance_fraction,
+    which is the share of groups in which all rewards are equal.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
       grpo     (r - mean) / (std + EPS)         DeepSeekMath, arXiv 2402.03300, section 4.1.2
       dr_grpo  r - mean                         Dr. GRPO, arXiv 2503.20783, section 3.2
       rloo     r - mean of the other responses  Back to Basics, arXiv 2402.14740
-    All are 0 in a group whose rewards are all equal.
+    In a group whose rewards are all equal, all advantages are 0.
 
     Args:
         rewards_B: of any real dtype.
@@ -52,7 +52,8 @@ def compute_advantages(
     zero = r_B.new_zeros(len(size))
     low = zero.scatter_reduce(0, group_B, r_B, "amin", include_self=False)
     high = zero.scatter_reduce(0, group_B, r_B, "amax", include_self=False)
-    # This test is exact, whereas the standard deviation of equal rewards may not round to 0.
+    # This comparison is exact. The computed standard deviation of equal rewards may differ from 0
+    # because of rounding.
     varies = high > low
     metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
 

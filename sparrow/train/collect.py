@@ -1,5 +1,5 @@
 """Collect the experience of one step: draw problems, sample and judge responses, and replace groups
-without an advantage.
+whose rewards are all equal.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """A collector of experience, one step at a time. Every process receives all of a step's
-    experience.
+    """Collects experience, one step at a time. Every process receives the whole experience of a
+    step.
     """
 
     config: TrainConfig
@@ -35,13 +35,13 @@ class Collector:
     ranks: Ranks
 
     def collect(self, cursor: int) -> Experience:
-        """Collect the experience of one step, on the problems from index ``cursor`` on.
+        """Collect the experience of one step. Problems are drawn starting at index ``cursor``.
 
-        Groups whose rewards are all equal have no advantage; in up to ``resample`` rounds, they are
-        replaced by the groups of further problems (dynamic sampling: DAPO, arXiv 2503.14476,
+        Groups whose rewards are all equal have zero advantages. In up to ``resample`` rounds, they
+        are replaced with groups of further problems (dynamic sampling: DAPO, arXiv 2503.14476,
         section 3.2).
 
-        Raises RewardError: a verifier failed. TaskError: the task failed to return a problem.
+        Raises RewardError: a verifier failed. TaskError: the task did not return a problem.
         ConfigError: the engine cannot use a prompt.
         """
         rollout = self.config.rollout
@@ -60,7 +60,7 @@ class Collector:
 
     def sample(self, count: int) -> list[Rollout]:
         """Sample ``count`` responses to the problems of the first step, with seeds that no step
-        uses; the responses are not judged.
+        uses. The responses are not judged.
         """
         config = self.config
         rollout = self.config.rollout
@@ -81,10 +81,10 @@ class Collector:
         return respond(self.engine, self.tokenizer, problems, sampling)
 
     def _sample(self, indices: range) -> list[Group]:
-        """Sample and judge the groups of the problems with these indices.
+        """Sample and judge a group of responses to each of the problems with these indices.
 
-        The responses to one prompt are spread over the processes, because their lengths are often
-        similar.
+        The responses to a prompt are divided among the processes, because they often have similar
+        lengths.
         """
         config = self.config
         n = self.config.rollout.samples
@@ -108,7 +108,7 @@ class Collector:
     def _verify(
         self, problems: Sequence[Problem], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Compute the parts of every response's reward."""
+        """Compute the parts of the reward of every response."""
         limit = self.config.rollout.max_new_tokens
         config = self.config.reward
         texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)

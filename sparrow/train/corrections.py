@@ -3,17 +3,17 @@
 Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
 Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask
-of response tokens and the settings. `compute_correction` checks its arguments and turns the parts
-into a `Correction`, whose weights multiply the token losses. The weights have no gradient (the
+of response tokens and the settings. `compute_correction` checks its arguments and builds a
+`Correction`, whose weights multiply the token losses. The weights have no gradient (the
 stop-gradient of the objective in Sparrow, arXiv 2606.08446). Arithmetic is in log space with
 float64, so the product of 32K ratios neither overflows nor loses precision.
 
-Kept tokens and the loss: masked-out tokens have weight 0, so the loss may still divide by all
-response tokens, as defined by IcePop, Sparse-RL and M2PO. Each remaining token's share of the
-gradient is then unchanged.
+Kept tokens and the loss: masked-out tokens have weight 0, so the loss may still be divided by the
+number of all response tokens, as IcePop, Sparse-RL and M2PO define it. Each remaining token's share
+of the gradient is then unchanged.
 
-Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences
-with a response:
+Metrics, over response tokens and over sequences with a response. r is the ratio p/q, and w is the
+weight, which is 0 for masked-out tokens:
   ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N
                              tokens
   ess_sequence               the same for each sequence's mean weight
@@ -50,7 +50,7 @@ class Correction:
 
 
 def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Compute log p/q in float64, detached, 0 on padding."""
+    """Compute log p/q in float64, without a gradient; 0 on padding."""
     if log_p_BT.ndim != 2 or not log_p_BT.shape == log_q_BT.shape == mask_BT.shape:
         shapes = tuple(log_p_BT.shape), tuple(log_q_BT.shape), tuple(mask_BT.shape)
         raise ValueError(
@@ -84,13 +84,13 @@ def _inside(log_r_BT: Tensor, band: tuple[float, float]) -> Tensor:
 
 
 def _effective_sample_size(log_w: Tensor) -> Tensor:
-    """Compute (sum w)^2 / (n sum w^2) of n >= 1 weights from their logs; 0 if all weights are 0."""
+    """Compute (sum w)^2 / (n sum w^2) from the logs of n >= 1 weights; 0 if all weights are 0."""
     return ((2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)).nan_to_num(0.0)
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Three tensors [B, T]: the weights, which count only for kept tokens; the mask of kept tokens; and
-whether a weight was cut to the cap.
+"""Three tensors [B, T]: the weights, which are used only for kept tokens; the mask of kept tokens;
+and whether each weight was cut to the cap.
 """
 
 
@@ -100,12 +100,14 @@ def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
 
 
 def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Use weight 1 everywhere, as if p had sampled. The metrics still show how wrong that is."""
+    """Use weight 1 for all tokens, as if they had been sampled from p. The metrics still show how
+    wrong this is.
+    """
     return torch.ones_like(log_r_BT), mask_BT, None
 
 
 def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Truncate importance weights token by token: weight min(p/q, cap).
+    """Use one truncated importance weight per token: min(p/q, cap).
 
     Sparrow, arXiv 2606.08446 (C = 2); Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training".
@@ -114,8 +116,8 @@ def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Use one truncated importance weight per sequence: min(product of p/q, cap) for each of its
-    tokens.
+    """Use one truncated importance weight per sequence. All of its tokens have weight min(product
+    of p/q, cap).
 
     The product is unbiased, but its spread grows exponentially with length: at 32K tokens, nearly
     every weight is 0 or the cap. Liu, Li et al. 2025, "When Speed Kills Stability".
@@ -124,8 +126,8 @@ def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) ->
 
 
 def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Use one truncated weight per sequence, as in `sequence_tis`, but from the geometric mean of
-    the sequence's ratios, which stays near 1 at any length.
+    """Use one truncated weight per sequence, as in `sequence_tis`, but compute it from the
+    geometric mean of the sequence's ratios. This mean stays near 1 at any length.
 
     GSPO, arXiv 2507.18071, section 4.1.
     """
@@ -134,37 +136,37 @@ def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -
 
 
 def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Mask out tokens whose ratio is outside the band; tokens inside, including its ends, have
-    weight p/q.
+    """Mask out tokens whose ratio p/q is outside the band. The other tokens have weight p/q. The
+    ends of the band belong to it.
 
-    IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, with its band of 0.5 to 5.
+    Source: IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, where the band is 0.5 to 5.
     """
     return log_r_BT.exp(), mask_BT & _inside(log_r_BT, config.band or ICEPOP_BAND), None
 
 
 def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Drop sequences with any ratio xi = p/q below reject_below, where the actor wrote something
-    that the policy never would. In the other sequences, tokens outside the band are masked out, and
-    the rest have weight xi, which is at most the band's upper end.
+    """Drop a sequence if the ratio xi = p/q of any of its tokens is below reject_below: the actor
+    wrote something there that the policy never would. In the remaining sequences, mask out tokens
+    outside the band. The other tokens have weight xi, which is at most the band's upper end.
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
-    # Padding has log ratio 0, so it is never anomalous.
+    # Padding has log ratio 0, so it never counts as anomalous.
     anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(1, keepdim=True)
     kept_BT = mask_BT & ~anomalous_B1 & _inside(log_r_BT, config.band or SPARSE_RL_BAND)
     return log_r_BT.exp(), kept_BT, None
 
 
 def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Mask out the tokens with the largest (log p/q)^2, as few as possible, until its mean over the
-    kept tokens is at most m2_bound; kept tokens have weight p/q. The bound is on the batch's mean,
-    so an extreme weight may be kept.
+    """Mask out the tokens with the largest (log p/q)^2, as few as possible, so that the mean of
+    (log p/q)^2 over the kept tokens is at most m2_bound. Kept tokens have weight p/q. The bound
+    applies to the mean over the batch, so an extreme weight may be kept.
 
-    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; in the paper, q is a stale
-    policy.
+    Source: M2PO, arXiv 2510.01161, the equation of M2 and its mask, with tau_M2 = 0.04. In the
+    paper, q is a stale policy.
     """
     m2, order = log_r_BT[mask_BT].square().sort(stable=True)
-    # These means never fall, because m2 is sorted.
+    # These means never decrease, because m2 is sorted.
     mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order[: int((mean_of_smallest <= config.m2_bound).sum())]] = True
@@ -180,13 +182,13 @@ def obrs(
     sampling. An accepted token has weight min(Z max(lambda, p/q), cap), where Z = sum_v min(q, p /
     lambda) is the position's acceptance rate.
 
-    z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures.
-    uniform_BT [B, T] contains one draw from [0, 1) per token, so the result is a function of the
-    arguments. Without a cap, sum_v q a w f = Z E_p[f]. A loss that divides by the number of kept
-    tokens (with Correction.mask_BT as its mask) therefore estimates E_p[f], and a loss that divides
-    by the number of response tokens scales each position by its Z.
+    z_BT [B, T] contains Z. If lambda = 1, Z is the acceptance rate that sparrow.mismatch measures.
+    uniform_BT [B, T] contains one random number from [0, 1) per token, so that the result depends
+    only on the arguments. Without a cap, sum_v q a w f = Z E_p[f]. A loss that is divided by the
+    number of kept tokens (with Correction.mask_BT as its mask) therefore estimates E_p[f]. A loss
+    that is divided by the number of response tokens scales each position by its Z.
 
-    Source: Jackpot, arXiv 2602.06107, whose objective truncates the weight, as cap does.
+    Source: Jackpot, arXiv 2602.06107. Its objective also truncates the weight, as cap does here.
 
     Raises ValueError: z_BT or uniform_BT has a different shape from the mask, or a value outside
     [0, 1].
@@ -196,7 +198,7 @@ def obrs(
             raise ValueError(
                 f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}."
             )
-        # A sum over a float32 softmax may be slightly above 1.
+        # The sum of a float32 softmax may be slightly above 1.
         is_probability_BT = (value_BT >= 0) & (value_BT <= 1 + 1e-4)
         if not is_probability_BT[mask_BT].all():
             raise ValueError(
@@ -230,8 +232,8 @@ def compute_correction(
     z_BT: Tensor | None = None,
     uniform_BT: Tensor | None = None,
 ) -> Correction:
-    """Compute the correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it
-    needs both.
+    """Compute the correction that the config names. The correction `obrs` needs z_BT and
+    uniform_BT; the others do not use them.
 
     Args:
         log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
@@ -271,5 +273,6 @@ def compute_correction(
         "kl_k3": (log_r.expm1() - log_r).mean(),
         "weight_mean": weight_BT[mask_BT].mean(),
     }
-    values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
+    # transfers all values from the device at once
+    values = torch.stack(list(metrics.values())).tolist()
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))

@@ -1,9 +1,9 @@
-"""A dial from lossless to lossy: verification is skipped at lengths where the tail of acceptance
-allows it and skipping saves time.
+"""A dial between lossless and lossy. Verification is skipped at lengths where the tail of
+acceptance allows it and skipping saves time.
 
-A lossless bin becomes lossy if the p5 of its drafts is high enough; a lossy bin becomes lossless
-again if the p5 of its unverified tokens is not. All bins beyond some length are lossy, and all bins
-before it are lossless. The rule and its reasons are in docs/dial.md.
+A lossless bin becomes lossy if the p5 of its drafts is high enough. A lossy bin becomes lossless
+again if the p5 of its unverified tokens is too low. All bins before some length are lossless, and
+all bins after it are lossy. docs/dial.md explains the rule.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""The number of responses that must reach a bin before it can become lossy. A lossy bin with fewer
-responses becomes lossless again only if it is certain to fail.
+"""The number of responses that must reach a bin before it can become lossy. A lossy bin that fewer
+responses reach becomes lossless again only if it is certain that its p5 is too low.
 """
-# minimum predicted speed-up over lossless decoding for a bin to become lossy; below 1, it becomes
-# lossless again
+# A bin can become lossy if its predicted speed-up over lossless decoding is at least this. It
+# becomes lossless again if the speed-up is below 1.
 FASTER = 1.01
-WAIT = 8  # steps before a bin that failed is tried again; doubled after each further failure
+# number of steps before a bin that failed is tried again; it doubles after each further failure
+WAIT = 8
 
 Price = Callable[[int, float], tuple[float, float]]
-"""(length in tokens, mean acceptance of drafts) -> seconds per token, lossless and lossy."""
+"""A function: (length in tokens, mean acceptance of drafts) -> seconds per token in lossless and in
+lossy decoding.
+"""
 
 
 @dataclass(frozen=True)
 class DialBin:
-    """The dial's verdict on lengths in [start, end), and the measurements that it is based on."""
+    """The dial's verdict on lengths in [start, end), and the measurements behind it."""
 
     start: int
     end: int
     mode: Literal["lossless", "lossy"]  # the bin's mode in the step that was measured
-    # p5, on the scale of tau, of the drafts in a lossless bin or of the unverified tokens in a
-    # lossy bin
+    # p5, on the scale of tau: of the drafts if the bin is lossless, of the unverified tokens if it
+    # is lossy
     p5: float
     low: float  # lower limit of the 95 % interval of p5
-    tokens: int  # number of tokens that p5 is computed from
+    tokens: int  # number of tokens from which p5 was computed
     lossless_s: float  # predicted seconds per lossless token
     speedup: float  # predicted speed-up of lossy over lossless
     verdict: Literal["ready", "even", "holds", "fails", "waits", "unknown"]
@@ -55,17 +58,18 @@ class DialBin:
 
 
 class Dial:
-    """A controller that decides, after each step, the length at which verification ends.
+    """A controller that decides, after each step, at which length verification ends.
 
     Args:
         tau: the target for the p5 of unverified tokens, on the trainer's scale.
-        price: predicts the seconds per token in both modes.
+        price: predicts the seconds per token in either mode.
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:
         self._tau = tau
         self._price = price
-        self._waits: dict[int, int] = {}  # by bin, the number of steps before it is tried again
+        # for each bin, the number of steps before it is tried again
+        self._waits: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
         """Length in tokens, including the prompt, up to which a sequence is verified: the start of
@@ -75,13 +79,13 @@ class Dial:
     def turn(
         self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
     ) -> tuple[DialBin, ...]:
-        """Decide where verification ends from now on, based on measurements of the last
-        rollouts.
+        """Decide where verification ends from now on. The decision is based on measurements of the
+        last rollouts.
 
         Args:
-            drafts: the tail of the drafts' acceptance by length bin, with the ceiling if it is
+            drafts: the tail of the drafts' acceptance by length bin, with its ceiling if that is
                 known.
-            own: the tail of unverified tokens under the dense policy, in the same bins.
+            own: the tail of the acceptance of unverified tokens, in the same bins.
 
         Returns:
             The measured bins in ascending order of length, with the verdict on each.
@@ -144,8 +148,8 @@ class Dial:
         low = scaled.interval_low
         enough = b.n_sequences >= MIN_SEQUENCES
         measured = f"{self._tau.statistic} of unverified tokens, {p5:.3f},"
-        # With few responses, the bin fails only if its whole interval is below tau. The negation
-        # makes an unknown p5 fail.
+        # If few responses reach the bin, it fails only if its whole interval is below tau. The
+        # comparison is negated so that an unknown p5 (nan) fails.
         is_below = not p5 >= self._tau.value
         is_surely_below = scaled.interval_high < self._tau.value
         verdict: Literal["holds", "fails", "unknown"]
@@ -166,10 +170,10 @@ class Dial:
         )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """Convert a p5 of ``drafts``, as found by verification, to the p5 that the trainer would
-        measure.
+        """Convert the p5 of ``drafts``, which verification measured, to the p5 that the trainer
+        would measure.
 
-        Verification compares a program with itself, so its ceiling is 1.
+        In verification, the same program computes both distributions, so the ceiling is 1.
         """
         if self._tau.relative or isnan(ceiling):
             return drafts
@@ -197,8 +201,8 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predict the speed-up of a rollout over a lossless one; ``tokens`` maps the start of each bin
-    to the number of tokens sampled in that bin.
+    """Predict the speed-up of a rollout over a lossless rollout. ``tokens`` maps the start of each
+    bin to the number of tokens sampled in that bin.
     """
     lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
     speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]
@@ -209,13 +213,14 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
 def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
 ) -> Price:
-    """Build, from the cost model, the price of lossy decoding under ``schedule`` and that of
-    lossless decoding with drafts under the same schedule.
+    """Build a ``Price`` from the cost model, for lossy decoding under ``schedule`` and for lossless
+    decoding with drafts under the same schedule.
 
     Args:
-        draft_tokens: the maximum number of tokens drafted at a time; the fastest number from 0 to
-            this maximum is used.
-        batch: number of sequences decoded together; fewer where their cache would not fit.
+        draft_tokens: the maximum number of tokens drafted at a time. The prediction uses the
+            fastest number from 0 to this maximum.
+        batch: the number of sequences decoded together. At lengths where their cache would not fit,
+            there are fewer.
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:

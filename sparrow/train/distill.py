@@ -1,8 +1,8 @@
 """DistillSparse: a LoRA phi that only the sparse actor uses. Source: Sparrow, arXiv 2606.08446,
 section 7.
 
-The dense policy theta never uses phi; docs/method.md ("DistillSparse") describes what phi is
-trained on.
+The dense policy theta never uses phi. docs/method.md ("DistillSparse") describes how phi is
+trained.
 
 Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
@@ -38,19 +38,20 @@ from sparrow.train.lora import base_weights, inject, layers, merged_weights, swi
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-BASE = "sparrow_base"  # metadata key, in a saved adapter, of a sample of the base model's weights
+# the metadata key, in a saved adapter, for a sample of the base model's weights
+BASE = "sparrow_base"
 
 
 class Adapter:
-    """phi: a LoRA that is injected into a model, and switched off except inside ``active()``.
+    """The LoRA phi, which is injected into a model. It is switched off except inside ``active()``.
 
     Args:
-        model: the policy; its forward pass is unchanged, bit for bit.
-        config: the adapter's shape.
-        schedule: the schedule that the actor decodes under.
+        model: the policy. Its forward pass stays bitwise the same.
+        config: the settings of the adapter.
+        schedule: the schedule under which the actor decodes.
 
-    Raises ConfigError: the schedule is dense, so there is nothing to distil; layers do not exist;
-    or the adapter to start from cannot be read or belongs to a different model.
+    Raises ConfigError: the schedule is dense, so there is nothing to distil; the model does not
+    have the layers; or the adapter to start from cannot be read or belongs to a different model.
     """
 
     def __init__(
@@ -75,9 +76,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Enter a context in which the model is the actor: phi is active, and nothing else is
-        trained.
-        """
+        """Enter a context in which the model is the actor: phi is active, and only phi is trained."""
         with switched(self.model, True):
             self._train_policy(False)
             try:
@@ -138,11 +137,11 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample some base weights, float32, of the layers with the adapter. A saved adapter
-        recognises its base model by this sample.
+        """Sample some base weights, float32, from the layers with the adapter. When a saved adapter
+        is loaded, this sample shows whether the base model is the same.
 
-        Training turns this vector by a few degrees; the vector of an unrelated model is at a right
-        angle to this one.
+        Training turns this vector by a few degrees. The vector of an unrelated model is nearly
+        orthogonal to it.
         """
 
         def sixteen(weight: Tensor) -> Tensor:
@@ -160,8 +159,8 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """Read the sample of the base weights that ``Adapter.save`` wrote; None if something else saved
-    the file.
+    """Read the sample of the base weights that ``Adapter.save`` wrote; None if the file was not
+    written by ``Adapter.save``.
     """
     path = folder / "adapter_model.safetensors"
     if not path.exists():
@@ -172,17 +171,17 @@ def _saved_base(folder: Path) -> Tensor | None:
 
 
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """Compute KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for the
-    rest.
+    """Compute KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for all
+    other tokens.
 
-    The arguments are log-probs ``[M, n]`` of the same tokens under both. The result is a lower
-    bound on the KL over the vocabulary, which is exact if the list covers the vocabulary. It is
-    differentiable in ``actor_top``.
+    The arguments are log-probs ``[M, n]`` of the same tokens under policy and actor. The result is
+    a lower bound on the KL over the vocabulary, and is exact if the list covers the vocabulary. It
+    is differentiable in ``actor_top``.
     """
     p = policy_top.float().exp()
     q = actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
-    # The floor keeps the logarithm finite if, after rounding, the actor has no mass outside the
+    # The minimum keeps the logarithm finite if, after rounding, the actor has no mass outside the
     # list.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
     listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
@@ -192,8 +191,8 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
 
 
 def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
-    """Return, in ascending order, the indices of the ``share`` of responses with the lowest 5th
-    percentile of acceptance, at least one.
+    """Choose the ``share`` of responses with the lowest 5th percentile of acceptance, but at least
+    one response. Return their indices in ascending order.
     """
     count = max(1, round(share * len(acceptance)))
     tails = [np.percentile(a, 5) for a in acceptance]
@@ -202,12 +201,12 @@ def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]
 
 
 class Distiller:
-    """A trainer that takes one step on an ``Adapter`` after every update of the policy.
+    """Trains an ``Adapter``, with one step after every update of the policy.
 
     Args:
         model: the policy.
         config: the configuration of the whole run.
-        schedule: the schedule that the actor decodes under.
+        schedule: the schedule under which the actor decodes.
 
     Raises ConfigError: see ``Adapter``.
     """
@@ -225,8 +224,8 @@ class Distiller:
             "lr": config.distill.learning_rate,
             "weight_decay": 0.0,
         }
-        # A context in which both theta and phi are trainable, as required to read an optimiser's
-        # sharded state.
+        # A context in which both theta and phi are trainable, which is necessary for reading an
+        # optimiser's sharded state.
         self.everything_trains = partial(switched, model, True)
         self.actor_weights = partial(merged_weights, model)
         self.policy_weights = partial(base_weights, model)
@@ -236,8 +235,8 @@ class Distiller:
     def prepare(
         self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any
     ) -> None:
-        """Set the scorer and the optimiser, both prepared by the accelerator; the optimiser has the
-        ``parameter_group``.
+        """Set the scorer and the optimiser, which the accelerator has prepared. The optimiser
+        contains the ``parameter_group``.
         """
         self._accelerator = accelerator
         self._ranks = ranks
@@ -245,7 +244,7 @@ class Distiller:
         self._optimizer = optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Train for another schedule from now on."""
+        """From now on, train for another schedule."""
         set_schedule(self._adapter.model, schedule)
         self._schedule = schedule
 
@@ -256,11 +255,12 @@ class Distiller:
         advantages_B: Tensor,
         trains_BT: Tensor,
     ) -> dict[str, float]:
-        """Take one optimiser step of phi on the step's trajectories, with theta frozen.
+        """Take one optimiser step on phi, with the step's trajectories, while theta is frozen.
 
         The loss is the clipped policy loss on the sparse log-probs, where the old policy is the
-        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse). The KL is over
-        the tokens of the worst responses, and the policy loss over those of them in ``trains_BT``.
+        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse). The KL is
+        computed over the tokens of the worst responses. The policy loss is computed over those of
+        these tokens that are in ``trains_BT``.
         """
         distill = self.config.distill
         accelerator = self._accelerator
@@ -306,8 +306,8 @@ class Distiller:
 
             phi = self._adapter.parameters
             if self._ranks.count > 1 and not self._ranks.is_sharded:
-                # Sharded gradients were averaged in the backward pass; unsharded gradients were
-                # not.
+                # Sharded gradients have already been averaged in the backward pass; unsharded
+                # gradients have not.
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)
@@ -319,8 +319,8 @@ class Distiller:
         return merged
 
     def actor_logprobs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Compute the log-probs of the sampled tokens and of the top-n tokens under the actor,
-        teacher-forced with its schedule.
+        """Compute the actor's log-probs of the sampled tokens and of the top-n tokens, by teacher
+        forcing under its schedule.
         """
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         with teacher_forced(self._adapter.model, batch.prompt_lengths):

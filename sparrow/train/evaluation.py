@@ -1,4 +1,6 @@
-"""Evaluate the dense policy during training, as with ``sparrow eval``, and choose the best step."""
+"""Evaluate the dense policy during training, in the same way as ``sparrow eval``, and choose the
+best step.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,13 @@ from sparrow.tasks import Problem
 from sparrow.train.config import TrainConfig
 from sparrow.train.ranks import Ranks
 
-Benchmarks = Mapping[str, Sequence[Problem]]  # keyed by the name under which a benchmark is logged
+# the keys are the names under which benchmarks are logged
+Benchmarks = Mapping[str, Sequence[Problem]]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluator that samples and scores the benchmarks of a run; every process receives all
-    scores.
-    """
+    """Samples and scores the benchmarks of a run. Every process receives all scores."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -34,16 +35,16 @@ class Evaluator:
     ranks: Ranks
 
     def due(self, step: int) -> bool:
-        """True if the policy after ``step`` steps is to be evaluated."""
+        """Return whether the policy after ``step`` steps is to be evaluated."""
         every = self.config.eval.every
         return every is not None and (step % every == 0 or step == self.config.steps)
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """Compute the scores of each benchmark with the engine's current weights; see
-        docs/run-directory.md.
+        """Compute the scores of each benchmark with the engine's current weights.
+        docs/run-directory.md lists the scores.
 
-        A response's seed is determined by its problem and number, as in ``sparrow eval`` with the
-        run's seed.
+        As in ``sparrow eval`` with the run's seed, a response's seed is determined by its problem
+        and its number.
 
         Raises RewardError: a verifier failed. ConfigError: the engine cannot use a prompt.
         """
@@ -87,8 +88,8 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """Return the step with the highest mean@k, averaged over benchmarks: the earliest one in a tie,
-    None if nothing was evaluated.
+    """Return the step with the highest mean@k, averaged over benchmarks; the earliest such step in
+    a tie, and None if nothing was evaluated.
     """
 
     def mean(row: Row) -> Any:

@@ -1,4 +1,5 @@
-"""The data of one training step: rollouts with their rewards, and the dense policy's view of them.
+"""The data of one training step: rollouts with their rewards, and what the dense policy computes
+for them.
 
 Shapes: B responses, T response tokens (right-padded), n top tokens.
 """
@@ -33,14 +34,14 @@ class Group:
 
 @dataclass
 class Experience:
-    """The data of one training step; row i of each field up to ``groups`` belongs to response i."""
+    """The data of one training step. In the fields up to ``groups``, entry i belongs to response i."""
 
     problems: list[Problem]  # the problem of each response
     rollouts: list[Rollout]  # the responses
     rewards: np.ndarray  # float64 [B]
-    groups: np.ndarray  # int64 [B], equal for responses to one prompt
-    drawn: list[Group]  # all sampled groups, including those that were replaced
-    cursor: int  # index of the first problem that no process has drawn yet
+    groups: np.ndarray  # int64 [B], the same number for all responses to one prompt
+    drawn: list[Group]  # all sampled groups, including the groups that were replaced
+    cursor: int  # index of the next problem to draw, which no process has drawn yet
 
     @classmethod
     def join(cls, groups: list[Group], drawn: list[Group], cursor: int) -> Experience:
@@ -57,12 +58,12 @@ class Experience:
 
     @property
     def truncated(self) -> np.ndarray:
-        """bool ``[B]``: whether each response was cut at the maximum length."""
+        """Whether each response was cut at the maximum length, bool ``[B]``."""
         return np.array([r.finish_reason == "length" for r in self.rollouts])
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each prompt and its response together."""
+        """For each response, the number of tokens of the prompt and the response together."""
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
@@ -71,14 +72,14 @@ class Experience:
 
 @dataclass
 class Assessment:
-    """The dense policy's view of the rollouts."""
+    """What the dense policy computes for the rollouts."""
 
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
-    logq_BT: Tensor  # log-probs under the actor, otherwise like ``logp_BT``
+    logq_BT: Tensor  # the same under the actor
     mask_BT: Tensor  # bool, true on response tokens
-    # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
+    # for each response, the policy's log-probs of the rollout's top-n tokens, float32 [T, n]
     policy_top: list[np.ndarray]
-    acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
+    acceptances: list[TokenAcceptance]  # for each response, bounds on its tokens' acceptance rates
     # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
     obrs_z_BT: Tensor
     # float32 log-probs under the reference policy, if ``loss.beta`` is above 0
@@ -86,7 +87,7 @@ class Assessment:
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:
-    """Join rows of different lengths into one right-padded tensor; padding is zero or false."""
+    """Join rows of different lengths into one right-padded tensor. Padding is zero or false."""
     return torch.nn.utils.rnn.pad_sequence(
         [torch.from_numpy(np.asarray(r)) for r in rows], batch_first=True
     )

@@ -1,5 +1,5 @@
-"""The dense policy in training, which scores the actor's samples, learns from them, and provides
-its weights to the engine.
+"""The dense policy during training. It scores the actor's samples, learns from them, and provides
+weights to the engine.
 
 Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
@@ -46,12 +46,12 @@ Metrics = dict[str, Any]
 
 
 class Learner:
-    """The policy that is trained, its optimiser, and the actor's adapter if there is one.
+    """The policy being trained, its optimiser, and the actor's adapter if there is one.
 
     Args:
         config: the configuration of the whole run.
-        model: the policy, float32.
-        schedule: the schedule that the actor decodes under.
+        model: the policy, in float32.
+        schedule: the schedule under which the actor decodes.
         accelerator: this process's accelerator.
         ranks: the processes of the run.
 
@@ -108,26 +108,26 @@ class Learner:
             {"params": [p for p in model.parameters() if p.requires_grad], **settings}
         ]
         if self.distiller:
-            # One optimiser has both groups: a step updates only parameters with gradients, never
-            # theta and phi together.
+            # One optimiser contains both groups. A step updates only parameters that have
+            # gradients, which are never theta and phi together.
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(
             TokenScorer(model), torch.optim.AdamW(groups)
         )
-        # Data parallelism hooks into the passes of its wrapper; passes that train nothing, or only
-        # phi, bypass the wrapper.
+        # Data parallelism adds hooks to the forward pass of its wrapper. Passes that train nothing,
+        # or only phi, bypass the wrapper.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Train for an actor that decodes under another schedule from now on."""
+        """From now on, train for an actor that decodes under another schedule."""
         if self.distiller:
             self.distiller.set_schedule(schedule)
 
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the actor's weights by Hugging Face parameter name; every process must consume them
-        to the end.
+        """Yield the actor's weights by Hugging Face parameter name. Every process must consume all
+        of them.
         """
         reshard(self.model)
         if self.distiller:
@@ -135,8 +135,8 @@ class Learner:
         return self.policy_weights()
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the dense policy's weights, with its LoRA merged if it has one; every process must
-        consume them to the end.
+        """Yield the dense policy's weights, with its LoRA merged if it has one. Every process must
+        consume all of them.
         """
         reshard(self.model)
         if self.lora:
@@ -146,8 +146,8 @@ class Learner:
         return whole(self.model.named_parameters())
 
     def restore_settings(self) -> None:
-        """Restore the run's settings, which loading the optimiser's state from a checkpoint has
-        overwritten.
+        """Restore the run's own optimiser settings. Loading the optimiser's state from a checkpoint
+        overwrites them.
         """
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:
@@ -157,13 +157,13 @@ class Learner:
     def assess(
         self, experience: Experience, schedule: SparsitySchedule
     ) -> tuple[Assessment, float]:
-        """Compute the dense log-probs of every rollout and the actor's acceptance under
-        ``schedule``, and return them with the mean entropy of the policy's distributions in nats.
+        """Compute the dense log-probs of every rollout, and the actor's acceptance under
+        ``schedule``. Return them, and the mean entropy of the policy's distributions in nats.
         """
         rollouts = experience.rollouts
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
 
-        # the normaliser Z of the correction ``obrs``
+        # for the normaliser Z of the correction ``obrs``
         lam = self.config.correction.obrs_lambda
         z = [
             np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1)
@@ -184,7 +184,7 @@ class Learner:
     def acceptances(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> list[TokenAcceptance]:
-        """Compute the acceptance of each rollout's sampler under the dense policy; ``schedule`` is
+        """Compute the acceptance of each rollout's tokens under the dense policy. ``schedule`` is
         the current schedule.
         """
         return list(self._score("ceiling", rollouts, schedule)[-1])
@@ -192,8 +192,8 @@ class Learner:
     def _score(
         self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> tuple[Any, ...]:
-        """Score each response: log-probs of its tokens, log-probs of the top tokens, summed
-        entropy, and acceptance.
+        """Score each response: compute the log-probs of its tokens and of the top tokens, the sum
+        of the entropies, and the acceptance.
         """
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
@@ -222,9 +222,7 @@ class Learner:
         return tuple(zip(*scored, strict=True))
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
-        """Compute the log-probs of each response's tokens under the policy as it was before the
-        run.
-        """
+        """Compute the log-probs of each response's tokens under the policy from before the run."""
         scorer = self._reference or self.plain_scorer
 
         def score(rows: list[int]) -> list[np.ndarray]:
@@ -239,8 +237,8 @@ class Learner:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """Return the learning rate of training step ``step``; the first rate of a warm-up, which
-        would be 0, is skipped.
+        """Return the learning rate of training step ``step``. A warm-up would start at rate 0,
+        which is skipped.
         """
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
@@ -254,11 +252,11 @@ class Learner:
         return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
-        """Compute the correction, take the optimiser steps of training step ``step``, counted from
-        0, and then the step of the adapter, if there is one.
+        """Compute the correction, and take the optimiser steps of training step ``step``, which is
+        counted from 0. Then take the adapter's step, if there is an adapter.
 
         Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds
-        ``loss.max_log_ratio``; the optimiser step in question is not taken.
+        ``loss.max_log_ratio``. The optimiser step concerned is not taken.
         """
         config = self.config
         device = self.accelerator.device
@@ -278,8 +276,8 @@ class Learner:
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            # Each loss is divided by the number of tokens it sums: all tokens for the KL, and the
-            # tokens of responses that are trained on for the policy loss.
+            # Each loss is divided by the number of tokens in its sum. For the KL, these are all
+            # tokens; for the policy loss, the tokens of responses that are trained on.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)
@@ -287,8 +285,8 @@ class Learner:
 
             parts = []
             for i, (indices, counts) in enumerate(groups):
-                # With FSDP, gradients are reduced after every pass, because the whole gradients of
-                # all layers would not fit in memory.
+                # With FSDP, gradients are reduced after every pass, because the unsharded gradients
+                # of all layers would not fit in memory.
                 reduces = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
                     scores = self.scorer(
@@ -321,8 +319,8 @@ class Learner:
                         )
                         loss = loss + kl_loss
                         metrics = merge_metrics([metrics, kl_metrics])
-                    # Data parallelism averages gradients over processes; the normalisers already
-                    # count all processes.
+                    # Data parallelism averages gradients over processes, but the normalisers
+                    # already count the tokens of all processes.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
                 if counts:
                     parts.append(metrics)
@@ -357,8 +355,8 @@ class Learner:
         return step_metrics
 
     def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
-        """Compute the correction of the tokens that are trained on, or of all tokens if there are
-        none, for the metrics.
+        """Compute the correction of the tokens that are trained on. If there are none, compute that
+        of all tokens, for the metrics.
         """
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
@@ -372,8 +370,8 @@ class Learner:
         )
 
     def _minibatches(self, size: int, step: int) -> list[list[int]]:
-        """Divide the responses among the optimiser steps; a shuffle spreads every prompt's group
-        over the steps.
+        """Divide the responses among the optimiser steps. They are shuffled first, so that every
+        prompt's group is spread over the steps.
         """
         count = self.config.optimizer.minibatches
         order = list(range(size))
@@ -386,8 +384,8 @@ class Learner:
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Enter a context in which layers checkpoint their activations.
 
-    In transformers, layers do so only in training mode. A layer in this mode cannot decode with a
-    cache, and a whole model in this mode would activate dropout.
+    In transformers, layers checkpoint only in training mode. Layers in training mode cannot decode
+    with a cache, and a whole model in training mode would apply dropout.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

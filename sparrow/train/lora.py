@@ -1,5 +1,5 @@
-"""A LoRA on a model: layers that multiply by the same merged weights as the engine, and a policy of
-which only the LoRA is trained.
+"""LoRA: layers that multiply by the same merged weights as the engine, and a policy of which only
+the LoRA is trained.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sparrow.train.config import LoraConfig, TrainConfig
 
 
 class _TimesMerged(torch.autograd.Function):
-    """``x @ weight.T + bias``, where weight is the base plus ``scale * B @ A``; only x, A and B
-    have gradients.
+    """``x @ weight.T + bias``, where weight is the base weight plus ``scale * B @ A``. Only x, A
+    and B have gradients.
     """
 
     @staticmethod
@@ -44,13 +44,13 @@ class _TimesMerged(torch.autograd.Function):
 
 
 class MergedLinear(Linear):
-    """A linear layer with a LoRA, which multiplies once by the merged weight while the LoRA is
-    active.
-
-    The engine receives the same merged weight. PEFT's own forward pass computes and adds the LoRA's
-    part at full width, which takes a tenth of an update's time. That pass is used only if theta has
-    less precision than float32, as shards do: a delta below theta's last bit would be lost in the
+    """A linear layer with a LoRA. While the LoRA is active, the layer multiplies once, by the
     merged weight.
+
+    The engine receives the same merged weight. PEFT's own forward pass instead computes the LoRA's
+    part separately and adds it, which takes a tenth of an update's time. It is used only if theta
+    has less precision than float32, as shards do. In that case, changes smaller than theta's last
+    bit would be lost in a merged weight.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class MergedLinear(Linear):
     def merged_weight(self) -> Tensor:
         """Compute theta + delta(phi) as a new float32 tensor.
 
-        Merging in place and undoing the merge would change bf16 weights by rounding.
+        If the merge were done in place and then undone, rounding would change bf16 weights.
         """
         A, B = self._phi()
         theta = cast(Tensor, self.base_layer.weight)
@@ -84,7 +84,7 @@ class MergedLinear(Linear):
 
 
 def check_loras(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Check that every LoRA in ``config`` fits ``model``, whose weights may be empty.
+    """Check that every LoRA in ``config`` fits ``model``. The model's weights may be empty.
 
     Raises ConfigError: see ``check_lora``.
     """
@@ -97,12 +97,13 @@ def check_loras(model: PreTrainedModel, config: TrainConfig) -> None:
 def check_lora(
     model: PreTrainedModel, rank: int, target_modules: Sequence[str], setting: str
 ) -> None:
-    """Check that a LoRA fits the model; ``setting`` is the command-line name of its rank.
+    """Check that a LoRA fits the model. ``setting`` is the name of its rank on the command line.
 
-    Raises ConfigError: a name matches no linear layer, or the rank is above the largest possible
-    rank of the layers' weights.
+    Raises ConfigError: a name matches no linear layer, or the rank exceeds the maximum rank of all
+    these layers' weight matrices.
     """
-    head = model.get_output_embeddings()  # may be tied to the embeddings, which cannot have a LoRA
+    # the head may be tied to the embeddings, which cannot have a LoRA
+    head = model.get_output_embeddings()
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -129,8 +130,8 @@ def check_lora(
 def inject(
     model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str], setting: str
 ) -> peft.LoraConfig:
-    """Replace the linear layers ``target_modules`` with ``MergedLinear``. The LoRA is active, and
-    only the LoRA is trained.
+    """Replace the linear layers ``target_modules`` with ``MergedLinear``. Afterwards, the LoRA is
+    active, and only the LoRA is trained.
 
     Raises ConfigError: see ``check_lora``.
     """
@@ -153,7 +154,7 @@ def layers(model: PreTrainedModel) -> list[MergedLinear]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return theta by the parameter names of the model without the LoRA."""
+    """Return theta, under the parameter names that the model has without the LoRA."""
     parameters = model.named_parameters()
     return {
         name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name
@@ -161,8 +162,8 @@ def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is
-    unchanged.
+    """Yield theta + delta(phi) in theta's dtype, one new tensor at a time. Theta itself does not
+    change.
     """
     with_lora = {
         f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)
@@ -176,8 +177,8 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
-    """Enter a context in which the LoRA is switched on or off (``on``); outside the context, it is
-    in the opposite state.
+    """Enter a context in which the LoRA is switched on or off, depending on ``on``. Outside the
+    context, it is in the opposite state.
     """
     for layer in layers(model):
         layer.enable_adapters(on)
@@ -189,8 +190,7 @@ def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
 
 
 class PolicyLora:
-    """A LoRA that is always active in the policy, and is the only part of the policy that is
-    trained.
+    """A LoRA that is always active in the policy, and is the only part of the policy to be trained.
 
     Raises ConfigError: see ``inject``.
     """
@@ -205,5 +205,7 @@ class PolicyLora:
         return merged_weights(self.model)
 
     def taken_off(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model is the same as at the start of the run."""
+        """Return a context in which the LoRA is off, so that the model is the same as at the start
+        of the run.
+        """
         return switched(self.model, False)

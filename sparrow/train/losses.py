@@ -1,4 +1,4 @@
-"""The clipped policy objective, exact under gradient accumulation.
+"""The clipped policy objective, which is exact under gradient accumulation.
 
 Shapes: B sequences, T response tokens (right-padded).
 
@@ -25,14 +25,16 @@ from sparrow.train.config import LossConfig, Normalization
 class Normalizers:
     """Denominators of one optimiser step, over all its micro-batches and ranks.
 
-    They count the same tokens as the numerators, so leaving out a token does not reduce the share
-    of any other token.
+    They count the same tokens as the numerators. If a token is left out, the share of every other
+    token therefore does not shrink.
     """
 
-    sequences: int  # Sequences with at least one token.
-    tokens: int  # Tokens of all sequences.
+    sequences: int  # Number of sequences with at least one token.
+    tokens: int  # Number of tokens of all sequences.
     max_length: (
-        int  # Longest response allowed, in tokens: the constant of the dr_grpo normalisation.
+        # Maximum length of a response in tokens, which is the constant of the dr_grpo
+        # normalisation.
+        int
     )
 
     def __post_init__(self) -> None:
@@ -43,8 +45,8 @@ class Normalizers:
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
-    """Count the normalizers of a step whose full batch has this mask; counts are 1 if the mask is
-    all false, as every sum is then 0.
+    """Count the normalizers of a step from the mask of the full batch. If the mask is all false,
+    every sum is 0, and counts are set to 1.
     """
     sequences = int(mask_BT.any(1).sum())
     tokens = int(mask_BT.sum())
@@ -60,7 +62,8 @@ def policy_loss(
     config: LossConfig,
     normalizers: Normalizers,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute the loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
+    """Compute the loss and the metrics of one micro-batch. The loss is a scalar, and differentiable
+    in logp_BT only.
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
     clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
@@ -73,11 +76,11 @@ def policy_loss(
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens that count, here and in normalizers: those of all responses that
-    are trained on, including tokens that the correction masked out (weight 0).
+    mask_BT bool [B, T]: the tokens that the loss and the normalizers count. These are the tokens of
+    all responses that are trained on, including tokens that the correction masked out (weight 0).
 
-    Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over
-    micro-batches (`merge_metrics`):
+    Metrics, which are means over normalizers.tokens, except loss and *_max, and which add up over
+    micro-batches, except *_max (see `merge_metrics`):
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
       active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
       log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
@@ -91,7 +94,7 @@ def policy_loss(
             "[B, T] and advantages [B]."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    # Padding is replaced before any exp: an infinity there would cause NaN gradients even when
+    # Padding is replaced before any exp. An infinity there would cause NaN gradients, even if
     # multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
     weight_BT = torch.where(mask_BT, weight_BT.detach().to(dtype), 0.0)
@@ -138,8 +141,8 @@ def reference_loss(
     ``policy_loss``.
 
     ref_logp_BT [B, T]: log-probs under the reference policy. mask_BT bool [B, T]: the tokens that
-    count, here and in normalizers: all response tokens. Metrics: loss, and kl, the mean over
-    normalizers.tokens.
+    the loss and the normalizers count, which are all response tokens. Metrics: loss, and kl, the
+    mean over normalizers.tokens.
     """
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     log_away_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
@@ -165,13 +168,13 @@ def _total(
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's micro-batches: the maximum of each `*_max`, and the sum of
+    """Merge the metrics of a step's micro-batches: take the maximum of each `*_max`, and the sum of
     every other metric.
     """
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            if name.endswith("_max"):  # NaN counts as the largest; Python's max might drop it
+            if name.endswith("_max"):  # this keeps a NaN, which Python's max might drop
                 merged[name] = max(merged.get(name, value), value, key=lambda x: (math.isnan(x), x))
             else:
                 merged[name] = merged.get(name, 0.0) + value
@@ -179,9 +182,9 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
-    """Check the metrics of `policy_loss`, together with the gradient norm.
+    """Check the metrics of `policy_loss` and the gradient norm.
 
-    Call this before the optimiser step, while the weights are still those of the last good step.
+    Call this before the optimiser step, when the weights are still those of the last good step.
 
     Raises TrainingDiverged: a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
     """

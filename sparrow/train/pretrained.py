@@ -1,5 +1,5 @@
-"""Save a trained model as a Hugging Face folder like the one that it was loaded from, in the same
-dtype and with names that older versions of transformers can read.
+"""Save a trained model as a Hugging Face folder like the one from which it was loaded: in the same
+dtype, and with names that older versions of transformers can read.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-# Config names that transformers 5 has changed. Values that a checkpoint has under these names are
-# also saved under them.
+# Names of config fields that transformers 5 has renamed. If a checkpoint uses these names, its
+# values are saved under them as well.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
-ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every transformers version
+ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version of transformers
 
 
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``weights``, by name, with the model's config.
+    """Write ``weights``, which are given by name, and the model's config.
 
-    The weights are saved in the dtype of the checkpoint that the model was loaded from, whatever
-    its dtype in training. If there was no checkpoint, they keep their dtype.
+    The weights are saved in the dtype of the checkpoint from which the model was loaded, regardless
+    of their dtype in training. If there was no checkpoint, they keep their dtype.
     """
     source = _read_json(model.name_or_path, "config.json")
     dtype = _dtype_of(source)
@@ -39,10 +39,9 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Pa
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer with the class name from its checkpoint.
+    """Write the tokenizer, with the class name from its checkpoint.
 
-    By itself, transformers 5 would write its own class name and lists, which earlier versions
-    cannot load.
+    Otherwise, transformers 5 would write a class name and lists that earlier versions cannot load.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -57,9 +56,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype in a checkpoint's ``config.json``; None if there is no floating-point
-    dtype.
-    """
+    """Return the dtype in a checkpoint's ``config.json``; None if it names no floating-point dtype."""
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
@@ -74,7 +71,9 @@ def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype 
 
 
 def _read_json(name_or_path: str | None, file: str) -> dict[str, Any]:
-    """Read a JSON file of the loaded checkpoint from this machine; empty if there is none."""
+    """Read a JSON file of the checkpoint that was loaded, from this machine; empty if there is no
+    such file.
+    """
     if not name_or_path:
         return {}
     path = cached_file(

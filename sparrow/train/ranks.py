@@ -1,9 +1,9 @@
-"""The processes of a run. Forward passes, backward passes and sampling are divided among the
-processes, and results are shared.
+"""The processes of a run. Sampling, forward passes and backward passes are divided among the
+processes, and all processes receive the results.
 
-Rollouts, rewards and log-probs are gathered in the same order everywhere. Every process has those
-of the whole step, and computes statistics, corrections and decisions from the same numbers as a
-single process would.
+Every process gathers the rollouts, rewards and log-probs of the whole step, in the same order. It
+therefore computes statistics, corrections and decisions from the same numbers as a single process
+would.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sparrow.model.scoring import micro_batches
 
 T = TypeVar("T")
 
-PATIENCE_S = 1800  # maximum wait for the slowest process in a phase
+PATIENCE_S = 1800  # maximum number of seconds to wait for the slowest process in a phase
 
 
 class Ranks:
-    """This process's rank among the processes that ``accelerate launch`` started; a run of one
-    process has one rank.
+    """This process's rank among the processes that ``accelerate launch`` started. A run with a
+    single process has one rank.
 
     Raises ConfigError: FSDP was requested, but this run cannot use it.
     """
@@ -49,18 +49,18 @@ class Ranks:
                 "launch it without --use_fsdp"
             )
         self.seconds: dict[str, list[float]] = {}
-        """Seconds that each process has spent in each phase, not counting the wait for other
-        processes at the end.
+        """For each phase, the seconds that each process has spent in it, not counting the wait for
+        other processes at the end.
         """
-        # Objects are exchanged through host memory, whatever backend the tensors use.
+        # Objects are always exchanged through host memory, even if tensors use another backend.
         self._group = None
         if self.count > 1:
             patience = timedelta(seconds=PATIENCE_S)
             self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def check_equal(self, model: nn.Module) -> None:
-        """Check that all processes start from the same weights, even if each one later keeps only a
-        shard.
+        """Check that all processes start from the same weights. Each process still has all weights
+        here, even if it later keeps only a shard.
 
         Raises ConfigError: the weights differ.
         """
@@ -72,16 +72,17 @@ class Ranks:
             )
 
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """Call ``work()`` in each process, and return all results by rank.
+        """Call ``work()`` in every process, and return the results of all processes, ordered by
+        rank.
 
         An error in one process is raised in all processes.
 
         Args:
-            phase: names the work in errors and in ``seconds``.
+            phase: the name of the work in error messages and in ``seconds``.
 
-        Raises SparrowError, OSError: ``work`` raised one in some process; the first by rank is
-        raised. ProcessLost: a process died, or had not finished ``PATIENCE_S`` seconds after this
-        one.
+        Raises SparrowError, OSError: ``work`` raised such an error in a process. If several did,
+        the error of the lowest rank is raised. ProcessLost: a process died, or had not finished
+        ``PATIENCE_S`` seconds after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -112,9 +113,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, phase: str) -> Iterator[None]:
-        """Enter a context for work that the processes do together.
+        """Enter a context for work that requires all processes together.
 
-        Raises ProcessLost: the connection to another process broke, or that process was too late.
+        Raises ProcessLost: the connection to another process was lost, or that process was too
+        late.
         """
         try:
             yield
@@ -139,8 +141,9 @@ class Ranks:
         return results[0]  # type: ignore[return-value]
 
     def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
-        """Call ``work(indices)`` for all of ``range(count)``, with neighbouring indices in
-        different processes, and return the results in order. Raises the errors of ``gather``.
+        """Divide ``range(count)`` among the processes, call ``work(indices)`` in each, and return
+        the results in order. Neighbouring indices go to different processes. Raises the errors of
+        ``gather``.
         """
         parts = self.gather(phase, lambda: work(range(self.rank, count, self.count)))
         return [parts[i % self.count][i // self.count] for i in range(count)]
@@ -152,8 +155,9 @@ class Ranks:
         budget: int,
         work: Callable[[list[int]], Sequence[T]],
     ) -> list[T]:
-        """Call ``work(rows)`` for all rows of ``lengths`` in micro-batches, and return one result
-        per row, in order; see ``micro_batches``. Raises the errors of ``gather``.
+        """Divide the rows of ``lengths`` into micro-batches (see ``micro_batches``), call
+        ``work(rows)`` for each, and return one result per row, in order. Raises the errors of
+        ``gather``.
         """
 
         def own_results() -> dict[int, T]:
@@ -170,8 +174,8 @@ class Ranks:
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """Return the time of the slowest process in a phase since the last call, divided by the
-        mean over processes.
+        """Return the time that the slowest process has spent in a phase since the last call,
+        divided by the mean over processes.
         """
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)
@@ -183,12 +187,12 @@ class Ranks:
     def micro_batches(
         self, rows: Sequence[int], lengths: Sequence[int], budget: int
     ) -> list[tuple[list[int], bool]]:
-        """Divide this process's part of ``rows`` into groups within a budget of padded tokens, and
-        return each group with whether it counts.
+        """Divide this process's part of ``rows`` into groups, each within a budget of padded
+        tokens. Return each group, and whether it counts.
 
-        All processes have the same number of groups, because every forward and backward pass may
-        need all processes. A process with fewer groups adds groups of the shortest of ``rows``,
-        which do not count.
+        All processes return the same number of groups, because every forward and backward pass may
+        need all processes. A process with fewer groups adds groups that do not count; each contains
+        the shortest of ``rows``.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
@@ -196,7 +200,7 @@ class Ranks:
         """
 
         def grouped(part: list[int]) -> list[list[int]]:
-            """Divide a process's rows into groups within the budget."""
+            """Divide the rows of one process into groups within the budget."""
             of_part = [rows[i] for i in part]
             groups = micro_batches([lengths[row] for row in of_part], budget)
             return [[of_part[i] for i in group] for group in groups]
@@ -209,8 +213,8 @@ class Ranks:
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Divide indices into ``count`` parts with about equally many tokens: each index, longest
-    first, goes to the part with the fewest tokens so far.
+    """Divide indices into ``count`` parts with similar numbers of tokens. Each index, longest
+    first, is added to the part that has the fewest tokens so far.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -224,8 +228,8 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
 def mixed_precision(precision: str) -> str:
     """Convert ``optimizer.precision`` to accelerate's name for it.
 
-    Raises ConfigError: this process has trained in a different precision before, which accelerate
-    would keep.
+    Raises ConfigError: this process has trained in a different precision before, and accelerate
+    would keep that precision.
     """
     wanted = "bf16" if precision == "bf16" else "no"
     kept = AcceleratorState().mixed_precision if is_initialized() else wanted
@@ -240,11 +244,11 @@ def mixed_precision(precision: str) -> str:
 
 
 def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:
-    """Build FSDP2 settings that shard ``model`` layer by layer; None without ``accelerate launch
-    --use_fsdp``.
+    """Build FSDP2 settings that shard ``model`` layer by layer. Return None without ``accelerate
+    launch --use_fsdp``.
 
-    Weights and optimiser state stay float32; layers are gathered in bf16 if the run computes in
-    bf16, and gradients are reduced in float32.
+    Weights and optimiser state stay float32, and gradients are reduced in float32. If the run
+    computes in bf16, layers are gathered in bf16.
     """
     if not asked_to_shard():
         return None
@@ -268,8 +272,8 @@ def asked_to_shard() -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Turn the parameters of ``model`` back into the trained shards, in place of those that its
-    last forward pass gathered.
+    """Replace the parameters that the last forward pass of ``model`` gathered with the trained
+    shards.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -277,8 +281,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole weights, gathered from their shards one at a time; every process must consume
-    them to the end.
-    """
+    """Yield unsharded weights, gathered one at a time. Every process must consume all of them."""
     for name, weight in weights:
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight

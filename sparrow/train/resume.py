@@ -1,5 +1,5 @@
-"""Check a run before ``--resume`` continues it: compare settings and data with the run's record,
-and name the differences.
+"""Check a run before ``--resume`` continues it: compare the settings and the data with the run's
+record, and list the differences.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sparrow.train.config import TrainConfig
 # a setting's name on the command line -> its values before and now
 Changes = dict[str, tuple[Any, Any]]
 
-# These cannot change on resumption: checkpoints contain them or depend on them, so a different
-# value would be ignored, or would mix two runs.
+# These settings cannot change when a run is resumed. Checkpoints contain them or depend on them, so
+# a new value would be ignored, or would mix two different runs.
 FIXED = (
     "model",
     "task",
@@ -43,22 +43,23 @@ FIXED = (
     "eval.top_k",
     "eval.max_new_tokens",
 )
-FREE = ("run_dir", "resume")  # not settings of the run, whose directory may have been moved
+# not checked, because the directory may have been moved and ``resume`` does not affect training
+FREE = ("run_dir", "resume")
 REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
-"""Settings of version 0.1.0 that no longer exist, with the values at which they had no effect."""
+"""Settings of version 0.1.0 that no longer exist, and the values with which they had no effect."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
 def resumed(
     recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int
 ) -> Changes:
-    """Compare the settings and start schedule of a run with its record, and return the differences.
+    """Compare the settings and the start schedule with a run's record, and return the differences.
 
-    The run has finished ``step`` steps. A setting that an older Sparrow did not have, and thus did
-    not record, counts as having had its default value.
+    The run has finished ``step`` steps. If an older version of Sparrow did not have a setting, and
+    therefore did not record it, its recorded value is taken to be the default.
 
     Raises ConfigError: a fixed setting has changed, a recorded setting no longer exists, ``steps``
-    is below ``step``, or settings have changed in a finished run that is not extended.
+    is below ``step``, or settings have changed although the run is finished and not extended.
     """
     recorded_settings = flat(recorded.train, ".")
     gone = [
@@ -112,12 +113,12 @@ def resumed(
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Check that the problems are the same as at the start of the run, as their order depends on
-    all of them.
+    """Check that the problems are the same as at the start of the run. The order of problems
+    depends on all of them.
 
-    Runs of older versions did not record their problems, and are not checked.
+    Runs of older versions did not record their problems, so they are not checked.
 
-    Raises ConfigError: the data set or a benchmark has changed.
+    Raises ConfigError: the training data or a benchmark has changed.
     """
     if recorded.data is None or given.data is None:
         return
@@ -135,7 +136,7 @@ def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
 
 
 def describe(changes: Changes) -> str:
-    """Describe all changes on one line."""
+    """Describe all changes in one line."""
     return ", ".join(
         f"{name} {json.dumps(before)} -> {json.dumps(now)}"
         for name, (before, now) in changes.items()

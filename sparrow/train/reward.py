@@ -1,5 +1,5 @@
-"""The parts of a reward, as pure functions: the verifier's verdict, the form of the answer, and the
-length.
+"""Compute the parts of a reward, in pure functions: the verifier's verdict, a bonus for stating an
+answer, and a penalty for the length.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from sparrow.train.config import RewardConfig
 
 
 def overlong_penalty(tokens: int, limit: int, window: int) -> float:
-    """Return 0 up to ``limit - window`` tokens, and fall linearly from there to -1 at
-    ``limit``.
+    """Return 0 for up to ``limit - window`` tokens. From there, the value falls linearly to -1 at
+    ``limit`` tokens.
 
-    DAPO, arXiv 2503.14476, equation 13, where ``window`` is called L_cache.
+    Source: DAPO, arXiv 2503.14476, equation 13, where ``window`` is called L_cache.
     """
     return -max(0.0, min(1.0, (tokens - (limit - window)) / window))
 
@@ -24,7 +24,7 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
 def reward_parts(
     correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig
 ) -> dict[str, float]:
-    """Compute the parts of one response's reward by name; the reward is their sum.
+    """Compute the parts of one response's reward, by name. The reward is the sum of the parts.
 
     The parts are the verifier's verdict (``correct``) and, depending on ``config``, a bonus for
     stating an answer, right or wrong, and a penalty for the response's length in tokens. ``limit``
@@ -41,7 +41,8 @@ def reward_parts(
 
 
 def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """Compute metrics over responses, each given by its source and the parts of its reward.
+    """Compute metrics over responses. Each response is given as its source and the parts of its
+    reward.
 
     The metrics are the ``mean`` and ``std`` of the reward; if there are several parts, the mean of
     each in ``parts``; and if there are several sources, the mean reward of each in ``sources``.

@@ -1,4 +1,6 @@
-"""Files that a run writes: checkpoints to resume from, and models in Hugging Face format."""
+"""Write the files of a run: checkpoints from which it can resume, and models in Hugging Face
+format.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
     """Write the checkpoint of ``state.step``, and delete all checkpoints except the newest
     ``keep``.
 
-    Raises CheckpointError: the checkpoint could not be written; earlier ones are untouched.
+    Raises CheckpointError: the checkpoint could not be written. Earlier checkpoints are not
+    changed.
     """
     ranks = learner.ranks
     phase = "checkpoint"
@@ -34,7 +37,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
     def write() -> None:
         try:
             learner.accelerator.save_state(str(folder))
-        except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
+        # torch reports a full disk in this way
+        except (RuntimeError, CheckpointException) as error:
             raise OSError(_cut_short(error, folder)) from error
         if ranks.is_main:
             state.save(folder)
@@ -50,8 +54,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
 
 def _cut_short(error: BaseException, folder: Path) -> str:
-    """Return the reason why torch could not write a file; for a full disk, torch itself only names
-    a line of its code.
+    """Return the reason why torch could not write a file. If the disk is full, torch's own message
+    only names a line of its code.
     """
     reason, *_ = str(error).splitlines()
     if "inline_container" not in reason and "PytorchStreamWriter" not in reason:
@@ -61,7 +65,8 @@ def _cut_short(error: BaseException, folder: Path) -> str:
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
-    """Restore weights, optimiser and random states from ``folder``, and return the trainer's state.
+    """Restore the weights, the optimiser and the random states from ``folder``, and return the
+    trainer's state.
 
     Raises CheckpointError: the files are damaged, or belong to a model of a different size.
     """
@@ -88,12 +93,12 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
 def export(
     learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
 ) -> None:
-    """Write the trained policy, in its checkpoint's dtype, and the tokenizer to ``model``, and the
-    actor's adapter, if there is one, to ``adapter``.
+    """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is
+    one, to ``adapter``. The policy is saved in the dtype of its original checkpoint.
     """
     distiller = learner.distiller
     ranks = learner.ranks
-    # Tied weights are left out, because the weights that they are tied to are written.
+    # Tied weights are left out, because the weights to which they are tied are written.
     tied = learner.model.all_tied_weights_keys
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
@@ -113,11 +118,11 @@ def export(
 
 
 class Exports:
-    """Exports of the policy to ``exports/`` in the run directory, periodically and at its best
+    """Exports the policy to ``exports/`` in the run directory, periodically and after its best
     evaluation.
 
-    Of the periodic exports, the newest ``keep`` are kept. Two other exports are kept: the best one
-    so far, and the best one up to the last checkpoint, from which a run may resume.
+    The newest ``keep`` periodic exports are kept, and two more: the best one so far, and the best
+    one up to the last checkpoint, from which the run may resume.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
@@ -132,10 +137,10 @@ class Exports:
         step: int,
         evaluations: Sequence[Row],
     ) -> None:
-        """Export the policy of ``step`` if an export is due and not yet done, and delete exports
-        that are no longer kept.
+        """Export the policy of ``step`` if an export is due and does not exist yet, and delete
+        exports that are no longer kept.
 
-        Raises CheckpointError: the export could not be written; earlier exports are untouched.
+        Raises CheckpointError: the export could not be written. Earlier exports are not changed.
         """
         if not (self.config.every or self.config.best):
             return
@@ -165,8 +170,8 @@ class Exports:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the block has ended: an incomplete update is worse than a
-    short wait.
+    """Delay Ctrl-C and SIGTERM until the block has ended, because an incomplete update is worse
+    than a short wait.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

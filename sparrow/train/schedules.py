@@ -1,17 +1,17 @@
-"""Movers, which change the schedule between steps: the closed loop and the guard.
+"""Movers change the schedule between steps. There are two: the closed loop and the guard.
 
-They have the same interface: each proposes a schedule for the next rollouts, given the current
-schedule, the measurements under it, and the proposal of the previous mover. docs/method.md ("Closed
-loop and guard") describes what they do and why.
+Both have the same interface. A mover receives the current schedule, the measurements under it, and
+the previous mover's proposal, and proposes a schedule for the next rollouts. docs/method.md
+("Closed loop and guard") describes what the movers do and why.
 
 The closed loop raises budgets in proportion to the rejected share 1 - p5, and lowers them in
 proportion to the cube root of this share. The rejected share is a power of the number of pages
 read, with an exponent between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4
-(the bundled reasoner near p5 0.97). A raise must be sufficient where the share falls slowly, and a
-cut must not be too large where it falls steeply.
+(the bundled reasoner near p5 0.97). Raising a budget must be enough where the share falls slowly,
+and lowering a budget must not be too much where it falls steeply.
 
-A relative tau is compared with the relative p5 (``mismatch.tau``), whose rejected share is due to
-sparsity alone.
+If tau is relative, it is compared with the relative p5 (``mismatch.tau``), so the rejected share is
+due to sparsity alone.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sparrow.mismatch.tokens import left_open
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
-STEP_UP = 2.0  # largest factor by which the pages read in a bin change in one step
-STEP_DOWN = 0.75  # smallest factor by which the pages read in a bin change in one step
-# A bin has room while its rejected share is at most this fraction of the share that tau allows; the
-# remainder is the hysteresis.
+STEP_UP = 2.0  # largest factor by which the number of pages read in a bin changes in one step
+STEP_DOWN = 0.75  # smallest factor by which the number of pages read in a bin changes in one step
+# A bin has room if its rejected share is at most this fraction of the share that tau allows. The
+# remaining fraction is the hysteresis.
 ROOM = 0.9
-PATIENCE = 2  # consecutive steps with room after which a bin is lowered
+PATIENCE = 2  # number of consecutive steps with room after which a bin is lowered
 MIN_SEQUENCES = 8
-"""The number of responses that must reach a bin before it can be lowered. A bin with fewer
-responses is raised only if its whole interval is below tau.
+"""The number of responses that must reach a bin before it can be lowered. A bin that fewer
+responses reach is raised only if its whole interval is below tau.
 """
 
-# the guard's second warning sign: p1 of all tokens is below this fraction of its highest value so
-# far
+# The guard's second warning sign is that p1 of all tokens is below this fraction of its highest
+# value so far.
 FALLEN = 0.5
 
 
@@ -47,22 +47,23 @@ class Control(NamedTuple):
     """The last decision of the closed loop."""
 
     schedule: SparsitySchedule  # schedule for the next rollouts
-    room_steps: tuple[int, ...] = ()  # per length bin, the number of consecutive steps with room
-    floor: tuple[int, ...] = ()  # per length bin, the top-k below which the bin is not lowered
+    # for each length bin, the number of consecutive steps with room
+    room_steps: tuple[int, ...] = ()
+    floor: tuple[int, ...] = ()  # for each length bin, the top-k below which it is not lowered
 
 
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
     """Take one step of the closed loop.
 
-    A bin that rejects too much is raised at once, in proportion to the excess. A bin with room is
-    lowered a third of the way after ``PATIENCE`` steps, but not to a budget that has failed, nor
-    below a budget that left no room. Bins with only prompts follow the first bin that can be
-    judged; lengths that have not been reached yet keep their pages. If a bin is raised, longer bins
-    that would read less are raised to the same budget.
+    If a bin rejects too much, it is raised at once, in proportion to the excess. If a bin has had
+    room for ``PATIENCE`` steps, it is lowered a third of the way, but not to a budget that has
+    failed, nor below a budget that left no room. Bins with only prompts follow the first bin that
+    can be judged. Lengths that have not been reached yet keep their pages. If a bin is raised,
+    longer bins that would read less are raised to the same budget.
 
     Args:
-        control: the schedule that the rollouts were sampled under, and the state of the loop.
-        bins: the tail of the rollouts in the schedule's own bins, over all processes, on the scale
+        control: the schedule under which the rollouts were sampled, and the state of the loop.
+        bins: the tail of the rollouts of all processes, in the schedule's own bins and on the scale
             of ``tau``.
         tau: the target for every bin, in (0, 1).
 
@@ -71,7 +72,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     """
     schedule = control.schedule
     always = control.schedule.sink_pages + control.schedule.recent_pages
-    # The last entry of the table applies to all longer lengths; only the entries before it change.
+    # The last entry of the table applies to all longer lengths. Only the entries before it change.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
     room_steps = [*control.room_steps, *[0] * count][:count]
     floor = [*control.floor, *[0] * count][:count]
@@ -109,7 +110,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
-    """Return the schedule with 1.5 times as many pages read in ``bins``."""
+    """Return a schedule that reads 1.5 times as many pages in ``bins``."""
     always = schedule.sink_pages + schedule.recent_pages
     table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
     for b in bins:
@@ -118,34 +119,36 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
-    """Select the bins that enough responses reach and whose p5 is certainly below ``threshold``.
+    """Select the bins whose p5 is certainly below ``threshold``, if enough responses reach them.
 
-    Only the upper bound on acceptance can show this: with short lists of tokens, the lower bound is
-    low wherever the distribution is flat, however close the actor is.
+    Only the upper bound on acceptance can show this. With short lists of tokens, the lower bound is
+    low wherever the distribution is flat, even if the actor is close to the policy.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
 
 class Mover(Protocol):
-    """Interface of objects that change the schedule."""
+    """The interface of objects that change the schedule."""
 
     def propose(
         self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
     ) -> SparsitySchedule:
-        """Return the schedule for the next rollouts; ``proposed`` itself if this mover changes
-        nothing.
+        """Return the schedule for the next rollouts. If this mover changes nothing, return
+        ``proposed`` itself.
 
         Args:
             now: the current schedule.
-            proposed: the proposal of the previous movers; ``now`` if none of them changed it.
-            report: the measurements of this step under ``now``, in its bins, over all processes.
+            proposed: the proposal of the previous movers, which is ``now`` if none of them changed
+                it.
+            report: the measurements of this step under ``now``, from all processes, in the bins of
+                ``now``.
         """
 
     def state(self) -> dict[str, Any]:
         """Return the state for ``load``, in a form that JSON can store."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state`` returned."""
+        """Restore the state that ``state`` returned."""
 
 
 class ClosedLoop:
@@ -175,11 +178,11 @@ class ClosedLoop:
 
 
 class Guard:
-    """The guard against a p5 that is too low in a length bin, and a fall in the p1 of all tokens;
-    see ``GuardConfig``.
+    """The guard, which warns of a p5 that is too low in a length bin, and of a fall in the p1 of
+    all tokens; see ``GuardConfig``.
 
-    The guard uses the upper bound on acceptance, so its warnings are certain, and reports what the
-    actor's lists of tokens cannot decide.
+    The guard uses the upper bound on acceptance, so its warnings are certain. It also reports if
+    the actor's lists of tokens are too short to decide.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -193,7 +196,8 @@ class Guard:
         self._reads_all = False
         self._left_open: str | None = None
         self._steps_open = 0
-        self.steps_below = 0  # consecutive steps with at least one of the two warning signs
+        # number of consecutive steps with at least one of the two warning signs
+        self.steps_below = 0
 
     def propose(
         self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
@@ -217,13 +221,13 @@ class Guard:
         self._reads_all = self._lossless or not sparse
         if not (self.alarm and self._config.action == "raise"):
             return proposed
-        # Bins that ``proposed`` already raises are not raised twice.
+        # Bins that ``proposed`` already raises are not raised again.
         unraised = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
         return _densest(raise_bins(now, unraised), proposed) if unraised else proposed
 
     @property
     def alarm(self) -> bool:
-        """True once warning signs have lasted long enough to act."""
+        """True once there have been warning signs for long enough to act."""
         return self.steps_below >= self._config.patience
 
     @property
@@ -233,8 +237,8 @@ class Guard:
 
     @property
     def warning(self) -> str | None:
-        """The warning to log after this step: once each time a warning sign has lasted ``patience``
-        consecutive steps.
+        """The warning to log after this step. There is one each time warning signs have lasted for
+        ``patience`` consecutive steps.
         """
         if self.steps_below == self._config.patience:
             return self.reason
@@ -280,7 +284,7 @@ class Movers:
 
     Args:
         config: the configuration of the run.
-        closed_loop: whether the schedule follows the measured p5.
+        closed_loop: whether the schedule is adjusted to the measured p5.
     """
 
     def __init__(self, config: TrainConfig, closed_loop: bool) -> None:
@@ -294,8 +298,8 @@ class Movers:
         self._movers["guard"] = self.guard
 
     def next(self, now: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
-        """Return the schedule for the next rollouts; ``now`` is the one under which the report was
-        measured.
+        """Return the schedule for the next rollouts. ``now`` is the schedule under which ``report``
+        was measured.
         """
         proposed = now
         for mover in self._movers.values():
@@ -303,8 +307,8 @@ class Movers:
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """Return a message, only once, if tau is a target that even dense rollouts do not reach, or
-        cannot be shown to reach.
+        """Return a message if even dense rollouts do not reach tau, or cannot be shown to reach it.
+        The message is returned only once.
         """
         if not self._asks or self._said:
             return None
@@ -317,8 +321,8 @@ class Movers:
         return {name: mover.state() for name, mover in self._movers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state`` returned; a mover that was off at the time starts from its initial
-        state.
+        """Restore the state that ``state`` returned. A mover that was off at the time starts from
+        its initial state.
         """
         for name, mover in self._movers.items():
             if name in state:
@@ -330,7 +334,7 @@ def _raised(pages: int, rejected: float) -> int:
 
 
 def _whole(schedule: SparsitySchedule, i: int) -> int:
-    """Return the top-k with which bin ``i`` is dense."""
+    """Return the top-k at which bin ``i`` is dense."""
     pages = math.ceil((i + 1) * schedule.bin_tokens / schedule.page_size)
     return max(0, pages - schedule.sink_pages - schedule.recent_pages)
 
@@ -341,8 +345,8 @@ def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:
 
 
 def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
-    """Return the schedule that reads as much as the denser of two at every length; ``a`` if they
-    differ in more than top-k.
+    """Return a schedule that reads, at every length, as much as the denser of ``a`` and ``b``. If
+    they differ in more than top-k, return ``a``.
     """
     if a.replace(top_k=b.top_k) != b:
         return a
@@ -351,7 +355,7 @@ def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
 
 
 def _extended(schedule: SparsitySchedule, count: int) -> list[int]:
-    """Return the first ``count`` entries of the table, whose last entry is repeated as needed."""
+    """Return the first ``count`` entries of the table; if it has fewer, the last entry is repeated."""
     return [schedule.top_k[min(i, len(schedule.top_k) - 1)] for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, W&B and trackio: every scalar of a step, and the tail by length under
+"""Metrics for TensorBoard, W&B and trackio: every scalar of a step, and the tail by length, under
 stable names.
 """
 
@@ -16,8 +16,8 @@ from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of all trackers are installed; accelerate would silently skip a
-    missing one.
+    """Check that the packages of all trackers are installed. accelerate would silently skip a
+    missing tracker.
 
     Raises ConfigError: a package is not installed.
     """
@@ -30,8 +30,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
-    """Collect the scalars of a step's metrics under slash-joined names, with ``mismatch_metrics``
-    for the mismatch.
+    """Collect the scalars of a step's metrics, under names joined with slashes. The mismatch is
+    represented by ``mismatch_metrics``.
     """
     up_to = metrics["dense_up_to"]
     others = {name: value for name, value in metrics.items() if name != "mismatch"}
@@ -39,7 +39,7 @@ def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the scalars of a nested mapping under slash-joined names, for trackers."""
+    """Collect the scalars of a nested mapping, under names joined with slashes, for trackers."""
     return {
         name: value
         for name, value in flat(nested, "/").items()

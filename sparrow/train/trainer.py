@@ -56,12 +56,12 @@ after an evaluation.
 
 
 class Trainer:
-    """A trainer of ``model`` on rollouts from ``engine``.
+    """Trains ``model`` on rollouts from ``engine``.
 
     ``model`` is the dense policy with float32 weights, ``engine`` is the sparse actor, and
-    ``schedule`` is the schedule that the actor decodes under. With ``closed_loop``, the schedule
-    follows the measured p5 to keep it at the config's tau. With a ``dial``, for an engine in
-    ``mode=auto``, responses are verified up to the length that the dial sets. ``benchmarks`` are
+    ``schedule`` is the schedule under which the actor decodes. If ``closed_loop`` is set, the
+    schedule is adjusted to keep the measured p5 at the config's tau. A ``dial`` is for an engine in
+    ``mode=auto``: responses are verified up to the length that the dial sets. ``benchmarks`` are
     evaluated according to ``config.eval``.
 
     Raises ConfigError: the run directory is in use, a tracker is not installed, this process has
@@ -98,8 +98,8 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # Maps steps to the draft choices that a stopped run logged after its last checkpoint. The
-        # resumed run repeats them.
+        # Maps steps to the draft choices that the stopped run logged after its last checkpoint. The
+        # resumed run repeats these choices.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -122,7 +122,7 @@ class Trainer:
     def _start(
         self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule, benchmarks: Benchmarks
     ) -> None:
-        """Prepare the model and optimiser, and read the checkpoint if the run is resumed."""
+        """Prepare the model and the optimiser. If the run is resumed, also load the checkpoint."""
         config = self.config
         responses = config.rollout.prompts * config.rollout.samples
         if responses < self.ranks.count:
@@ -152,13 +152,13 @@ class Trainer:
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))
 
     def train(self) -> None:
-        """Train to the last step, then save the model to ``run_dir/model``.
+        """Train to the last step, and then save the model to ``run_dir/model``.
 
-        A KeyboardInterrupt is raised again; before that, a run of one process saves a checkpoint of
-        the last finished step.
+        A KeyboardInterrupt is raised again. Before that, if the run has only one process, it saves
+        a checkpoint of the last finished step.
 
-        Raises SparrowError: a verifier, loss or checkpoint failed; the run can be resumed from its
-        last checkpoint.
+        Raises SparrowError: a verifier, a loss or a checkpoint failed. The run can be resumed from
+        its last checkpoint.
         """
         try:
             self._train()
@@ -175,7 +175,8 @@ class Trainer:
             ):
                 self._measure_ceiling()
             self.sync()
-            self._evaluate()  # the policy at the start, or at the step where the run was stopped
+            # evaluates the policy at the start, or at the step at which the run was stopped
+            self._evaluate()
             while self.step < self.config.steps:
                 self._train_step()
                 self._evaluate()
@@ -190,8 +191,8 @@ class Trainer:
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Sampling and scoring change no state, and updates are not interrupted, so the state is
-            # that of self.step. An interrupt may reach processes at different places, where they
-            # cannot save anything together.
+            # that after self.step. In a run with several processes, an interrupt may reach them at
+            # different places, where they cannot save anything together.
             if self.step > saved_step and (
                 self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
             ):
@@ -202,8 +203,8 @@ class Trainer:
         export(
             self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter"
         )
-        # end_training is not called: it would end the process group, which an engine in this
-        # process may still use.
+        # Do not call end_training, which would end the process group. An engine in this process may
+        # still use the group.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -231,7 +232,7 @@ class Trainer:
             clock["update"] = time.perf_counter()
             try:
                 self.sync()
-            finally:  # an engine that fails here does not undo the step
+            finally:  # if the engine fails here, the step still counts
                 clock["sync"] = time.perf_counter()
                 seconds = np.diff(list(clock.values())).tolist()
                 metrics |= {
@@ -248,14 +249,15 @@ class Trainer:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens up to which samples are the dense policy's own; infinity if all are.
+        """The length in tokens up to which samples come from the dense policy; infinity if all do.
 
-        Up to this length, bounds on acceptance reflect the length of the token lists rather than a
+        Up to this length, bounds on acceptance reflect the length of the lists of tokens, not a
         mismatch.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
-        if self.learner.distiller:  # with an adapter, the actor differs even where it is dense
+        # an actor with an adapter differs from the policy even where it is dense
+        if self.learner.distiller:
             return 0
         verified_up_to = self.dial.verified_up_to if self.dial else 0
         return max(verified_up_to, self.schedule.dense_up_to)
@@ -266,8 +268,8 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Sample densely from the policy's own weights, to measure the highest p5 that any schedule
-        could reach.
+        """Sample densely from the policy's own weights. This measures the ceiling, which is the
+        highest p5 that any schedule could reach.
         """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
@@ -278,8 +280,8 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Evaluate the policy on the benchmarks and export it, each if it is due and not yet
-        done.
+        """Evaluate the policy on the benchmarks, and export it. Each is done only if it is due and
+        has not been done yet.
         """
         if not (self.config.eval.every or self.config.export.every):
             return
@@ -287,7 +289,7 @@ class Trainer:
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
             self.listener("eval", {})
             begun = time.perf_counter()
-            # a lossless engine returns samples of the policy anyway
+            # a lossless engine samples from the policy in any case
             lossless = self.config.rollout.mode == "lossless"
             schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
             self._push(schedule, self.learner.policy_weights)
@@ -305,7 +307,7 @@ class Trainer:
         self._exports.update(self.learner, self.tokenizer, self.step, rows)
 
     def sync(self) -> None:
-        """Wake the engine and send it the actor's weights and schedule."""
+        """Wake the engine, and send it the actor's weights and schedule."""
         self._push(self.schedule, self.learner.actor_weights)
 
     def _push(
@@ -321,7 +323,8 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                # The other processes wait until this one has also gathered the remaining weights.
+                # Gather the remaining weights as well, because the other processes wait for this
+                # one.
                 deque(weights, maxlen=0)
 
         self.ranks.gather("sync", push)
@@ -329,8 +332,8 @@ class Trainer:
     def _describe(
         self, experience: Experience, assessment: Assessment, entropy: float
     ) -> tuple[MismatchReport, Metrics]:
-        """Pool the step's acceptances into a report, and collect all metrics that are available
-        before the update.
+        """Pool the acceptances of the step into a report, and collect all metrics that are
+        available before the update.
         """
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
@@ -342,7 +345,7 @@ class Trainer:
         elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
         elif not self.learner.distiller:
-            # With an adapter, the actor differs from the policy even where it is dense.
+            # An actor with an adapter differs from the policy even where it is dense.
             self.ceiling.measure(report, self.schedule.dense_up_to)
         report = self.ceiling.on(report)
         tokens, ended = np.array(
@@ -392,7 +395,7 @@ class Trainer:
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Use another schedule from now on; the engine receives it with the next weights."""
+        """From now on, use another schedule. The engine receives it together with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
@@ -408,8 +411,8 @@ class Trainer:
         sparse = [
             a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
         ]
-        # Responses are ordered by their number within the prompt, so the token view shows different
-        # problems.
+        # Responses are ordered by their number within the group, so that the token view shows
+        # different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
         responses = [
@@ -437,7 +440,7 @@ class Trainer:
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
-        """Load the last checkpoint, and return the configuration to record for a resumption with
+        """Load the last checkpoint. Return the configuration to record when the run is resumed with
         the settings ``given``.
 
         Raises ConfigError: a setting that must not change has changed; see ``resumed``.
@@ -460,7 +463,7 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
-        # The floors of the closed loop do not apply to a different tau.
+        # The floors of the closed loop do not hold for a different tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
         memory = {
             name: saved
@@ -486,9 +489,7 @@ class Trainer:
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:
-    """Convert bounds on acceptance rates to a list, with None for tokens that the dense policy
-    sampled.
-    """
+    """Convert bounds on acceptance rates to a list. Tokens that the dense policy sampled get None."""
     return [
         value if sparse else None
         for value, sparse in zip(np.round(bound_T, 4).tolist(), sparse_T.tolist(), strict=True)

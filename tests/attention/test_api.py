@@ -125,7 +125,7 @@ def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
         choose("flash", **MODEL, device=GPU)
 
 
-def test_the_few_rows_threshold_depends_on_the_gpu():
+def test_the_threshold_for_few_rows_depends_on_the_gpu():
     assert (
         cuda.few_rows(8, torch.device("cpu")) == 4
     )  # without a GPU, the limit of an H200: 0.3 of 132 items

@@ -166,7 +166,7 @@ def test_a_bias_shared_by_both_arms_counts_as_rounding():
     assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
 
 
-def test_the_verdict_is_open_if_the_dense_arm_fails_too():
+def test_the_audit_cannot_tell_if_the_dense_arm_fails_too():
     def other(p):
         return np.roll(p, 3, axis=1)
 
@@ -175,7 +175,7 @@ def test_the_verdict_is_open_if_the_dense_arm_fails_too():
     assert "the dense arm itself is off" in verdict.reasons[0]
 
 
-def test_the_verdict_on_too_few_tokens_is_open_and_states_how_many_are_needed():
+def test_the_audit_cannot_tell_from_too_few_tokens_and_states_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
     factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
@@ -183,7 +183,7 @@ def test_the_verdict_on_too_few_tokens_is_open_and_states_how_many_are_needed():
     assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
 
 
-def test_the_verdict_on_too_few_sequences_is_open():
+def test_the_audit_cannot_tell_from_too_few_sequences():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"
@@ -225,7 +225,7 @@ def test_wrong_reported_log_probs_are_detected_but_rounding_is_tolerated():
     assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
 
 
-def test_a_bias_at_one_position_of_the_cycle_is_located_there():
+def test_a_bias_at_one_position_of_the_cycle_is_traced_to_that_position():
     place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
     clean = drawn(1, place=place)
     assert audit(clean, drawn(2)).status == "exact"

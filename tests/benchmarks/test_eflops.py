@@ -94,7 +94,7 @@ def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
     assert attention_alone.max() == pytest.approx(5.06, abs=0.01)
 
 
-def test_without_scoring_no_cutoff_reproduces_all_four_published_speedups(eflops):
+def test_without_the_cost_of_scoring_no_cutoff_reproduces_all_four_published_speedups(eflops):
     def miss(response):
         found = []
         for name, shape in PUBLISHED.items():

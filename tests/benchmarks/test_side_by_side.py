@@ -57,7 +57,7 @@ def test_triton_only_rows_can_be_left_out(tmp_path):
     assert code == 0 and len(lines) == 4 and "Triton" not in "".join(lines)
 
 
-def test_bounds_depend_on_the_row_and_rows_missing_from_a_tree_are_ignored(monkeypatch):
+def test_allowed_slowdowns_depend_on_the_row_and_rows_in_only_one_tree_are_ignored(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from side_by_side import slower
 

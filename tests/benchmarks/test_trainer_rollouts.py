@@ -36,14 +36,14 @@ def test_a_response_that_stops_early_differs_at_its_end(script):
     assert script.first_difference([1, 2, 3], [1, 2]) == 2
 
 
-def test_a_token_ties_with_the_greedy_one_if_rounding_could_swap_them(script):
+def test_a_token_ties_with_the_greedy_token_if_rounding_could_swap_them(script):
     logits = [0.0, 5.0, 4.99, 1.0]
     assert script.tied(logits, 1, 2)
     assert not script.tied(logits, 1, 3)
     assert not script.tied(logits, 3, 1)
 
 
-def test_two_tokens_far_below_the_greedy_one_are_not_tied(script):
+def test_two_tokens_far_below_the_greedy_token_are_not_tied(script):
     assert not script.tied([0.0, 5.0, 1.0, 1.0], 2, 3)
 
 

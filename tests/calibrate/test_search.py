@@ -139,7 +139,7 @@ def test_bins_with_few_tokens_use_the_previous_budget_plus_half():
 
 def test_too_little_data_and_an_empty_list_of_budgets_are_refused():
     with pytest.raises(
-        ConfigError, match=r"960 tokens of 3 sequences .* needs at least 400 tokens of 20"
+        ConfigError, match=r"960 tokens from 3 sequences .* needs at least 400 tokens from 20"
     ):
         calibrate(world([320] * 3, lambda b: 20 + 0 * b), fixed(4), 0.9)
     with pytest.raises(ConfigError, match="at least one budget"):

@@ -58,7 +58,7 @@ def test_predictions_are_within_12_percent_of_measurements_on_an_h200(
         )
 
 
-def test_lossless_decoding_pays_if_cycles_yield_more_tokens_than_the_break_even_point():
+def test_lossless_decoding_pays_off_if_cycles_yield_more_tokens_than_the_break_even_point():
     shape = SHAPES["qwen3-4b"]
     for length in (500, 16_000):
         responses = np.full(64, length)

@@ -88,7 +88,7 @@ def test_drafts_do_not_reduce_the_host_time_per_token():
     assert found.seconds == pytest.approx(2.0), "a second for each of two sequences"
 
 
-def test_the_given_acceptance_applies_at_1024_tokens_and_rises_with_the_budget():
+def test_the_given_acceptance_is_for_1024_tokens_and_acceptance_rises_with_the_budget():
     by_pages = {c.schedule.top_k[0]: c.acceptance for c in choices(0.9)}
     assert by_pages[61] == pytest.approx(0.9)
     assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(

@@ -162,7 +162,7 @@ def test_training_and_prefill_stay_dense_by_default():
     assert torch.equal(model(input_ids=ids).logits, dense)
 
 
-def test_gradients_with_checkpointing_are_correct_after_the_teacher_forced_context():
+def test_gradients_with_checkpointing_are_correct_outside_the_teacher_forced_context():
     ids = torch.stack(prompts([120, 120]))
     gradients = []
     for checkpointing in (False, True):

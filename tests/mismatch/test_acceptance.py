@@ -180,7 +180,10 @@ LOGPROBS = log(np.array([[0.5, 0.3]]))
         (([[0, 1]], LOGPROBS, [[-0.1, -0.1]]), "sum to 1.80967"),
         (([[0, 1]], LOGPROBS, LOGPROBS[:, :1]), "or pass policy_ids"),
         (([[0, 1, 2]], LOGPROBS, LOGPROBS), r"shape \(1, 3\)"),
-        (([[0, 1]], LOGPROBS, LOGPROBS.repeat(2, axis=0), [[0, 1]] * 2), "all axes but the last"),
+        (
+            ([[0, 1]], LOGPROBS, LOGPROBS.repeat(2, axis=0), [[0, 1]] * 2),
+            "all axes except the last",
+        ),
         (([[0.0, 1.0]], LOGPROBS, LOGPROBS), "dtype float64"),
         (([[-1, 1]], LOGPROBS, LOGPROBS), "ids contain -1"),
     ],

@@ -42,7 +42,7 @@ def test_every_length_uses_the_nearest_measured_ceiling():
     assert ceilings(ceiling, 0, 2) == [0.95, 0.91]
 
 
-def test_the_ceiling_applies_to_bins_of_a_different_width_by_length():
+def test_the_ceiling_applies_by_length_to_bins_of_a_different_width():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.93, 20), (2, 0.90, 20)))
     found = ceiling.on(dense((0, 0.5, 20), (4, 0.5, 20), width=50)).bins

@@ -6,7 +6,7 @@ import pytest
 from sparrow.mismatch import mismatch_metrics, mismatch_report
 
 
-def test_metrics_are_named_by_bin_and_omit_unknown_values():
+def test_metric_names_contain_the_bin_and_unknown_values_are_omitted():
     lower = np.array([0.5, 1.0, 0.9])
     report = mismatch_report(
         lower, np.ones(3), np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4

@@ -57,7 +57,7 @@ def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
             )
 
 
-def test_the_interval_of_relative_p5_combines_those_of_p5_and_the_ceiling():
+def test_the_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceiling():
     estimate, lower, upper = relative_span((0.87, 0.86, 0.88), (0.95, 0.94, 0.96))
     assert estimate == pytest.approx(0.88)
     # (0.13^2 - 0.05^2) + hypot(0.14^2 - 0.13^2, 0.05^2 - 0.04^2) = 0.0144 + 0.002846
@@ -119,7 +119,10 @@ def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
         said is not None
         and "dense rollouts of this engine have p5 0.951 [0.948, 0.955], so no schedule" in said
     )
-    assert "can be shown to reach 0.98; lower tau, or bring engine and trainer closer" in said
+    assert (
+        "can be shown to reach 0.98; lower tau, or make engine and trainer agree more closely"
+        in said
+    )
     assert Tau(0.955).out_of_reach(bins) is None
     # Relative to the ceiling, 0.9 is far enough away, but 0.99 cannot be distinguished from it.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
@@ -128,7 +131,7 @@ def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
         said is not None
         and "and relative tau 0.99 lets p5 fall to 0.950, which is not significantly lower" in said
     )
-    assert "lower relative tau, sample more responses, or bring" in said
+    assert "lower relative tau, sample more responses, or make" in said
     assert Tau(0.99, relative=True).out_of_reach([measured(0.9)]) is None
 
 

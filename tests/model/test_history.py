@@ -17,7 +17,7 @@ def guessed(*streams, most=2, longest=8, shortest=1):
     ].tolist()
 
 
-def test_the_longest_suffix_takes_precedence_over_a_more_recent_one():
+def test_the_longest_suffix_takes_precedence_over_a_more_recent_suffix():
     stream = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
     assert guessed(stream) == [4, 9], "1 2 3 occurred once, at the start"
     assert guessed(stream, longest=2) == [5, 1], "2 3 was last followed by 5"

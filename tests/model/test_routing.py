@@ -269,7 +269,7 @@ def advised(build_with):
     return sentence
 
 
-def test_the_advice_for_models_with_sliding_windows_works():
+def test_the_setting_suggested_for_models_with_sliding_windows_works():
     windows = ["sliding_attention", "full_attention"]
     cases = [
         (MistralForCausalLM, MistralConfig, {"sliding_window": 64}, "sliding_window=None"),
@@ -301,9 +301,7 @@ def test_the_advice_for_models_with_sliding_windows_works():
     ],
     ids=["cohere2", "exaone4", "gemma3", "afmoe"],
 )
-def test_the_advice_never_includes_settings_that_change_the_output(
-    model_class, config_class, options
-):
+def test_suggested_settings_never_change_the_output(model_class, config_class, options):
     windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
     model = build(model_class, config_class, **options, **windows)
     original = decoded(model)
@@ -333,7 +331,7 @@ def test_no_setting_is_suggested_if_none_helps():
     )
 
 
-def test_a_sliding_window_contradicting_the_layer_types_is_detected():
+def test_a_sliding_window_that_contradicts_the_layer_types_is_detected():
     model = build(
         MistralForCausalLM, MistralConfig, sliding_window=64, layer_types=["full_attention"] * 2
     )

@@ -79,7 +79,7 @@ def test_scores_equal_the_log_softmax_of_the_logits(architecture, chunk_tokens, 
     torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-4)
 
 
-def test_temperature_zero_is_scored_like_one_and_other_values_scale_the_logits():
+def test_temperature_zero_is_scored_like_temperature_one_and_others_scale_the_logits():
     scorer, batch = TokenScorer(tiny_model()), ragged_batch()
     with torch.no_grad():
         greedy, plain, cool = (scorer(batch, t).logprobs for t in (0.0, 1.0, 0.6))

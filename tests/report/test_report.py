@@ -62,7 +62,7 @@ FIGURES = [
     "Gradient norm",
     "Clipped tokens",
     "Effective sample size",
-    "Tokens cut and left out, sequences left out",
+    "Tokens clipped, tokens masked, sequences dropped",
     "KL(actor ‖ policy)",
     "Rollout throughput",
     "Time by phase",
@@ -306,7 +306,7 @@ def test_series_bins_and_tails_are_read_back_as_they_were_written(run):
     )
 
 
-def test_a_bin_not_reached_by_a_step_is_nan():
+def test_a_bin_that_no_response_of_a_step_reaches_is_nan():
     log = log_of(
         step_row(1, mismatch=bins_only(bin_row(0, 0.9))),
         step_row(2, mismatch=bins_only(bin_row(2, 0.7))),
@@ -401,7 +401,7 @@ def test_summary_rows_match_a_hand_calculation(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (8, 2), (20, 5), (1000, 10)])
-def test_first_and_last_values_are_averages_over_a_quarter_of_the_steps_up_to_ten(steps, count):
+def test_first_and_last_values_are_means_over_a_quarter_but_at_most_ten_of_the_steps(steps, count):
     values = np.arange(steps, dtype=float)
     expected = ((count - 1) / 2, steps - 1 - (count - 1) / 2, count)
     assert log_of(step_row(1)).first_and_last(values) == expected
@@ -1054,7 +1054,7 @@ def test_an_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_pa
     row = bounded(1, **MODES["dense"])
     log = RunLog.load(write_run(tmp_path, [row], schedule="auto"))
     assert log.is_sparse and dict(setup_rows(log)) == {
-        "schedule": "auto: dense, until p5 leaves room for less"
+        "schedule": "auto: dense until p5 allows fewer pages"
     }
     assert dict(summary_rows(tmp_path))["p5 at 0-100 tokens"] == OWN_SAMPLES
 

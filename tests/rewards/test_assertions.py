@@ -483,7 +483,7 @@ def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, no
     assert ours.count(False) > 0.6 * len(ours), f"{name}: {ours.count(False)} of {len(ours)}"
 
 
-def test_right_programs_pass_in_a_single_process_as_well(verifier):
+def test_correct_programs_also_pass_in_a_single_process(verifier):
     """The cases above pass and fail in one plain process as well, so their tests are honest."""
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))

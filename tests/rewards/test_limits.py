@@ -176,7 +176,7 @@ def test_other_files_can_be_opened_as_usual():
         ("class E(float, enum.Enum): A = 1.5", 1.5),
     ],
 )
-def test_members_of_value_enums_are_received_as_plain_values(definition, value):
+def test_enum_members_that_are_numbers_or_strings_are_received_as_plain_values(definition, value):
     tests = {"fn_name": "f", "inputs": [[]], "outputs": [value]}
     for result in ("E.A", "[E.A][0]"):
         judgement = CodeVerifier(LIMITS).judge(

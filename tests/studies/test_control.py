@@ -187,7 +187,7 @@ def test_repeated_lines_and_names_earn_no_further_reward(parts):
     )
 
 
-def test_code_that_reads_no_names_from_the_prompt_earns_at_most_a_quarter(parts):
+def test_code_that_uses_no_names_from_the_prompt_earns_at_most_a_quarter(parts):
     kinds = (
         "if a:",
         "while a(b):",
@@ -300,7 +300,7 @@ def test_reward_hacks_earn_little(parts, name):
     assert parts(HACKS[name][:2500])["reward"] < 0.16 < 0.4 < parts(GOOD)["reward"]
 
 
-def test_names_that_were_already_read_earn_nothing_for_later_trivial_lines(parts):
+def test_names_that_were_already_used_earn_nothing_in_later_trivial_lines(parts):
     trivial = "".join(f"{v} = 1\n" for v in LETTERS)
     assert parts(GOOD + trivial)["reward"] < parts(GOOD)["reward"] + 0.02
 

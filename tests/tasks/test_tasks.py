@@ -99,7 +99,7 @@ def test_problems_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(problem)).verify(problem.solution) == 1.0
 
 
-def test_slip_corrupts_the_specified_share_of_results() -> None:
+def test_the_slip_setting_corrupts_the_specified_share_of_results() -> None:
     line = re.compile(r" \w+ ([+-]) (\w+) \w+ \w+ (\d),(?: \w+ (\d),)? \w+ \w+ (\d)")
     wrong, results, unsolved = 0, 0, 0
     for index in range(400):

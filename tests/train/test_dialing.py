@@ -60,7 +60,7 @@ def test_verified_and_unverified_tokens_are_separated():
     ]  # 11 cached tokens, and 30 and 31
 
 
-def test_metrics_of_a_turn_of_the_dial_match_a_hand_calculation():
+def test_metrics_of_the_dial_match_a_hand_calculation():
     """Twelve responses of 16 tokens begin at length 16, half of each verified; the dial was at
     24.
     """

@@ -94,7 +94,7 @@ def test_evaluations_match_sparrow_eval_on_the_export(tmp_path):
 
 
 @pytest.mark.slow
-def test_old_exports_are_deleted_and_the_best_is_linked(tmp_path):
+def test_old_exports_are_deleted_and_the_best_export_is_linked(tmp_path):
     made = make_trainer(tmp_path, steps=6, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     means = {row["step"]: row["eval"]["words"]["mean"]["value"] for row in evaluations_of(tmp_path)}

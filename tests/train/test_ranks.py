@@ -34,7 +34,9 @@ def test_work_is_divided_evenly_between_processes(lengths, count):
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 500))
-def test_all_processes_run_equally_many_passes_and_each_row_counts_once(lengths, count, budget):
+def test_all_processes_run_the_same_number_of_passes_and_each_row_counts_once(
+    lengths, count, budget
+):
     rows = [3 * i for i in range(len(lengths))]
     sparse = [0] * (3 * len(lengths))
     for row, length in zip(rows, lengths, strict=True):

@@ -166,7 +166,7 @@ def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
 
-def test_a_dense_start_is_lowered_in_bounded_steps_up_to_the_longest_length_seen():
+def test_a_dense_start_schedule_is_lowered_in_bounded_steps_up_to_the_longest_length_seen():
     assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
     assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (
         90,
@@ -251,7 +251,7 @@ def test_the_guard_warns_about_loose_bounds_without_raising_an_alarm():
             None
             if step != 2
             else "whether p5 of acceptance reaches 0.84 is unknown at lengths 0-2000, because with the "
-            "actor's lists of 20 tokens it may be anywhere between 0.310 and 0.990; use longer lists "
+            "actor's lists of 20 tokens, p5 may be anywhere between 0.310 and 0.990; use longer lists "
             "(rollout.top_n)"
         )
 

@@ -528,7 +528,7 @@ def test_drafts_use_no_more_blocks_than_the_workspace_covers(folder, model):
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_a_second_turn_reuses_the_dense_cache_of_the_first(folder, model):
+def test_a_second_turn_reuses_the_dense_cache_of_the_first_turn(folder, model):
     asked = prompts(150, 33, 70, seed=4)
     with engine(folder, lossless(4)) as llm:
         first = generate(llm, asked, 40)

@@ -1,4 +1,4 @@
-"""Arguments read from files: a TOML configuration, and the settings that a run recorded."""
+"""Read arguments from files: a TOML configuration, or the settings that a run recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparrow.settings import flat
 def from_toml(path: Path) -> list[str]:
     """Convert a TOML file's options to command-line form.
 
-    Raises ConfigError: the file cannot be read, or is not TOML.
+    Raises ConfigError: the file cannot be read, or is not valid TOML.
     """
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
@@ -50,8 +50,8 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Select the recorded settings that were set and still exist; an older Sparrow may have
-    recorded others.
+    """Select the recorded settings that were set and still exist. An older version of Sparrow may
+    have recorded settings that no longer do.
     """
     known = {}
     for setting in fields(settings):

@@ -135,7 +135,7 @@ class Audit(DecodingOptions, FromPrompts):
     def _adapter(self, dense: str | None) -> str | None:
         """Return the folder of the tested engine's LoRA adapter; None if it has none.
 
-        Raises ConfigError: the dense engine has a different one.
+        Raises ConfigError: the dense engine has a different adapter.
         """
         adapter, theirs = (
             None if spec is None else parse_engine(spec).options.get("adapter")
@@ -149,7 +149,7 @@ class Audit(DecodingOptions, FromPrompts):
         return None if adapter is None else str(adapter)
 
     def _dense_engine(self) -> str | None:
-        """Return the engine of the dense arm; None if there is no such arm."""
+        """Return the engine of the dense arm; None if the audit has no dense arm."""
         if self.dense_engine is not None:
             return None if self.dense_engine == "none" else self.dense_engine
         engine = parse_engine(self.engine)

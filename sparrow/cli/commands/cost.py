@@ -121,7 +121,7 @@ class Cost(Command):
 
 
 def is_known(model: str) -> bool:
-    """Return whether a model is named in ``SHAPES`` and is not a path."""
+    """Return whether ``model`` is a name in ``SHAPES`` and not a path."""
     from sparrow.cost import SHAPES
 
     return not Path(model).exists() and _short(model) in SHAPES
@@ -133,8 +133,8 @@ def _short(model: str) -> str:
 
 
 def find_shape(model: str) -> ModelShape:
-    """Return the shape of a model given as a folder or its ``config.json``, a name in ``SHAPES``,
-    ``reasoner``, ``smollm2``, or a hub name.
+    """Return the shape of a model. ``model`` is the model's folder or ``config.json``, a name in
+    ``SHAPES``, ``reasoner``, ``smollm2``, or a name on the hub.
 
     Raises the errors of ``ModelShape.from_config`` and ``model_path``. ConfigError: the hub cannot
     be reached.

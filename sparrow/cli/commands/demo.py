@@ -1,4 +1,4 @@
-"""``sparrow demo``: trains the bundled reasoner, and then compares the modes."""
+"""``sparrow demo``: train the bundled reasoner, and then compare the modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sparrow train --dry-run MACHINE``: checks a run, and predicts its memory and time, before the
+"""``sparrow train --dry-run MACHINE``: check a run, and predict its memory and time, before the
 model is loaded.
 """
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from sparrow.cost.cluster import Cluster
 
 PROMPT = 256  # assumed tokens per prompt; a dry run does not tokenize prompts
-TYPICAL = 0.43  # default ratio of the median response length to the cut-off: 14,000 to 32,768
+TYPICAL = 0.43  # default ratio of the median response length to the cutoff: 14,000 / 32,768
 Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine that a dry run predicts for, and values that it has to assume."""
+    """The machine for which a dry run makes predictions, and values that it has to assume."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
@@ -36,7 +36,7 @@ class Target(Settings):
 
 
 def dry_run(command: TrainOptions) -> None:
-    """Check a run and print predictions; only data is loaded, and nothing is written.
+    """Check a run and print predictions. Only the data is loaded, and nothing is written.
 
     Raises ConfigError: the run would fail; the message has one sentence for each problem.
     """
@@ -61,7 +61,7 @@ def dry_run(command: TrainOptions) -> None:
             f"dry_run is {command.dry_run!r}, expected a GPU with options, "
             "such as h200:gpus=8,median=9000"
         ) from error
-    # raises for an unknown engine, which every later check would repeat
+    # raises early for an unknown engine; otherwise, every later check would report it again
     parse_engine(command.engine)
     problems: list[str] = []
     rows: Rows = []
@@ -99,7 +99,7 @@ def dry_run(command: TrainOptions) -> None:
                 f"{room:,} left for the prompt",
             )
         )
-    if is_known(command.model):  # only its shape is known, not the names of its layers
+    if is_known(command.model):  # only the model's shape is known, not the names of its layers
         if command.lora.r is not None or command.distill.enabled:
             rows.append(("LoRA", "its rank and layers are checked when the run starts"))
     else:
@@ -110,7 +110,9 @@ def dry_run(command: TrainOptions) -> None:
             command.task, command.dataset, None, room, command.reward.function, command.chat
         )
         size = (
-            f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"
+            f"{len(task):,} problems"
+            if hasattr(task, "__len__")
+            else "an endless stream of problems"
         )
         rows.append(
             (

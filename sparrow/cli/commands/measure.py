@@ -57,7 +57,7 @@ class Measure(DecodingOptions, WithLists):
             )
         decoding = self.decoding(self.schedule)
         if decoding.is_lossless and decoding.adapt_draft_budget is None:
-            # Acceptance is measured for one schedule.
+            # Acceptance is measured under one fixed schedule.
             decoding = replace(decoding, adapt_draft_budget=False)
         schedule = decoding.schedule
         tau = Tau.chosen(self.tau, self.relative_tau)

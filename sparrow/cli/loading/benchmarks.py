@@ -16,7 +16,7 @@ from sparrow.tasks import Problem
 from sparrow.tasks.base import draw
 from sparrow.tasks.prompts import NO_CHAT, ChatConfig, check_read, prompt_of
 
-HELD_OUT = 10**9  # seed of the problem stream for evaluation, beyond usual training seeds
+HELD_OUT = 10**9  # seed of the problem stream for evaluation; training seeds are usually smaller
 
 
 def load_benchmarks(
@@ -28,8 +28,9 @@ def load_benchmarks(
     option: str = "--eval.limit",
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
-    """Load the benchmark of each spec. A key is the name without options or the file's stem; if two
-    of these are the same, the keys are the whole specs.
+    """Load the benchmark that each spec names, and return the benchmarks by name. The name is the
+    spec without its options, or the stem of the file's name. If two names are the same, the whole
+    specs are used instead.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
@@ -49,8 +50,9 @@ def load_benchmark(
     option: str = "--limit",
     chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
-    """Load the first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in
-    the order of its rows. ``option`` is the command-line name of the limit, for messages.
+    """Load the first ``limit`` problems of a task's held-out stream, or of a dataset in the order
+    of its rows; load all if ``limit`` is None. ``option`` is the name of the limit on the command
+    line, for messages.
 
     Raises ConfigError: a task has no limit; see also ``load_problems``.
     """

@@ -23,9 +23,10 @@ def load_engine(
     """Start the engine that ``spec`` names (``engines.registry``) for a model that has been loaded
     from ``name``.
 
-    With ``audits``, engines without Sparrow are also allowed, and engines cannot sleep.
+    If ``audits`` is set, engines without Sparrow are allowed too, and engines cannot sleep.
 
-    Raises ConfigError: there is no such engine, or it does not accept the options or the model.
+    Raises ConfigError: there is no such engine, or the engine does not accept the options or the
+    model.
     """
     parsed = parse_engine(spec)
     if parsed.kind.is_stock and not audits:
@@ -40,8 +41,8 @@ def load_scorer(
     decoding: Decoding,
     precision: Precision,
 ) -> hf.HFEngine:
-    """Start the transformers engine on ``model``; it scores under any schedule, and samples with
-    ``decoding``.
+    """Start the transformers engine with ``model``. The engine scores under any schedule, and
+    samples with the settings ``decoding``.
     """
     asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)
     return hf.start(asked)

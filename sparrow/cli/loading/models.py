@@ -19,18 +19,20 @@ Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 SMOLLM2 = "smollm2"
 OWN_NAMES = (REASONER, SMOLLM2)
-"""Names of models that Sparrow provides: the first is bundled, the second is in another package."""
+"""Names of models that Sparrow provides. The first is bundled; the second comes from another
+package.
+"""
 
 
 def load_model(
     name: str, precision: Precision = "fp32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, given by name, by path or as one of ``OWN_NAMES``, onto this process's
-    device.
+    """Load a model onto this process's device. ``name`` is a name on the hub, a path or one of
+    ``OWN_NAMES``.
 
     Raises the errors of ``model_path`` and ``hf.load_model``.
     """
-    disable_progress_bar()  # Sparrow shows its own progress
+    disable_progress_bar()  # because Sparrow shows its own progress
     # This silences a warning about tied weights, which are intentionally saved only once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
@@ -38,11 +40,11 @@ def load_model(
 
 
 def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """Apply a LoRA adapter in PEFT's format to a model, without merging the two.
+    """Apply a LoRA adapter in PEFT's format to a model, without merging it into the weights.
 
     Raises ConfigError: the folder contains no adapter for this model.
     """
-    import peft  # which takes a second
+    import peft  # imported here because it takes a second
 
     try:
         adapted = peft.PeftModel.from_pretrained(model, folder)

@@ -1,4 +1,4 @@
-"""User-supplied objects, loaded by ``module:name``."""
+"""Load user-supplied objects, which are specified as ``module:name``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparrow.errors import ConfigError, place
 
 
 def load_object(spec: str, what: str) -> Any:
-    """Load the object ``module:name``; modules are also searched for in the working directory.
+    """Load the object ``module:name``. The module may also be in the working directory.
 
-    Raises ConfigError: there is no such module or name, or importing the module raises.
+    Raises ConfigError: there is no such module or name, or importing the module raises an error.
     """
     module, _, name = spec.partition(":")
     if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):
@@ -45,8 +45,8 @@ def load_object(spec: str, what: str) -> Any:
 
 
 def _by_path(spec: str) -> str:
-    """Return the end of an error message that says how to write ``spec`` if it is a path; empty if
-    it is not.
+    """If ``spec`` is a path, return the end of an error message, which says how to write the path
+    as ``module:name``. Otherwise, return an empty string.
     """
     path, _, name = spec.partition(":")
     file = Path(path)

@@ -31,12 +31,12 @@ class DatasetOptions(Settings):
 
     path: str | None = None  # a local file to read instead of the hub
     split: str | None = None  # the split of the dataset on the hub
-    template: str | None = None  # the prompt, with {question} where the question goes
-    max_length: Count | None = None  # rows with more characters in the prompt are dropped
-    isolation: Isolation = "auto"  # how programs that are run against tests are isolated
-    # the maximum number of bytes that such a program may write
+    template: str | None = None  # the prompt, with {question} in place of the question
+    max_length: Count | None = None  # rows whose prompt has more characters than this are dropped
+    isolation: Isolation = "auto"  # how programs are isolated while they run against tests
+    # the maximum number of bytes that a program may write
     output_bytes: Count = Limits().output_bytes
-    weight: Count = 1  # how often it is drawn from, relative to the other datasets
+    weight: Count = 1  # how often its problems are drawn, relative to those of other datasets
 
 
 def load_problems(
@@ -47,13 +47,14 @@ def load_problems(
     reward: str | None = None,
     chat: ChatConfig = NO_CHAT,
 ) -> Task:
-    """Load a task by name or as ``module:Class``, or a mixture of datasets, whichever is given.
+    """Load the given task or mixture of datasets. A task is specified by name or as
+    ``module:Class``.
 
-    Questions of a dataset are rendered with the tokenizer's chat template, if it has one, and the
-    settings ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped and
-    counted. Without a tokenizer, no template is used and no row is dropped because of its tokens.
-    The function ``reward`` (``module:function``, a ``tasks.judges.Judge``), if given, is used
-    instead of the datasets' verifiers.
+    The questions of a dataset are rendered with the tokenizer's chat template, if it has one, and
+    with the settings ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped
+    and counted. Without a tokenizer, no template is used, and no row is dropped because of the
+    number of its tokens. If ``reward`` is given, this function (``module:function``, see
+    ``tasks.judges.Judge``) replaces the datasets' verifiers.
 
     Raises ConfigError: task and datasets are both given or both missing, a name or option is
     unknown, or rows cannot be used.
@@ -94,8 +95,8 @@ def is_task(spec: str) -> bool:
 
 
 def load_task_spec(spec: str) -> Task:
-    """Load a task as a user writes it: ``trace:lines=24``, or the user's own class as
-    ``module:Class``, with or without options.
+    """Load a task from the form in which a user writes it: ``trace:lines=24``, or ``module:Class``
+    for the user's own class, with or without options.
 
     Raises ConfigError: there is no such task, or it does not accept the options. TaskError: the
     task itself raised an error.
@@ -114,7 +115,9 @@ def _load_dataset(
     judge: Judge | None,
     chat: ChatConfig,
 ) -> tuple[Task, int]:
-    """Load a dataset as a user writes it, and return it with its weight in a mixture."""
+    """Load a dataset from the form in which a user writes it, and return the dataset with its
+    weight in a mixture.
+    """
     dressing: dict[str, Any] = {}
     if tokenizer is not None:
         render = chat_template(tokenizer, chat)

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """Return the maximum number of tokens in a prompt that leave room for a response in the model's
-    context, or in the engine's if that is smaller.
+    """Return the maximum length of a prompt, in tokens, that leaves room for a response in the
+    model's context, or in the engine's context if that is smaller.
 
     Raises ConfigError: there is no room for a prompt, or there is no such engine.
     """
@@ -32,8 +32,8 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
         context = min(context, limit) if isinstance(limit, int) else context
     if max_new_tokens >= context:
         raise ConfigError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of "
-            f"{context} tokens; lower max_new_tokens"
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {context}-token "
+            "context; lower max_new_tokens"
         )
     return context - max_new_tokens
 
@@ -53,7 +53,7 @@ def encode_prompts(
 
     Prompts without tokens, or with more than ``room``, are left out and counted.
 
-    Raises ConfigError: no prompt is left, or the tokenizer cannot read them.
+    Raises ConfigError: no prompt is left, or the tokenizer cannot read the prompts.
     """
     encoded = [(prompt.name, encode(tokenizer, prompt.text, prompt.rendered)) for prompt in prompts]
     kept = [ids for _, ids in encoded if 0 < len(ids) <= room]

@@ -2,8 +2,8 @@ r"""Compare two mathematical answers with math-verify.
 
 There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser can read,
 ``wording.misread`` rejects an answer that math-verify would misread, and ``same`` is math-verify's
-comparison. Changes that should be made in math-verify and its parser are listed with their cases in
-``docs/math-verify/``; once they are made there, the corresponding rule here is removed.
+comparison. ``docs/math-verify/`` lists changes that should be made in math-verify and its parser,
+with examples. Once such a change is made there, the corresponding rule here can be removed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
 
 
 def same_choice(answer: str, reference: str) -> bool | None:
-    """Compare two choices by their letters and texts; None if the answers are not choices with
-    letters.
+    """Compare two multiple-choice answers by their letters and texts; None if the answers do not
+    have letters.
     """
     given, text = choice(answer)
     expected, wanted = choice(reference)
@@ -44,23 +44,23 @@ def same_choice(answer: str, reference: str) -> bool | None:
 
 
 def chain(answer: str) -> str | None:
-    """Shorten ``x = 40 + 2 = 42`` to ``x = 42``, and turn ``5 = x`` into ``x = 5``; None if the
-    last number differs from the first.
+    """Shorten ``x = 40 + 2 = 42`` to ``x = 42``, and turn ``5 = x`` into ``x = 5``. Return None if
+    the last number differs from the first.
 
-    A slip between these two numbers is ignored, as in math-verify's own tests.
+    An error between these two numbers is ignored, as in math-verify's own tests.
     """
     if match := _FLIPPED.fullmatch(answer):
         return f"{match[2]} = {match[1]}"
     answer, *approximations = (part.strip() for part in _APPROXIMATELY.split(answer))
     if not answer and len(approximations) == 1:
-        return approximations[0]  # only an approximation is stated
+        return approximations[0]  # the answer states only an approximation
 
     parts = [part.strip() for part in _EQUALS.split(answer)]
     last = parts[-1]
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # for example, x is about 3
-    # Approximations are checked only for a single number: after an equation they are remarks, and
-    # math-verify's labels ignore slips there.
+    # Approximations are checked only if the answer is a single number. After an equation, they are
+    # only remarks, and math-verify's labels ignore errors in them.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -84,14 +84,14 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """Return whether ``decimal`` is ``exact`` rounded to the number of places of ``decimal``."""
+    """Return whether ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
 
 
 def _approximate(exact: str, rounded: str) -> bool:
-    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to the places of
-    ``rounded``.
+    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to as many places as
+    ``rounded`` has.
     """
     match = re.fullmatch(r"-?(\d*)(?:\.(\d+))?", rounded)
     if match is None:
@@ -109,8 +109,8 @@ def _near(exact: str, decimal: str, place: float) -> bool:
 
 @lru_cache(maxsize=256)
 def parse(answer: str) -> list[Any]:
-    """Parse an answer into its readings: an expression, if there is one, and the text. Readings are
-    cached, as all responses to a problem have the same reference.
+    """Parse an answer into its readings: an expression, if it can be read as one, and the text.
+    Readings are cached, because all responses to a problem have the same reference.
     """
     if found := region(answer):
         return [found[1], answer]
@@ -125,7 +125,7 @@ def _parsed(answer: str) -> list[Any]:
     style = {"basic_latex": True, "malformed_operators": True, "nits": True, "boxed": "none"}
     text = normalize_latex(answer, NormalizationConfig(units=True, **style))
     whole = normalize_latex(answer, NormalizationConfig(units=False, **style))
-    # Neither the c of ab + c nor the h of \\pi r^2 h is a unit.
+    # The c in ab + c and the h in \\pi r^2 h are not units.
     letter = whole.startswith(text) and re.fullmatch("[a-z]|ab|bc", whole[len(text) :].strip())
     if _OPEN_END.search(text) or (letter and _VARIABLE.search(text.rpartition("=")[2])):
         text = whole
@@ -147,7 +147,7 @@ _UNIT_I = re.compile(r"(?<![\\a-zA-Z])i(?![a-zA-Z])|\\[ij]math(?![a-z])")
 
 
 def imaginary(expression: Any) -> Any:
-    """Read ``i`` as the imaginary unit, unless it counts the terms of a sum."""
+    """Read ``i`` as the imaginary unit, unless it is the index of a sum."""
     from sympy import Basic, Function, I, exp
 
     if not isinstance(expression, Basic):
@@ -172,10 +172,11 @@ _ALSO = re.compile(rf",|{TEXT}\{{\s*and\s*\}}|\\land(?![a-z])|\\wedge(?![a-z])|\
 
 @lru_cache(maxsize=256)
 def region(answer: str) -> tuple[str, Any] | None:
-    """Return the variable and the set of real numbers that satisfy several inequalities joined by
-    *or*, *and* or commas; None for other answers.
+    """Read several inequalities in one variable, joined by *or*, *and* or commas. Return the
+    variable and the set of real numbers that satisfy them; None for other answers.
 
-    Inequalities separated by commas must all be satisfied, unless no number satisfies all of them.
+    Inequalities separated by commas must all be satisfied. If no number satisfies all of them, one
+    of them is enough.
     """
     from sympy import Intersection, Union
 
@@ -212,8 +213,8 @@ def reading(part: str) -> Any:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Compare with math-verify; assignments are compared by name, and decimals with irrational
-    numbers exactly.
+    """Compare two answers with math-verify. Assignments are compared by name. A decimal is compared
+    exactly with an irrational number.
     """
     our_region = region(answer)
     their_region = region(reference)
@@ -245,7 +246,8 @@ def same(answer: str, reference: str) -> bool:
         given = [exact(reading) for reading in given]
         value = given[0].rhs if getattr(given[0], "is_Equality", False) else given[0]
         if getattr(value, "is_rational", False) and expected[0].is_number:
-            # Return early, because sympy would search for a power of ten that is a power of two.
+            # Return early, because sympy would search for a power of ten that equals a power of
+            # two.
             return False
     return _verify(expected, given)
 
@@ -267,11 +269,11 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def smallest(*readings: Any) -> int:
-    """Count the decimal places before the first digit of the smallest number in expressions; 0 for
-    numbers of at least 1.
+    """Return the decimal place of the first digit of the smallest number in the expressions; 0 if
+    all numbers are at least 1.
 
-    math-verify compares to a number of places; with this many more places, it compares to the same
-    number of digits.
+    math-verify compares a fixed number of decimal places. With this many places added, it compares
+    a fixed number of significant digits.
     """
     from sympy import Basic, preorder_traversal
 
@@ -283,7 +285,7 @@ def smallest(*readings: Any) -> int:
         for part in preorder_traversal(expression):
             if getattr(part, "is_number", False) and (value := abs(part.evalf(2))).is_Float:
                 _, mantissa, exponent, bits = value._mpf_
-                if mantissa:  # log10(2) is 0.30103
+                if mantissa:  # 0.30103 is log10(2)
                     places = max(places, -((exponent + bits - 1) * 30103 // 100000))
     return places
 
@@ -295,13 +297,15 @@ def is_matrix(expression: Any) -> bool:
 
 
 def components(expression: Any) -> list[Any]:
-    """Return the components of a row, a column or a tuple; empty for other expressions."""
+    """Return the components of a row vector, a column vector or a tuple; empty for other
+    expressions.
+    """
     return list(expression) if is_matrix(expression) else coordinates(expression)
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """Return the values of a tuple, which may have been read as an open interval if there are two;
-    empty for other expressions.
+    """Return the values of a tuple; empty for other expressions. A tuple of two values may have
+    been read as an open interval.
     """
     from sympy import Interval, Tuple
 
@@ -311,8 +315,8 @@ def coordinates(expression: Any) -> list[Any]:
 
 
 def assignments(expression: Any) -> dict[str, Any]:
-    """Return values by name of ``x = 1, y = 2`` or ``(x, y) = (1, 2)``; empty for other
-    expressions.
+    """Read assignments such as ``x = 1, y = 2`` or ``(x, y) = (1, 2)``. Return the values by name;
+    empty for other expressions.
     """
     from sympy import Eq, FiniteSet, Symbol
 
@@ -334,7 +338,7 @@ def assignments(expression: Any) -> dict[str, Any]:
 
 
 def irrational(expression: Any) -> bool:
-    """Return whether an expression has no decimals and contains an irrational number such as pi."""
+    """Return whether an expression contains an irrational number such as pi, and no decimals."""
     from sympy import Basic, Float, preorder_traversal, simplify
 
     if not isinstance(expression, Basic) or expression.has(Float):
@@ -355,9 +359,9 @@ def exact(expression: Any) -> Any:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Return whether two answers are the same mathematical object, or the same words.
+    """Return whether two answers are the same mathematical object or the same words.
 
-    A reference in words is compared as words: as algebra, *Evelyn* would be a product of letters in
+    A reference in words is compared as text. As algebra, *Evelyn* would be a product of letters in
     any order.
     """
     answer = plain(answer)

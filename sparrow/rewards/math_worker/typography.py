@@ -54,7 +54,7 @@ _INVISIBLE = re.compile(
     r"(?![a-zA-Z])"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
-# Asterisks around words are Markdown's emphasis; between two operands, they are Python's power.
+# Asterisks around words are emphasis in Markdown; between two operands, they are powers in Python.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*\\])(\*{1,3})(?=[^\s*])(.+?)(?<=[^\s*])\1(?![\w({\\*])")
 _LAST_POWER = re.compile(
     r"\s*\*\*\s*([-+]?(?:\d+(?:\.\d+)?|\\?[a-zA-Z]+)(?:\^\{.*?\}+)?|(?=\(|\\))(?!.*\*\*)", re.DOTALL
@@ -149,8 +149,8 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\varnothing"), r"\\emptyset "),
     (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
     (re.compile(r"\\[ij]math(?![a-z])"), "i"),
-    (re.compile(r"(?<=\d)j(?![a-zA-Z])"), "i"),  # the imaginary unit of engineers and Python
-    # The mantissa is exact, so 6.02 \times 10^{23} is compared as a whole number.
+    (re.compile(r"(?<=\d)j(?![a-zA-Z])"), "i"),  # the imaginary unit in engineering and in Python
+    # The mantissa is taken as exact, so 6.02 \times 10^{23} is compared as a whole number.
     (re.compile(r"(?<![\d.])(\d+\.\d+)\s*\\(?:times|cdot)\s*(?=10\s*\^)"), _mantissa),
     (re.compile(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ "),
@@ -169,8 +169,8 @@ _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d| \d)")
 
 
 def plain(answer: str) -> str:
-    """Rewrite an answer as plain LaTeX, without colours, Unicode symbols, spacing, ``3 1/2``,
-    ``1e-3`` or ``5 million``.
+    """Rewrite an answer as plain LaTeX: without colours, Unicode symbols or spacing, and with
+    notation such as ``3 1/2``, ``1e-3`` or ``5 million`` replaced.
     """
     text = _ascii(answer)
     text = _INVISIBLE.sub("", text)
@@ -198,7 +198,7 @@ def plain(answer: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Write Unicode's superscripts, subscripts, fractions and symbols in LaTeX."""
+    """Write Unicode superscripts, subscripts, fractions and symbols in LaTeX."""
 
     def plain_digits(sign: re.Match[str]) -> str:
         return unicodedata.normalize("NFKC", sign[0])
@@ -215,8 +215,8 @@ def _ascii(text: str) -> str:
 
 
 def _numbers_of_text(command: re.Match[str]) -> str:
-    """Return the content of a text command if it is a number or a percent sign in words; leave
-    other commands unchanged.
+    """Replace a text command with its content if that is a number, or a percent sign in words.
+    Leave other commands unchanged.
     """
     is_number = re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", command[1])
     return command[1] if is_number else command[0]
@@ -225,13 +225,14 @@ def _numbers_of_text(command: re.Match[str]) -> str:
 def _keyed(text: str) -> str:
     """Rewrite keyboard notation such as ``x**2``, ``sqrt(2)`` or ``pi/4`` in LaTeX."""
     text = _EMPHASIS.sub(r"\2", text)
-    while match := _LAST_POWER.search(text):  # from the right: 2**3**2 is 2**9
+    while match := _LAST_POWER.search(text):  # from right to left, because 2**3**2 is 2**9
         exponent = f"^{{{match[1]}}}" if match[1] else "^"
         text = text[: match.start()] + exponent + text[match.end() :]
     text = _NAMED.sub(r"\\\1 ", text)
 
     parts = _PROSE.split(text)
-    for place in range(0, len(parts), 2):  # the odd parts are commands with words
+    # the parts with odd indices are commands that contain words
+    for place in range(0, len(parts), 2):
         part = _INVERSE.sub(r"\\arc\1", parts[place])
         part = _CALLED.sub(r"\\\1 ", part)
         parts[place] = _SIGN.sub(lambda m: _SIGNS[m[1]], part)
@@ -242,7 +243,9 @@ def _keyed(text: str) -> str:
 
 
 def _bracketed(text: str, opening: re.Pattern[str], before: str, after: str) -> str:
-    """Replace ``opening``, which ends with a parenthesis, and the matching closing parenthesis."""
+    """Replace ``opening``, which ends with a parenthesis, and the closing parenthesis that matches
+    it.
+    """
     while match := opening.search(text):
         rest = text[match.end() :]
         end = _closing(rest, "(", ")")
@@ -265,8 +268,8 @@ def _numeral(subscript: re.Match[str]) -> str:
 
 
 def _ongoing(decimal: re.Match[str]) -> str:
-    """Write a decimal with an ellipsis as a fraction if its last digits repeat: 0.1666... is
-    1/6.
+    """Write a decimal with an ellipsis as a fraction if its last digits repeat, as in 0.1666...,
+    which is 1/6.
     """
     whole, digits = decimal.groups()
     for length in range(1, len(digits) // 2 + 1):
@@ -298,7 +301,7 @@ def _closing(text: str, opening: str, closing: str) -> int | None:
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    """Write a repeating decimal as a fraction: 0.1666... is (16 - 1) / 90."""
+    """Write a repeating decimal as a fraction; 0.1666..., for example, is (16 - 1) / 90."""
     return _as_fraction(*decimal.groups())
 
 

@@ -1,5 +1,6 @@
-"""Answers that are judged by their words: texts, letters of choices, times of day and numerals with
-a base; and answers with words that a comparison of numbers would miss.
+"""Compare answers that are judged by their words: texts, letters of multiple-choice answers, times
+of day, and numerals with a base. Also detect words in an answer that a comparison of numbers would
+miss.
 """
 
 from __future__ import annotations
@@ -70,27 +71,25 @@ _LETTERS = re.compile(r"(?<![\\a-z])[a-z']+")
 _ALTERNATIVE = re.compile(r"\b(?:or|and)\b")
 _JOINT = re.compile(r"[\s,]*(?:or|and)\s*")
 _APART = re.compile(r"(?<![_^\d.])(?<!frac)(?<!frac )\d[\d.]*\s+\d")
-# two quantities with units, as in 5 ft 6 in
+# two quantities with units, such as 5 ft 6 in
 _SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\^)[^=<>\\]*\d")
 
 
 def words(answer: str) -> str:
-    """Return an answer that is text, without the LaTeX commands and parentheses around it; empty
-    for other answers.
+    """If an answer is text, return it without the LaTeX commands and parentheses around it. Return
+    an empty string for other answers.
     """
     text = " ".join(COMMAND.sub(r" \1 ", answer).strip(" $.").split())
     return text.strip("()") if _WORD.fullmatch(text) else ""
 
 
 def is_prose(text: str) -> bool:
-    """Return whether text consists of whole words, which algebra would read as products of
-    letters.
-    """
+    """Return whether a text consists of whole words, which would be products of letters in algebra."""
     return _WORDS.fullmatch(text.casefold()) is not None
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Return whether two texts are the same; case matters in symbols such as ``AB``, but not in
+    """Return whether two texts are the same. Case matters in symbols such as ``AB``, but not in
     whole words.
     """
     given = re.split("[ -]", answer)
@@ -109,7 +108,7 @@ def _same_word(a: str, b: str) -> bool:
 
 
 def misread(answer: str, reference: str) -> bool:
-    """Return whether the answer says something that the comparison would miss."""
+    """Return whether the answer says something that a comparison of numbers would miss."""
     said = _said(answer)
     expected = _said(reference)
     if (said - expected) & _HEDGES:
@@ -140,8 +139,8 @@ _NUMERALS = re.compile(r"(?<![\w\\}])\d[0-9A-F]*_\{?(\d+)\}?")
 
 
 def choice(answer: str) -> tuple[str, str]:
-    """Return the letter and the text of a choice such as ``C: text``. The letter is empty for other
-    answers, and if the text also names another choice.
+    """Return the letter and the text of a multiple-choice answer such as ``C: text``. The letter is
+    empty if the answer is of another form, or if the text names a second letter.
     """
     text = COMMAND.sub(r" \1 ", answer.replace("\\ ", " ").replace("$", " ")).strip()
     match = _CHOICE.fullmatch(text)
@@ -157,7 +156,7 @@ def choice(answer: str) -> tuple[str, str]:
 def same_time(answer: str, reference: str) -> bool | None:
     """Compare two times of day; None if an answer is not a time, or if neither has a.m. or p.m.
 
-    A time without a.m. or p.m. may be either, or on the 24-hour clock.
+    A time without a.m. or p.m. may be in the morning, in the afternoon, or on the 24-hour clock.
     """
     times = []
     for side in (answer, reference):
@@ -174,14 +173,14 @@ def same_time(answer: str, reference: str) -> bool | None:
 
 
 def _minutes_of_day(minutes: int, half: str) -> set[int]:
-    """Return the minutes after midnight that a time may mean; ``half`` is ``a``, ``p`` or empty."""
+    """Return all minutes after midnight that a time may mean. ``half`` is ``a``, ``p`` or empty."""
     if half:
         return {minutes % 720 + 720 * (half == "p")}
     return {minutes, (minutes + 720) % 1440}
 
 
 def same_bases(answer: str, reference: str) -> tuple[str, str] | None:
-    """Remove the base of a numeral if the other answer has no base; None if the bases differ."""
+    """Remove the base of a numeral if the other answer states no base; None if the bases differ."""
     given = _NUMERAL.fullmatch(answer)
     wanted = _NUMERAL.fullmatch(reference)
     if _NUMERALS.search(answer) and _NUMERALS.search(reference):

@@ -1,5 +1,5 @@
-"""A sandbox for untrusted programs, which limits their access, resources and output, and judges
-them by tests.
+"""A sandbox for untrusted programs. It limits their access, resources and output, and judges them
+by tests.
 """
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation

@@ -1,4 +1,4 @@
-"""A sandboxed process, and the choice of how to confine it on this machine."""
+"""Start a sandboxed process, and choose how to confine it on this machine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-# seconds that a sandbox may take to start; generous, because the machine may be busy
+# seconds that a sandbox may take to start; the limit is generous, because the machine may be busy
 _START_S = 60.0
-# number of attempts to start a sandbox, as processes or memory may be exhausted for a moment
+# number of attempts to start a sandbox, because processes or memory may be exhausted for a moment
 _STARTS = 4
 _log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ _INSTALL = (
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Return the reason why ``wall`` cannot confine programs on this machine, or None if it can.
-    The function runs a program to find out.
+    """Return the reason why ``wall`` cannot confine programs on this machine; None if it can. To
+    find out, this function runs a program.
     """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
@@ -70,8 +70,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """Return the wall of the kind ``held`` for this machine: one that gives each sandbox its own
-    user id if that works here, otherwise the plain one.
+    """Return the wall of the kind ``held`` for this machine. If a wall that gives each sandbox its
+    own user id works here, return that one; otherwise, the plain one.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -80,7 +80,7 @@ def _wall(held: Held) -> Wall:
 
 @cache
 def _announce(held: Held) -> None:
-    """Log how programs are confined, and what limits them."""
+    """Log how programs are confined, and how each of their limits is enforced."""
     wall = _wall(held)
     grouped = cgroup.parent() is not None
     if grouped or wall.counted_by_kernel:
@@ -110,8 +110,8 @@ def _announce(held: Held) -> None:
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """Check that the requested isolation works on this machine, and return it; ``auto`` means
-    bubblewrap. The limits of programs are logged once.
+    """Check that the requested isolation works on this machine, and return it; ``auto`` becomes
+    bubblewrap. How programs are limited is logged once.
 
     Raises RewardError: the isolation does not work here. ValueError: there is no such isolation.
     """
@@ -137,10 +137,10 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
 
 
 class Sandbox(Child):
-    """A sandboxed process, which leaves nothing behind when closed.
+    """A sandboxed process. After it is closed, nothing of it is left on the machine.
 
     Args:
-        request: the program to run; see ``inside.main``.
+        request: says which program to run; see ``inside.main``.
         limits: the resources that the process may use.
         isolation: how the process is confined; see ``choose_isolation``.
         starts: number of attempts to start the process.
@@ -208,8 +208,8 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """True if a signal that the kernel sends at the limit on processor time ended the process,
-        and not ``kill``.
+        """True if the process was ended by the signal that the kernel sends at the limit on
+        processor time, and not by ``kill``.
         """
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
@@ -219,23 +219,23 @@ class Sandbox(Child):
         if self.process.returncode is not None:
             return
         if self._report is not None and (first := self._first_process()):
-            # Killing the namespace's first process ends all others in it. Killing bubblewrap itself
-            # would too, but would leave the first process for process 1 of this machine or
-            # container to reap, which might never happen.
+            # Killing the first process of the namespace ends all others in it. Killing bubblewrap
+            # would do the same, but process 1 of this machine or container would then have to reap
+            # the first process, which it might never do.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
                 return
-        # The process group outlives its leader, and its number is not reused before the leader has
-        # been waited for.
+        # The process group outlives its leader, and its id is not reused before the leader is
+        # reaped.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _first_process(self) -> int | None:
-        """Return the id of the namespace's process 1; None if there is no such process or it was
-        reaped.
+        """Return the id of process 1 of the namespace; None if there is no such process or if it
+        has been reaped.
         """
         assert self._report is not None
         poll = select.poll()
@@ -246,7 +246,7 @@ class Sandbox(Child):
 
     def close(self) -> None:
         """End every process in the sandbox and remove the sandbox's files. Failures are only
-        logged, because they are no reason to stop a run.
+        logged, because they should not stop a run.
         """
         try:
             self._undo.close()

@@ -1,5 +1,5 @@
-"""Control groups (version 2) for sandboxes, if this process may create groups. A group limits the
-total resources of a program, including the kernel's memory for it.
+"""Put sandboxes in control groups (version 2), if this process may create them. A group limits a
+program's total resources, including the memory that the kernel uses for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parent() -> Path | None:
 
 
 def _works(group: Path) -> bool:
-    """Return whether a subgroup can be created, and a process started in it."""
+    """Return whether a subgroup can be created and a process can be started in it."""
     try:
         subgroup = make(group, Limits())
     except OSError:
@@ -77,12 +77,14 @@ def make(group: Path, limits: Limits) -> Path:
 
 
 def enter(group: Path, command: list[str]) -> list[str]:
-    """Wrap ``command`` so that it and all its processes run in the group from the start."""
+    """Wrap ``command`` so that all of its processes run in the group from the start."""
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(group), *command]
 
 
 def remove(group: Path) -> None:
-    """Kill the remaining processes in the group and remove it; warn if it cannot be removed."""
+    """Kill the remaining processes in the group, and remove the group. Warn if it cannot be
+    removed.
+    """
     deadline = time.monotonic() + _REMOVAL_S
     while True:
         try:

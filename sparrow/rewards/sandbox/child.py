@@ -1,5 +1,5 @@
-"""A process that receives objects and replies with objects, one line of JSON each. Every wait for
-the process has a limit.
+"""A child process that receives objects and replies with objects, each as one line of JSON. Every
+wait for the process has a limit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 def _queued_here() -> float:
-    """Return the seconds that this thread has waited for a processor; 0 if the kernel does not
-    report them.
+    """Return how many seconds this thread has waited for a processor; 0 if the kernel does not
+    report this.
     """
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
@@ -36,16 +36,16 @@ def _queued_here() -> float:
 
 
 class ChildTimeoutError(Exception):
-    """An error for a reply that did not come in time."""
+    """Raised if a reply did not come in time."""
 
 
 class ChildEndedError(Exception):
-    """An error for a process that ended, or sent something other than a reply."""
+    """Raised if a process ended, or sent something other than a reply."""
 
 
 class Child:
-    """A process and its pipes. The process has its own session, so it does not receive an interrupt
-    from the trainer's terminal.
+    """A process and its pipes. The process has its own session, so interrupts from the trainer's
+    terminal do not reach it.
 
     Args:
         command: the command to run.
@@ -72,8 +72,8 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # Results of the last check of the child's processes: the processor time that they had used,
-        # and how long each thread had waited for a processor; and the time since that check.
+        # From the last check of the child's processes: the processor time that they had used, and
+        # how long each thread had waited for a processor. Also the time since that check.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
@@ -82,8 +82,8 @@ class Child:
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Send an object.
 
-        Raises ChildTimeoutError: the process did not read it by the deadline (of
-        ``time.monotonic``). ChildEndedError: the process no longer reads.
+        Raises ChildTimeoutError: the process did not read the object by the deadline, which is a
+        time of ``time.monotonic``. ChildEndedError: the process no longer reads.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
         self._send_rest(deadline)
@@ -97,8 +97,8 @@ class Child:
                 raise self._ended() from error
 
     def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
-        """Send an object to a program, and count the program's own time until all of the object is
-        read.
+        """Send an object to a program, and count the program's own time until it has read the whole
+        object.
 
         Raises the errors of ``receive_within``.
         """
@@ -108,8 +108,8 @@ class Child:
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
         """Read the next reply.
 
-        The reply may come from a hostile program; the only checks are that it has the right form
-        and is cheap to read.
+        The reply may come from a hostile program. This method only checks that the reply has the
+        right form and is cheap to read.
 
         Raises ChildTimeoutError: there was no reply by the deadline. ChildEndedError: the process
         ended, or sent something else.
@@ -128,16 +128,16 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """Read the next reply of a program, and count the program's own time against ``time_limit``
-        during the wait.
+        """Read the next reply of a program. During the wait, count the program's own time against
+        ``time_limit``.
 
         Raises ChildTimeoutError: the program has no time left. ChildEndedError: see ``receive``.
         """
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """Call ``attempt`` with a deadline, repeatedly while the program has time left, and return
-        the result.
+        """Call ``attempt`` with a deadline, again and again while the program has time left, and
+        return the result.
         """
         if self._seen is None and not self._uncounted_s:
             self._queued_here_s = _queued_here()
@@ -159,9 +159,9 @@ class Child:
     def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
         """Count the time since ``began``.
 
-        At first, all of this time is attributed to the program. Once enough time has accumulated,
-        in one wait or in many short ones, a check of the processes shows for how much of it they
-        had to wait for a processor.
+        At first, all of this time counts as the program's. Once enough time has accumulated, in one
+        wait or in many short ones, the processes are checked to see how much of it they spent
+        waiting for a processor.
         """
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s
@@ -181,11 +181,11 @@ class Child:
         self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """Return the seconds since the last check in which the processes, or this thread as their
-        reader, had to wait for a processor; None if the kernel does not report them.
+        """Return how many seconds the processes, or this thread as their reader, had to wait for a
+        processor since the last check; None if the kernel does not report this.
 
-        Only the thread that waited longest counts: if the sum counted, a program could gain time by
-        starting many threads.
+        Only the thread that waited longest counts. If all waits were added up, a program could gain
+        time by starting many threads.
         """
         now: dict[int, float] = {}
         for process in family:
@@ -217,7 +217,7 @@ class Child:
 
     def _read(self, deadline: float) -> None:
         self._await(self._output, select.POLLIN, deadline)
-        data = os.read(self._output, 1 << 16)  # at most the capacity of a pipe
+        data = os.read(self._output, 1 << 16)  # 64 KiB is the capacity of a pipe
         if not data:
             raise self._ended()
         self._unread += data
@@ -229,7 +229,7 @@ class Child:
             raise ChildTimeoutError("no reply in time")
 
     def _ended(self) -> ChildEndedError:
-        by_itself = self._ends_by_itself()  # the process may only have closed its pipes
+        by_itself = self._ends_by_itself()  # the process may still run and have closed its pipes
         self.kill()
         self.status = self.process.returncode if by_itself else None
         os.set_blocking(self._errors, False)
@@ -242,8 +242,7 @@ class Child:
     def _ends_by_itself(self) -> bool:
         """Wait a moment for the process to end, and return whether it did.
 
-        The process is not reaped, so no other process can have the same number before its group is
-        killed.
+        The process is not reaped, so no other process can get its id before its group is killed.
         """
         deadline = time.monotonic() + _ENDING_S
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -253,11 +252,13 @@ class Child:
                     return False
                 time.sleep(0.002)
         except ChildProcessError:
-            pass  # the kernel reaps this process's children, or the child was already reaped
+            # the kernel reaps this process's children automatically, or the child was already
+            # reaped
+            pass
         return True
 
     def kill(self) -> None:
-        """Kill the process, and wait for it."""
+        """Kill the process, and wait until it has ended."""
         self.process.kill()
         self.process.wait()
 

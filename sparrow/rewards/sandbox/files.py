@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that no process uses any more; a warning names what cannot be removed.
+    """Remove a folder that no process uses any more. A warning names whatever cannot be removed.
 
-    A program may have nested folders too deeply for any path or recursion. Before a folder is
-    removed, the folders in it are therefore moved to the top.
+    A program may have nested folders so deeply that no path or recursion can reach the last one.
+    Before a folder is removed, its subfolders are therefore moved to the top.
     """
     number = 0
     mark = secrets.token_hex(8)

@@ -1,23 +1,23 @@
 """Judge programs by unit tests.
 
-The tests of a problem are a plain mapping, so that they can be stored in datasets:
+The tests of a problem are a plain mapping, so they can be stored in datasets:
 
-- ``{"inputs": [...], "outputs": [...]}``: standard input and expected standard output of each test;
-- the same with ``"fn_name"``: each input is a list of arguments and each output is the expected
-  result, both JSON values. ``"alternatives"`` contains other lists of outputs. A program passes if
-  its results match any one of the lists in all tests;
-- ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as in HumanEval
-  and MBPP. ``setup`` runs before the test code. With an ``entry_point``, the test code's ``check``
-  is called with that function.
+- ``{"inputs": [...], "outputs": [...]}``: the standard input and the expected standard output of
+each test; - the same with ``"fn_name"``: each input is a list of arguments, and each output is the
+expected result, both as JSON values. ``"alternatives"`` contains further lists of outputs. A
+program passes if there is one list that its results match in all tests; - ``{"test": code, "setup":
+code, "entry_point": name}``: test code with assertions, as in HumanEval and MBPP. ``setup`` runs
+before the test code. If there is an ``entry_point``, the function ``check`` of the test code is
+called with the program's function of that name.
 
 In all three kinds, ``"prelude"`` is code that runs before the program, such as imports.
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds, this process compares the
 outputs, and the expected outputs never enter the sandbox. For assertions, the test code runs in
-another sandbox and calls the program from there (see ``sandbox.inside.exchange``). The price is
-that objects of a program's own classes can be used but not compared (see
-``sandbox.inside.remote``). A program passes only if it loads and a test has called it or read one
-of its names. Limits count the program's own time (see ``OwnTime``).
+another sandbox and calls the program from there (see ``sandbox.inside.exchange``). As a
+consequence, objects of a program's own classes can be used but not compared (see
+``sandbox.inside.remote``). A program passes only if it loads, and if a test has called it or read
+one of its names. Time limits apply to the program's own time (see ``OwnTime``).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]
 
 FLOAT_TOLERANCE = 1e-6
-"""Tolerance for numbers that are expected with a decimal point or an exponent; relative, and
-absolute below 1.
+"""Tolerance if the expected number has a decimal point or an exponent. It is relative, but absolute
+for numbers below 1.
 """
 
 _show = Repr().repr
@@ -63,13 +63,14 @@ _PLAIN_DECIMAL = re.compile(
 )
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
-"""The sandbox enforces a test's limits itself; this side waits for it this many seconds longer."""
+"""The sandbox enforces a test's limits itself. This process waits for it this many seconds longer.
+"""
 _ROOM_BYTES = 1 << 16
 _ROOM_TIMES = 16
-"""Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus
+"""Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output, plus
 ``_ROOM_BYTES``.
 """
-_SHARE = 8  # a result passed to assertions has at most ``output_bytes / _SHARE`` bytes
+_SHARE = 8  # a result for assertions may have at most ``output_bytes / _SHARE`` bytes
 _TESTS_BYTES = 64 << 20  # maximum size of a message from test code, which is trusted
 _RELAYED = (
     "value",
@@ -91,27 +92,27 @@ _RELAYED = (
     "content",
     "next",
 )
-"""The keys of a program's replies that are passed on to the tests. Verdicts are not among them."""
+"""The keys of a program's reply that are passed on to the tests. Verdicts are not passed on."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts of a program's tests."""
+    """The verdicts of the tests of one program."""
 
     verdicts: tuple[Verdict, ...]  # one per test that was run, in order
     tests: int  # number of all tests, whether run or not
-    detail: str  # what went wrong in the first failed test; empty if none failed
+    detail: str  # what went wrong in the first failed test; empty if no test failed
     wall_s: float  # seconds that judging took
 
     @property
     def passed(self) -> bool:
-        """True if there are tests and the program passed all of them."""
+        """True if there is at least one test and the program passed all tests."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 
 def _same_token(actual: str, expected: str) -> bool:
-    """Return whether two words are the same, or the expected word is a number in plain form and the
-    other has the same value.
+    """Return whether two words are the same, or whether the expected word is a number in plain form
+    and the actual word has the same value.
     """
     if actual == expected:
         return True
@@ -132,11 +133,12 @@ def _close(actual: float, expected: float) -> bool:
 def same_output(actual: str, expected: str) -> bool:
     """Compare two outputs line by line and word by word, ignoring spaces.
 
-    If the expected word is a number in plain form, the words are compared as numbers: whole numbers
-    exactly and without an exponent, decimals within tolerance. ``0011`` is text.
+    If the expected word is a number in plain form, the words are compared as numbers. Whole numbers
+    must be equal and must not have an exponent; decimals are compared within a tolerance. ``0011``,
+    for example, is compared as text.
     """
-    # Compare one word at a time: a list of words could take a hundred times the memory of a hostile
-    # output.
+    # Compare one word at a time. For a hostile output, a list of words could take a hundred times
+    # as much memory as the output.
     words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
     return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
 
@@ -166,7 +168,7 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 class Judge:
-    """A judge that runs a bounded number of programs at a time; further callers wait.
+    """A judge that runs a limited number of programs at a time; further callers wait.
 
     Args:
         limits: the resources that a program may use.
@@ -176,7 +178,7 @@ class Judge:
         workers: number of programs that run at a time; by default, the number of processors that
             this process may use.
 
-    Thread-safe; holds no process between programs.
+    This class is thread-safe, and keeps no process between programs.
     """
 
     def __init__(
@@ -191,10 +193,11 @@ class Judge:
         self._free = threading.BoundedSemaphore(self.workers)
 
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
-        """Run ``code`` against ``tests``; if ``stop_early``, only up to the first test that fails.
+        """Run ``code`` against ``tests``. If ``stop_early`` is true, stop after the first test that
+        fails.
 
-        Raises RewardError: programs cannot be run here, or not with the requested isolation.
-        ValueError: the tests are not of one of the three kinds.
+        Raises RewardError: programs cannot be run here with the requested isolation. ValueError:
+        the tests are not of one of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -216,8 +219,8 @@ class Judge:
 
 
 class _Readings:
-    """The expected results of calls. Several lists of results may be acceptable; the results so far
-    determine which lists are still possible.
+    """The expected results of calls. Several lists of results may be acceptable. The results so far
+    determine which of the lists are still possible.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -225,13 +228,13 @@ class _Readings:
         self._at = -1
 
     def next(self) -> Any:
-        """Return the next test's expected result, from the first list that is still possible."""
+        """Return the expected result of the next test, from the first list that is still possible."""
         self._at += 1
         return self._left[0][self._at]
 
     def met_by(self, actual: Any) -> bool:
-        """Return whether any list that is still possible expects ``actual``. If so, drop those that
-        do not.
+        """Return whether a list that is still possible expects ``actual``. If so, drop the lists
+        that do not.
         """
         met = [outputs for outputs in self._left if same_value(actual, outputs[self._at])]
         self._left = met or self._left
@@ -240,7 +243,7 @@ class _Readings:
 
 @dataclass
 class _Run:
-    """A program that is being tested, and the time that it has spent."""
+    """A program under test, and the time that it has spent."""
 
     prelude: str
     code: str
@@ -261,8 +264,8 @@ class _Run:
             box.send_within(message, time_limit)
 
     def _receive(self, box: Sandbox, most: int, limit_s: float | None = None) -> dict[str, Any]:
-        """Receive the next answer of a sandbox, within ``limit_s`` (``wall_s`` by default) of its
-        own time.
+        """Receive the next answer of a sandbox, within ``limit_s`` seconds of its own time
+        (``wall_s`` by default).
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
@@ -271,7 +274,9 @@ class _Run:
 
     @contextmanager
     def _time(self, limit_s: float) -> Iterator[OwnTime]:
-        """Yield a time limit of at most the time left for all tests, and count the time spent."""
+        """Yield a time limit, at most the time that is left for all tests, and count the time spent
+        inside the context.
+        """
         time_limit = OwnTime(min(limit_s, self.limits.program_s - self.spent_s))
         try:
             yield time_limit
@@ -311,14 +316,14 @@ class _Run:
     def _test(
         self, box: Sandbox, name: str | None, given: Any, expected: Any, readings: _Readings
     ) -> tuple[Verdict, str]:
-        """Run one test: call the function ``name`` if it is given, otherwise run the program."""
+        """Run one test: call the function ``name`` if there is one; otherwise, run the program."""
         if name:
             return self._call(box, name, given, readings)
         return self._feed(box, given, expected)
 
     def _most(self, expected: str) -> int:
-        """Return the number of bytes beyond which a reply cannot be correct. Long replies cost
-        memory that malloc does not return.
+        """Return the size in bytes above which a reply cannot be correct. Longer replies are not
+        read, because they cost memory that malloc does not return.
         """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
@@ -361,7 +366,7 @@ class _Run:
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
         except Exception as error:
-            # An unreadable result must not stop the run, whatever the program has made it.
+            # A result that cannot be read must not stop the run, whatever the program has returned.
             detail = f"the result cannot be read: {type(error).__name__}: {error}"
             return "wrong", detail[:_DETAIL_CHARS]
 
@@ -373,8 +378,8 @@ class _Run:
             "test": tests["test"],
             "entry_point": tests.get("entry_point"),
         }
-        # The tests are trusted, and may need more memory than the program may use, for example to
-        # import numpy.
+        # The tests are trusted. They may need more memory than the program is allowed, for example
+        # to import numpy.
         roomy = replace(self.limits, memory_bytes=max(self.limits.memory_bytes, 1 << 30))
         with (
             Sandbox(judge_request, roomy, self.held) as judge,

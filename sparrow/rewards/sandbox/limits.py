@@ -10,14 +10,15 @@ class Limits:
     """Limits on the resources of one program."""
 
     cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    # wall-clock seconds per test, including sleep; a busy machine adds waits that ``cpu_s`` does
-    # not count
+    # wall-clock seconds per test. Unlike ``cpu_s``, they include sleep, and waits on a busy
+    # machine.
     wall_s: float = 12.0
-    # seconds for all tests of a program; if the tests call the program, also the limit of its
-    # processor seconds, rounded up
+    # seconds for all tests of a program. If the tests call the program, this is also the limit on
+    # its processor seconds, rounded up.
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # maximum address space
-    # maximum size of the output and of each file; results for assertions may have an eighth of it
+    # maximum size of the output and of each file; results for assertions may have an eighth of this
+    # size
     output_bytes: int = 8 << 20
     files_bytes: int = 64 << 20  # maximum total size of all files
     files: int = 1000  # maximum number of files, folders and links at a time

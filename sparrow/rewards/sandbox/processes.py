@@ -1,5 +1,5 @@
-"""Read from the kernel what processes do: their state, their processor time, and the time that they
-have waited for a processor.
+"""Read from the kernel the state of processes, their processor time, and how long they have waited
+for a processor.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ class Process(NamedTuple):
 
     state: str  # as in ps: R if the process runs or waits for a processor
     parent: int
-    processor_s: float  # seconds used by the process, and by its children that it has waited for
-    # seconds that each thread was ready to run and waited for a processor; None if the kernel does
+    # processor seconds used by the process, and by those of its children that it has waited for
+    processor_s: float
+    # seconds that each thread was ready to run but waited for a processor; None if the kernel does
     # not report them
     queued_s: Mapping[int, float] | None = None
 
 
 def look(pid: int) -> Process:
-    """Read the state of one process. Raises OSError: no process has this number."""
+    """Read the state of one process. Raises OSError: no process has this id."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     ticks = sum(map(int, fields[11:15]))
@@ -34,8 +35,8 @@ def look(pid: int) -> Process:
 
 
 def queued(pid: int | str) -> dict[int, float] | None:
-    """Read the seconds that each thread of a process has waited for a processor; None if the kernel
-    does not report them. A thread that ends in the meantime is left out.
+    """Read how many seconds each thread of a process has waited for a processor; None if the kernel
+    does not report this. A thread that ends in the meantime is left out.
     """
     waits: dict[int, float] = {}
     try:
@@ -53,8 +54,8 @@ def queued(pid: int | str) -> dict[int, float] | None:
 
 
 def family(root: int) -> list[Process]:
-    """Read the states of a process and all its descendants, with their waits; empty if the process
-    no longer exists.
+    """Read the states of a process and all its descendants, including how long they have waited for
+    a processor. The result is empty if the process no longer exists.
     """
     processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):

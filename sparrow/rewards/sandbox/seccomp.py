@@ -1,10 +1,10 @@
-"""A seccomp filter for x86-64 and arm64 with the system calls that a judged program may not make.
+"""A seccomp filter, for x86-64 and arm64, that denies system calls to a judged program.
 
-The filter is a second wall inside bubblewrap's namespaces; without bubblewrap, the filter and
-Landlock are the only wall. The program is one process that starts no other, signals nobody but
-itself, opens no socket, changes no file's owner, mode or attributes, and uses none of the kernel's
-larger interfaces. Of the calls that are newer than those listed here, the program may make only
-those in ``_NEW``.
+In bubblewrap, the filter is a second wall inside the namespaces. Without bubblewrap, the filter and
+Landlock are the only protection. With the filter, the program is a single process. It cannot start
+other processes, send signals to them, open sockets, change the owner, mode or attributes of files,
+or use the kernel's larger interfaces. Of the system calls that are newer than those listed here,
+only those in ``_NEW`` are allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from functools import cache
 from sparrow.errors import RewardError
 
 Instruction = tuple[int, int, int, int | str]
-"""Code, jump if true, jump if false, constant; ``"pid"`` stands for the filtered process's own id.
+"""An instruction: code, jump if true, jump if false, and constant. The constant ``"pid"`` stands
+for the filtered process's own id.
 """
 
 _EPERM = 1
@@ -54,15 +55,15 @@ _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 _FIRST_NEW = 424
 _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
-# Refused: signals to a chosen process when a file becomes ready (F_SETOWN, F_SETSIG, F_SETOWN_EX),
-# leases, notifications of changes in a folder, and pipes with larger buffers.
+# Refused: sending a signal to a chosen process when a file becomes ready (F_SETOWN, F_SETSIG,
+# F_SETOWN_EX), leases, notifications of changes in a folder, and larger buffers for pipes.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
 # Allowed: asking whether a file is a terminal, how large the terminal is and how many bytes can be
 # read; setting whether a file blocks, and whether programs inherit it.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-# Allowed: names of threads and mappings, huge pages, timers, and reading settings, but nothing that
-# lets the program outlive its parent.
+# Allowed: naming threads and mappings, huge pages, timers, and reading settings. Nothing is allowed
+# that would let the program outlive its parent.
 _PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
 
 _DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -88,7 +89,8 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "kcmp": (312, 272),
-    # identity: with another user or group, the program would also no longer end with its parent
+    # identity; with another user or group, the program would also no longer end when its parent
+    # ends
     "setuid": (105, 146),
     "setgid": (106, 144),
     "setreuid": (113, 145),
@@ -111,7 +113,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     "setsockopt": (54, 208),
-    # memory that no limit counts, and objects shared by all processes of a user or a machine
+    # memory that no limit counts, and objects that all processes of a user or a machine share
     "memfd_create": (319, 279),
     "shmget": (29, 194),
     "shmat": (30, 196),
@@ -134,7 +136,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # files: other limits bound their contents, but not their owners, permissions and attributes
+    # files; other limits restrict their contents, but not their owners, permissions or attributes
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -203,7 +205,7 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _call(number: int, tests: list[Instruction]) -> list[Instruction]:
-    """Run ``tests`` only for the system call ``number``; they must return."""
+    """Run ``tests`` only for the system call ``number``. They must end with a return."""
     return [(_EQUAL, 0, len(tests), number), *tests]
 
 
@@ -252,7 +254,7 @@ def program_filter() -> list[Instruction]:
                 _PASS,
             ],
         ),
-        # Sending is allowed only over a socket pair, never to an address.
+        # Sending is allowed only over a socket pair, not to an address.
         *_call(
             _SENDTO[column],
             [_load(4), (_EQUAL, 1, 0, 0), refuse, _load(4, True), (_EQUAL, 1, 0, 0), refuse, _PASS],
@@ -269,7 +271,7 @@ def program_filter() -> list[Instruction]:
 @cache
 def packed_filter() -> tuple[str, list[int]]:
     """Return the filter in the kernel's format, as hexadecimal text, and the byte offsets at which
-    the filtered process's own id belongs.
+    the filtered process's own id must be inserted.
     """
     code = program_filter()
     packed = b"".join(

@@ -1,8 +1,8 @@
-"""The walls that confine a program: the command that starts a sandbox, and what the harness inside
-must know.
+"""The walls that confine a program. A wall consists of the command that starts a sandbox, and of
+information for the harness inside.
 
-THREATS.md describes what each kind of wall stops. The kind ``none`` consists of only the filter and
-the limits.
+THREATS.md describes what each kind of wall stops. The kind ``none`` has only the filter and the
+limits.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _count = itertools.count(random.randrange(1 << 24))
 
 @dataclass(frozen=True)
 class Wall:
-    """One way of confining programs."""
+    """One way to confine programs."""
 
     held: Held
-    # bubblewrap is started by a privileged user, and each sandbox has its own user id
+    # whether a privileged user starts bubblewrap, and each sandbox has its own user id
     own_user: bool = False
 
     @property
     def counted_by_kernel(self) -> bool:
         """True if the kernel limits the number of a program's tasks without counting other tasks.
 
-        The kernel does so for a user id that only this sandbox has, and since Linux 5.14 for a user
-        namespace, except root's.
+        The kernel does so if no other process has the sandbox's user id. Since Linux 5.14, it also
+        does so in a user namespace, unless root created it.
         """
         if self.own_user:
             return True
@@ -64,7 +64,7 @@ class Wall:
         return _python(str(_INSIDE.parent), sys.executable)
 
     def request(self, folder: str) -> dict[str, Any]:
-        """Return the part of a request that describes the wall to the harness; ``folder`` is the
+        """Return the part of a request that describes the wall to the harness. ``folder`` is the
         program's folder.
         """
         return {
@@ -93,11 +93,11 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """Return the virtual environment that has to be mounted elsewhere, so that a program's folders
-    do not reveal its location; None if it can stay in place.
+    """Return the path of the virtual environment if it has to be mounted elsewhere, so that a
+    program cannot see where it is; None if it can stay in place.
 
-    The Python from which the environment was created cannot be moved, because the environment's
-    files name it.
+    The Python from which the environment was created cannot be mounted elsewhere, because the
+    environment's files contain its path.
     """
 
     def hidden(path: object) -> bool:
@@ -112,13 +112,13 @@ def _moved() -> str | None:
 
 
 def _place(folder: str) -> str:
-    """Return the path of one of Python's folders inside bubblewrap."""
+    """Return the path that one of Python's folders has inside bubblewrap."""
     return _MOVED if folder == _moved() else folder
 
 
 def _user_id() -> int:
-    """Choose a user id that no user and no other sandbox here has, near the highest of this
-    process's user namespace.
+    """Choose a user id that no user and no other sandbox on this machine has. It is near the
+    highest id of this process's user namespace.
     """
     maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     ids = max(int(first) + int(length) for first, _, length in maps)
@@ -130,8 +130,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if own_user:
-        # A user namespace is not used: root inside it is still root to the kernel, so limits on
-        # tasks would not apply.
+        # A user namespace is not used. Root inside it would still be root to the kernel, so limits
+        # on tasks would not apply.
         command += [
             "--unshare-ipc",
             "--unshare-pid",
@@ -144,9 +144,11 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
         command += ["--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534"]
     if _bwrap_sizes(binary):
         command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    else:  # bubblewrap before 0.7 cannot bound a tmpfs, so /tmp cannot be written at all
+    # bubblewrap before 0.7 cannot limit the size of a tmpfs, so programs cannot write to /tmp at
+    # all
+    else:
         command += ["--dir", "/tmp", "--chdir", "/tmp"]
-    if own_user:  # otherwise only root may enter the parent folders that bubblewrap makes
+    if own_user:  # otherwise, only root may enter the parent folders that bubblewrap creates
         above = {
             str(parent)
             for path in (*map(_place, _folders()), *_CACHES, "/sandbox/inside")
@@ -154,8 +156,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
         }
         for parent in sorted(above - {"/", "/tmp"}):
             command += ["--perms", "0755", "--dir", parent]
-    # These are bound after /tmp is made private, since the Python that an environment was made from
-    # may be in /tmp.
+    # These folders are mounted after /tmp is made private, because the Python from which an
+    # environment was created may be in /tmp.
     for folder in _folders():
         command += ["--ro-bind", folder, _place(folder)]
     for link in _SYSTEM:
@@ -197,19 +199,19 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness if its folder is writable. Inside the sandbox it is not, so every program
-    would compile the harness again.
+    """Compile the harness, if its folder is writable. Inside the sandbox, the folder is not
+    writable, so every program would otherwise compile the harness again.
     """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
 def _python(folder: str, executable: str) -> list[str]:
-    """Return the command that runs the package ``inside`` of a folder with Python; the folder is
+    """Return the command with which Python runs the package ``inside`` of a folder. The folder is
     not on the path of programs.
     """
-    # Skipping the .pth files of installed packages, such as editable ones, cuts Python's startup
-    # time to a third. Imports create no garbage, so disabling garbage collection saves another
-    # twentieth of the harness's time.
+    # Skipping the .pth files of installed packages (for example, of editable ones) cuts Python's
+    # startup time to a third. Imports create no garbage, so disabling garbage collection saves
+    # another twentieth of the harness's time.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

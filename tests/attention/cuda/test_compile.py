@@ -79,7 +79,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_neither_spill_nor_exceed_the_register_file(
+def test_shipped_configurations_fit_in_the_registers_without_spilling(
     items, D, G, cache, FP8_LANDMARKS
 ):
     assert spilled(items, D, G, 1, cache, FP8_LANDMARKS) == 0

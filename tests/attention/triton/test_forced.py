@@ -339,7 +339,7 @@ def test_a_model_can_be_trained_through_the_kernels(autocast):
     assert (found[0] - found[1]).norm() < (0.05 if autocast else 1e-4) * found[0].norm()
 
 
-def test_a_checkpointed_layer_does_not_recompute_selection_or_attention(monkeypatch):
+def test_a_checkpointed_layer_recomputes_neither_selection_nor_attention(monkeypatch):
     calls, gradients = {"select": 0, "attend": 0}, []
     for name in calls:
         method = getattr(Call, name)

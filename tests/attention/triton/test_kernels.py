@@ -1206,7 +1206,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_decoding_reads_tokens_that_were_stored_just_before(config, cache_dtype):
+def test_decoding_reads_tokens_stored_immediately_before(config, cache_dtype):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1

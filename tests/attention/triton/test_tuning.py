@@ -87,7 +87,7 @@ def test_the_most_queries_of_the_widest_heads_leave_an_a100_room_for_one_tile():
         (512, 1, 256),
     ],
 )
-def test_small_batches_use_several_ranking_programs_per_item_and_extra_programs(
+def test_small_batches_use_several_ranking_programs_per_item_and_extra_attention_programs(
     items, splits, extra
 ):
     config = choose(items, 8, 256, H200)

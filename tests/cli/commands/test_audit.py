@@ -44,7 +44,7 @@ def test_an_audit_of_a_biased_actor_exits_with_1_and_reports_the_bias(capsys):
     assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
-def test_an_audit_with_an_open_verdict_exits_with_2(capsys):
+def test_an_audit_that_cannot_tell_exits_with_2(capsys):
     code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
     assert code == 2
     assert "cannot tell" in printed and "times as many tokens" in printed
@@ -137,6 +137,7 @@ def test_biased_positions_are_listed_and_other_positions_are_only_counted(capsys
     printed = capsys.readouterr().out
     assert "u3, bonus token" in printed and "u3, draft 1" not in printed
     assert (
-        "tests of single positions in the draft cycle that found no difference: 1" in printed
+        "tests of single positions in the draft cycle that found no difference (not shown): 1"
+        in printed
         and "not tested: a note" in printed
     )

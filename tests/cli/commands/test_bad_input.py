@@ -375,7 +375,7 @@ def test_a_problem_that_is_too_long_is_named_in_the_error(checkpoint, tmp_path, 
 
 def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
     refused = fails(capsys, *MEASURE, "--model", checkpoint, "--max-new-tokens", "1024")
-    assert "max_new_tokens=1024 leaves no room for a prompt in the context of 1024" in refused
+    assert "max_new_tokens=1024 leaves no room for a prompt in the 1024-token context" in refused
 
 
 @pytest.mark.parametrize(

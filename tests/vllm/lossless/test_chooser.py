@@ -466,7 +466,7 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
     assert chosen[30:].count(0) >= 26
 
 
-def test_timings_at_new_lengths_are_scaled_by_those_of_dense_steps():
+def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
     """Four drafts lose by a seventh at 320 tokens. For longer sequences dense steps are timed
     first, and imply that four drafts lose there as well.
     """

@@ -200,7 +200,7 @@ def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
     ]
 
 
-def test_workers_receive_the_budget_of_new_drafts_and_of_those_being_verified(make, monkeypatch):
+def test_workers_receive_the_budgets_of_new_drafts_and_of_drafts_being_verified(make, monkeypatch):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 2)
@@ -335,7 +335,7 @@ def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget():
     assert plan.verified_by(scheduled, DraftPlan(8, budget=2)) == (8, 2)
 
 
-def test_steps_with_unequal_drafts_are_not_timed(make, observed):
+def test_steps_with_unequal_draft_counts_are_not_timed(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
     for names, drafts in (

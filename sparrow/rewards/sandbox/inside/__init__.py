@@ -1,3 +1,3 @@
-"""The part of the sandbox that runs inside it. It imports only the standard library, and as little
-of that as possible.
+"""The part of this package that runs inside the sandbox. It imports only the standard library, and
+as little of that as possible.
 """

@@ -1,5 +1,5 @@
-"""The mode that runs test code. This code is trusted and calls the program's functions in another
-sandbox.
+"""The mode that runs test code. Test code is trusted, and calls the program's functions, which run
+in another sandbox.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Names(dict[str, "Any"]):
-    """The tests' globals. A name that is not defined here is looked up in the program each time it
-    is used.
+    """The globals of the test code. A name that is not defined here is looked up in the program
+    each time it is used.
     """
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
@@ -43,11 +43,11 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Find the built-in function that the program redefines: if the tests name nothing else of the
-    program's, this is the built-in that they call. Return its name in a set, which is empty if
-    there is none.
+    """Find the built-in function that the program redefines. If the tests use no other name of the
+    program, it is the built-in that they call. Return a set that contains its name, or an empty set
+    if there is no such function.
 
-    Raises ValueError: the tests call several built-ins, and any of them may be meant.
+    Raises ValueError: the tests call several built-ins, so it is unknown which of them is tested.
     """
     nodes = list(ast.walk(tree))
     bound = defined | {
@@ -112,7 +112,8 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
-    """Run the setup and the tests, and then the tests that wait to be called.
+    """Run the setup and the test code, and then the test functions and classes that it defines but
+    does not call.
 
     Raises the first exception that a test raises. RemoteError: the program cannot be loaded.
     ValueError: no test has called the program or read any of its names.
@@ -130,7 +131,7 @@ def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
     if entry_point:
         names[entry_point] = Remote(exchange, entry_point)
 
-    # A file of tests runs its tests under ``if __name__ == "__main__"``.
+    # Test files often run their tests under ``if __name__ == "__main__"``.
     names["__name__"] = "__main__"
     sys.modules["__main__"] = sys.modules["tests"]
     try:

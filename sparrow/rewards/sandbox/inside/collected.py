@@ -1,6 +1,7 @@
-"""Run the tests that a test runner would collect: functions named ``test_...`` and test classes.
+"""Run the tests that a test runner would collect, which are functions named ``test_...`` and test
+classes.
 
-Here, ``run`` finds and calls them in place of unittest or pytest.
+Here, ``run`` takes the place of unittest or pytest: it finds the tests and calls them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _ENTERED = "_entered_tests"
 
 
 def mark(tree: ast.Module) -> ast.Module:
-    """Change the tests so that every function named ``test_...`` records that it was called."""
+    """Change the test code so that every function named ``test_...`` records that it was called."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_test(node.name):
             note = ast.parse(f"{_ENTERED}.add({node.name!r})").body
@@ -31,9 +32,9 @@ def _is_test(name: str) -> bool:
 
 
 def prepare(source: str, namespace: dict[str, Any]) -> None:
-    """Prepare the tests' globals for ``source``. ``main`` of unittest and pytest is replaced by a
-    function that does nothing, because ``run`` calls the tests, and numpy's comparisons are guarded
-    (see ``guard_numpy``).
+    """Prepare the globals for the test code ``source``. ``main`` of unittest and pytest is replaced
+    by a function that does nothing, because ``run`` calls the tests. numpy's comparisons are
+    guarded (see ``guard_numpy``).
     """
     namespace[_ENTERED] = set()
     if "unittest" in source:
@@ -51,8 +52,9 @@ def _nothing(*_: Any, **__: Any) -> int:
 
 
 def guard_numpy() -> None:
-    """Make numpy's comparisons fail where they would compare no elements. Otherwise ``allclose([],
-    2.5)`` would be true, because the number is repeated as often as there are elements.
+    """Make numpy's comparisons fail if one side has elements and the other has none. Otherwise,
+    ``allclose([], 2.5)`` would be true, because the number is repeated as often as there are
+    elements.
     """
     numpy: Any = import_module("numpy")
 
@@ -95,8 +97,8 @@ def guard_numpy() -> None:
 def run(namespace: dict[str, Any]) -> None:
     """Run each test function and test class that the tests define but have not called.
 
-    Raises the exception of the first test that fails. TypeError: a test takes arguments, which only
-    pytest could supply.
+    Raises the exception of the first test that fails. TypeError: a test has parameters, for which
+    only pytest could supply arguments.
     """
     for name, value in list(namespace.items()):
         if isinstance(value, type):
@@ -125,7 +127,7 @@ def _run_test_case(case: Any) -> None:
     import unittest
 
     class Result(unittest.TestResult):
-        """A result that keeps the first exception itself; ``TestResult`` keeps only the text."""
+        """A result that keeps the first exception itself. ``TestResult`` keeps only its text."""
 
         first: BaseException | None = None
 

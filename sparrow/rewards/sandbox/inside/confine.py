@@ -1,5 +1,5 @@
-"""Confine the process of a program permanently: with resource limits, Landlock, no capabilities,
-and a system-call filter.
+"""Confine the process of a program permanently, with resource limits, Landlock and a system-call
+filter, and without capabilities.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _NO_NEW_PRIVS = 38
 _SECCOMP = 22
 _DUMPABLE = 4
 _DEATH_SIGNAL = 1
-# size to which the main thread's stack can always grow: the kernel leaves a gap of 128 MiB
+# size to which the main thread's stack can always grow, because the kernel leaves a gap of 128 MiB
+# for it
 _STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
@@ -33,13 +34,13 @@ _SIGPENDING = 11
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
-LANDLOCK_NEEDED = 3  # the first version that keeps read-only files from being truncated
+LANDLOCK_NEEDED = 3  # the first version that prevents read-only files from being truncated
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _TRUNCATE = 1 << 14
 _EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # version 5 added device control
-# folders, files and links can be removed and made, but not devices or sockets
+# Folders, files and links can be removed and created, but devices and sockets cannot be created.
 _REMOVE = (1 << 4) | (1 << 5)
 _MAKE = (1 << 7) | (1 << 8) | (1 << 12)
 _REFER = 1 << 13
@@ -60,8 +61,8 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
         (_SIGPENDING, _TIMERS),
     ):
         _lower(kind, value, value)
-    if request["own_tasks"]:  # the kernel counts only the program's tasks
-        # Add four for the harness's own tasks.
+    if request["own_tasks"]:  # the kernel counts no tasks other than the program's
+        # Four more tasks are allowed, because the harness needs them.
         _lower(resource.RLIMIT_NPROC, limits["tasks"] + 4, limits["tasks"] + 4)
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
@@ -88,12 +89,12 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], own: str) -> None:
-    """Restrict this process to the ``readable`` files and folders, a few devices and its ``own``
-    folder.
+    """Restrict this process's file access to the ``readable`` files and folders, a few devices, and
+    its ``own`` folder.
     """
     version = landlock_version()
     handled = _EVERYTHING.get(version, (1 << 16) - 1)
-    # ``network`` restricts TCP; ``scoped`` restricts abstract sockets and signals.
+    # ``network`` restricts TCP. ``scoped`` restricts abstract sockets and signals.
     network = 3 * (version >= 4)
     scoped = 3 * (version >= 6)
     attributes = struct.pack("QQQ", handled, network, scoped)
@@ -153,8 +154,8 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 
 
 def allow_cpu(limits: Mapping[str, Any]) -> None:
-    """Let this process use ``cpu_s`` more seconds of processor time, up to the total of
-    ``program_s``.
+    """Let this process use ``cpu_s`` more seconds of processor time, but no more than ``program_s``
+    in total.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(
@@ -163,8 +164,9 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Set this process's user id to ``uid`` (None: unchanged), end the process when its parent
-    ends, and keep other processes of the user from reading or writing its memory through /proc.
+    """Set this process's user id to ``uid`` (None: leave it unchanged). Have the kernel end the
+    process when its parent ends. Prevent other processes of the user from reading or writing its
+    memory through /proc.
     """
     if uid is not None:
         os.setgroups([])

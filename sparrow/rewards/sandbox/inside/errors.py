@@ -1,4 +1,4 @@
-"""The form in which the two sides report exceptions to each other."""
+"""Exceptions in the form in which the program and the tests report them to each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ DETAIL_CHARS = 400
 
 
 class RemoteError(Exception):
-    """An exception that the other side raised. If that exception has a built-in base class, the
-    error is an instance of this class as well.
+    """An exception that the other side raised. If that exception has a built-in base class, this
+    error is also an instance of that class.
     """
 
     detail = ""
@@ -15,7 +15,7 @@ class RemoteError(Exception):
 
 def describe(error: BaseException) -> str:
     """Return the type and message of an exception in one short line, even if converting the
-    exception to text raises.
+    exception to text raises an error.
     """
     if isinstance(error, RemoteError):
         return error.detail

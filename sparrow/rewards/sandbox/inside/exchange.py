@@ -1,12 +1,13 @@
-"""Calls between test code and the program it tests, which are in different sandboxes.
+"""Calls between test code and the program that it tests. The two run in different sandboxes, which
+are called sides here.
 
-Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up
-a global, read a ``part`` of an object or ``set`` one, do one of ``remote``'s ``operation``s. The
-answer contains a ``value``, or says what was ``raised`` or why the request is ``refused``. A side
-that waits for an answer serves requests in the meantime, so that a test can pass a function to the
-program. Values are sent as ``wire`` packs them, and this module adds a few more standard types.
-Functions and objects of other classes stay where they are and are identified by a number (see
-``remote``). The answer also reports how the call changed its arguments, and what it printed.
+Both sides send the same requests: ``call`` a function of the other side with arguments; ``look`` up
+a global; read or ``set`` a ``part`` of an object; or carry out an ``operation`` (see ``remote``).
+The answer contains a ``value``, or says what was ``raised`` or why the request was ``refused``. A
+side that waits for an answer serves requests in the meantime, so that a test can pass a function to
+the program. Values are sent in the format of ``wire``, to which this module adds a few standard
+types. Functions, and objects of other classes, stay on their side and are identified by a number
+(see ``remote``). The answer also reports how a call changed its arguments, and what it printed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-_AHEAD_S = 0.02  # seconds that an iterator may spend on items that are not requested yet
+_AHEAD_S = 0.02  # seconds that an iterator may spend on items that have not been requested yet
 _ANSWERS = {"value", "raised", "refused"}
 _OWN = ("program", "tests", "__main__")  # modules of the classes that either side defines
 _MODULES = (
@@ -73,8 +74,8 @@ def _array(content: Any) -> Any:
     return import_module("numpy").array(content[1], dtype=content[0])
 
 
-# For each class, by module and name: how to write a value, and how to read it back. A class is
-# imported only when a value needs it.
+# For each class, by module and name: a function that writes a value, and one that reads it back. A
+# class is imported only when a value needs it.
 _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): (str, lambda c: import_module("decimal").Decimal(c)),
     ("fractions", "Fraction"): (str, lambda c: import_module("fractions").Fraction(c)),
@@ -100,19 +101,19 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
-# Every exception derives from one of the first two. The others would end a test's ``map`` or
-# generator as if it had finished.
+# Every exception is a subclass of one of the first two. The other classes would end a test's
+# ``map`` or generator as if it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Exchange:
-    """One of the two sides that exchange calls.
+    """One of the two sides that call each other.
 
     Args:
         channel: the connection to the other side.
-        find: returns the function or global that the other side requests by name, or raises
-            NameError if there is none.
-        loaded: raises the error with which loading this side failed, if it did.
+        find: returns the function or global that the other side requests by name; raises NameError
+            if there is none.
+        loaded: raises an error if loading this side failed.
         strict: whether the other side is untrusted; see ``remote``.
     """
 
@@ -133,8 +134,8 @@ class Exchange:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Parts of the other side's objects that were read and can be changed in place here, with
-        # their contents when they were read; keyed by object, kind of part and name.
+        # Parts of the other side's objects that were read and can be changed in place here,
+        # together with their contents at the time. The keys contain object, kind of part and name.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -144,10 +145,11 @@ class Exchange:
         kwargs: Mapping[str, Any],
         owner: Any = None,
     ) -> Any:
-        """Call a function of the other side; ``owner`` is the copy whose method it is, if any.
+        """Call a function of the other side. If the function is a method of a copy, ``owner`` is
+        this copy.
 
-        Raises RemoteError: the function raised. CannotCrossError: an argument or the result cannot
-        be sent.
+        Raises RemoteError: the function raised an error. CannotCrossError: an argument or the
+        result cannot be sent.
         """
         self._settle()
         self._give_back(owner)
@@ -170,17 +172,17 @@ class Exchange:
         return self.ask({"look": name})
 
     def require(self) -> None:
-        """Raise a RemoteError if something went wrong when the other side was loaded."""
+        """Raise a RemoteError if loading the other side failed."""
         self.ask({"load": True})
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """Carry out one of ``OPERATIONS`` on the side where the objects are."""
+        """Carry out one of ``OPERATIONS`` on the side to which the objects belong."""
         self._settle()
         return self.ask({"operation": [name, self._crossing(list(operands))]})
 
     def part(self, key: int | str, kind: str, name: Any) -> Any:
-        """Return an attribute or an item of an object of the other side. If it is mutable, such as
-        a list or a dict, changes made to it here are sent back before anything else is called.
+        """Return an attribute or an item of an object of the other side. If the result is mutable,
+        such as a list or a dict, changes made to it here are sent back before the next call.
         """
         place = [key, kind, self._crossing(name)]
         written = json.dumps(place)
@@ -204,7 +206,7 @@ class Exchange:
         self.ask({"delete": [key, name]})
 
     def written(self, value: Any) -> str:
-        """Return a text that is the same for values that are sent in the same way."""
+        """Return a text that is equal for two values if they are sent in the same form."""
         return json.dumps(self._crossing(value))
 
     def ask(self, message: dict[str, Any], arguments: Mapping[int | str, Any] | None = None) -> Any:
@@ -247,7 +249,7 @@ class Exchange:
             copy._known = self._pack(_content(copy))
 
     def answer(self, header: Mapping[str, Any], printed: Callable[[], str] = str) -> None:
-        """Do what the other side requests, and send the answer."""
+        """Carry out a request of the other side, and send the answer."""
         try:
             reply = self._answered(header)
             json.dumps(reply)
@@ -316,14 +318,15 @@ class Exchange:
         owner = self._named(key)
         if kind == "item":
             return owner[self._unpack(name)]
-        if name.startswith("_"):  # through such a name, a program could reach the tests' globals
+        if name.startswith("_"):  # a program could reach the tests' globals through such a name
             raise AttributeError(name)
         return getattr(owner, name)
 
     def _settable(self, key: int | str, name: str) -> Any:
-        """Return the object with this number, if the other side may set its attribute ``name``.
+        """Return the object with this number if the other side may set its attribute ``name``.
 
-        Raises AttributeError: the other side may not, because that could change what code does.
+        Raises AttributeError: the other side may not set it, because this could change what code
+        does.
         """
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
@@ -346,9 +349,7 @@ class Exchange:
         _change(part, self._unpack(new))
 
     def _next(self, key: int, count: int) -> tuple[list[Any], bool]:
-        """Return the next items of an iterator, at most ``count``, and whether the iterator has
-        ended.
-        """
+        """Return at most ``count`` next items of an iterator, and whether the iterator has ended."""
         if key in self._failed:
             raise self._failed.pop(key)
         iterator = self._kept[key]
@@ -382,7 +383,7 @@ class Exchange:
         return unpack(value, self._unpack_other)
 
     def _pack_other(self, value: Any) -> Any:
-        """Pack a value that is not of a plain type; return None for values that ``wire`` packs."""
+        """Pack a value that is not of a plain type. Return None for values that ``wire`` packs."""
         if (other := stand_in(value)) is not None:
             self._give_back(value)
             return {"yours": other._key}
@@ -433,14 +434,16 @@ class Exchange:
         return _KINDS[module, name][1](self._unpack(content))
 
     def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:
-        """Return the stand-in for an object of the other side; there is only one per object."""
+        """Return the stand-in for an object of the other side. There is only one stand-in per
+        object.
+        """
         if number not in self._remotes:
             self._remotes[number] = make(number)
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """Return the copy of a value of one of the other side's subclasses, with its current
-        contents.
+        """Return the copy of a value whose class is a subclass defined by the other side. The copy
+        has the value's current contents.
         """
         value = self._unpack(content)
         copy = self._remotes.get(number)
@@ -454,8 +457,8 @@ class Exchange:
 
 
 def _content(value: Any) -> Any:
-    """Return the contents of a value as its built-in class reads them, whatever its subclass
-    defines.
+    """Return the contents of a value as its built-in base class reads them, regardless of what the
+    subclass defines.
     """
     if isinstance(value, dict):
         return dict(dict.items(value))
@@ -467,7 +470,7 @@ def _content(value: Any) -> Any:
 
 def _public_name(value: Any) -> list[str] | None:
     """Return the module and name of a class or function that exists on both sides, such as ``int``
-    or ``operator.add``; None for others.
+    or ``operator.add``; None for all others.
     """
     name = getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(name, str):
@@ -484,8 +487,8 @@ def _public_name(value: Any) -> list[str] | None:
 
 
 def _change(original: Any, new: Any) -> None:
-    """Change a mutable argument to the value that the other side's copy now has, keeping the
-    identities of its parts.
+    """Change a mutable argument in place to the value that the other side's copy now has. Its parts
+    keep their identities.
     """
     if isinstance(original, dict):
         merged = {key: _kept(original.get(key), value) for key, value in new.items()}
@@ -522,14 +525,17 @@ def _raised(error: BaseException, pack: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteError:
-    """Build an exception from the other side's, such that the same ``except`` clauses catch it."""
+    """Build an exception from one that the other side raised, so that the same ``except`` clauses
+    catch it.
+    """
     detail = str(reply["raised"])
     for name in reply.get("kinds", ()):
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
-            except TypeError:  # the exception needs certain arguments; use its base class
+            # the exception's class needs certain arguments, so use its base class
+            except TypeError:
                 continue
             error.detail = detail
             return error
@@ -543,7 +549,7 @@ def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
     printed = Printed()
     sys.stdout = printed
     program = load(channel, request)
-    printed.take()  # discard what the program printed while it was loaded
+    printed.take()  # to discard what the program printed while it was loaded
     exchange = Exchange(channel, program.find, program.loaded)
     while True:
         header = channel.receive()

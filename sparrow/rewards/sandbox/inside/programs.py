@@ -1,8 +1,8 @@
-"""The two modes that run the judged program: once for each test's standard input, or once for many
-calls.
+"""The two modes that run the judged program: once for the standard input of each test, or once for
+many calls.
 
-No expected output is known here, so a program that takes over this process gains nothing: it can
-still only report what it computed.
+Expected outputs are not known here. A program that takes over this process therefore gains nothing,
+because it can still only report what it has computed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-# the tests see at most this many characters of what a called function prints
+# maximum number of characters, of what a called function prints, that the tests see
 _PRINTED_CHARS = 1 << 16
 _LOOK_S = 0.1  # seconds between two checks of a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
 def execute(name: str, *sources: str) -> dict[str, Any]:
-    """Run ``sources`` one after the other as the module ``name``, and return its globals."""
+    """Run ``sources`` one after the other as the module ``name``, and return the module's globals."""
     module = type(sys)(name)
     sys.modules[name] = module
     sys.argv = ["program.py"]
@@ -53,8 +53,8 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by name, although there is no /proc here to resolve the
-    name.
+    """Let programs open standard input by its path, although there is no /proc here to resolve the
+    path.
     """
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,12 +76,13 @@ def open_standard_input() -> None:
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``: run the program once for each standard input."""
-    # Import once here what ``finish`` would import in every copy of this process.
+    # Import here, once, what ``finish`` would otherwise import in every forked process.
     import atexit  # noqa: F401
     import gc
     import threading  # noqa: F401
 
-    # Otherwise, garbage collection in a forked process would copy all memory shared with this one.
+    # Otherwise, garbage collection in a forked process would copy all memory that it shares with
+    # this process.
     gc.freeze()
     watch = Watch(request)
     while True:
@@ -118,7 +119,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def finish(*sources: str) -> NoReturn:
-    """Run source code as a complete program, and end this process as the interpreter would.
+    """Run source code as a complete program, and then end this process as the interpreter would.
 
     The interpreter's own shutdown is skipped, because it would free, and therefore copy, every
     memory page that is shared with the parent.
@@ -147,8 +148,8 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """Wait for the process, and describe how it ended. The process is killed if it exceeds
-    ``wall_s`` or the limits on files or tasks.
+    """Wait for a process, and describe how it ended. The process is killed if it exceeds
+    ``wall_s``, or the limits on files or tasks.
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
@@ -178,7 +179,8 @@ def reap(
     pid: int, watch: Watch, wall_s: float = math.inf
 ) -> tuple[int, resource.struct_rusage, str | None]:
     """Wait for a process, and return its exit code, its resource usage, and the reason why it was
-    killed. The reason is empty for the time limit, and None if the process ended by itself.
+    killed. The reason is empty if the process reached the time limit, and None if it ended by
+    itself.
 
     The time limit is reached once the process has run and slept for ``wall_s`` in total. Waiting
     for a processor counts only while the process gets less than a twentieth of one (``OwnTime``).
@@ -197,7 +199,7 @@ def reap(
         ran = 0.0
         looked = now
         with suppress(OSError):  # the process has just ended by itself
-            # The clock with this id is the processor time of process ``pid``.
+            # The clock with this id measures the processor time of process ``pid``.
             ran = time.clock_gettime((~pid << 3) | 2) - seen
         seen += ran
         clock.count(waited, ran)
@@ -205,7 +207,7 @@ def reap(
 
     def look(*_: object) -> None:
         nonlocal why, looking
-        if looking:  # a check may take so long that the alarm fires again
+        if looking:  # a check may take so long that the alarm goes off again
             return
         looking = True
         if why is None:
@@ -223,7 +225,7 @@ def reap(
 
 
 class Program:
-    """A program that was loaded, or that failed to load."""
+    """A program that has been loaded or has failed to load."""
 
     def __init__(self, prelude: str, code: str) -> None:
         self._code = code
@@ -236,16 +238,17 @@ class Program:
             self._failure = error
 
     def loaded(self) -> None:
-        """Raise the error with which loading the program failed, if it did."""
+        """If loading the program failed, raise the error with which it failed."""
         if self._failure is not None:
             raise self._failure
 
     def find(self, name: str) -> Any:
         """Return a function or other global that the program itself defines, or a method of its
-        ``Solution``.
+        class ``Solution``.
 
-        Raises NameError: the program does not define the name, although the prelude or Python may.
-        If loading the program failed, raises the error of loading.
+        Raises NameError: the program does not define the name; it does not matter whether the
+        prelude or Python does. If loading the program failed, raises the error with which it
+        failed.
         """
         self.loaded()
         value = self._namespace.get(name)
@@ -258,8 +261,8 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Return whether the program itself sets a name, perhaps to the same value as the prelude,
-        for example by importing it again.
+        """Return whether the program itself sets a name. This is also true if it sets the name to
+        the same value as the prelude, for example by importing it again.
         """
         import dis
 
@@ -269,7 +272,7 @@ class Program:
 
 
 class Printed(io.StringIO):
-    """The text that a called function prints; only the start is kept."""
+    """The text that a called function prints. Only the beginning is kept."""
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
@@ -283,8 +286,8 @@ class Printed(io.StringIO):
 
 
 def load(channel: Channel, request: Mapping[str, Any]) -> Program:
-    """Load the program in a forked process, and return in that process. The parent waits for it and
-    ends with it.
+    """Load the program in a forked process, and return only in that process. Its parent waits for
+    it and ends when it ends.
     """
     limits = request["limits"]
     if pid := os.fork():

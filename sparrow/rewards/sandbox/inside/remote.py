@@ -1,10 +1,10 @@
-"""Stand-ins for objects on the other side: an operation on a stand-in is carried out there, and the
-result is returned as a value.
+"""Stand-ins for objects of the other side. An operation on a stand-in is carried out on the other
+side, and the result is returned as a value.
 
-On the tests' side (``strict``), the program must not influence the outcome of an assertion. Objects
-of the program never decide a comparison, never receive operands from the tests in arithmetic,
-cannot suppress exceptions, and are read in one way only. Operations that would break these rules
-are refused.
+On the tests' side (``strict``), the program must not influence the outcome of an assertion. Its
+objects never decide a comparison, never receive operands from the tests in arithmetic, cannot
+suppress exceptions, and can be read either by index or by iteration, but not both. Operations that
+would break these rules are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .exchange import Exchange
 
-MOST_AHEAD = 256  # maximum number of items of an iterator to request at a time
+MOST_AHEAD = 256  # maximum number of an iterator's items that are requested at a time
 
 _REVERSIBLE = {
     "add": operator.add,
@@ -86,13 +86,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "exit": _exit,
 }
-"""Operations on objects of the other side, by their names in requests."""
+"""Operations on objects of the other side, by the names that requests use."""
 
 
 class CannotCrossError(BaseException):
-    """An error for tests that need something that a program in another process cannot provide.
+    """Raised if a test needs something that a program in another process cannot provide.
 
-    It is not an ``Exception``, so a test cannot mistake it for an exception that it expects.
+    This class is not an ``Exception``, so that a test cannot mistake it for an exception that the
+    test expects.
     """
 
 
@@ -118,9 +119,10 @@ class Remote:
             "_key": key,
             "_compares": compares,
             "_identity": key if identity is None else identity,
-            "_owner": None,  # the stand-in whose method this is, if it is a ``Like``
+            "_owner": None,  # if this is a method of a ``Like``, that ``Like``
             "_way": None,  # how the object was read: by index or by iteration
-            "_read_at": -1,  # the exchange's ``changes`` when the following values were read
+            # the exchange's ``changes`` at the time when the following values were read
+            "_read_at": -1,
             "_items": [],
             "_parts": {},
             "_source": None,
@@ -149,15 +151,15 @@ class Remote:
     # Reading the object as a container.
 
     def _renew(self, way: str | None = None) -> None:
-        """Discard the values that were read if something has changed on the other side since.
+        """Discard the values that were read, if anything has changed on the other side since then.
 
-        Raises CannotCrossError: the object was read in another way before.
+        Raises CannotCrossError: the object was read in the other way before.
         """
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
                 raise CannotCrossError(
                     "the tests read an object of the program's own class both by index and by "
-                    "iteration, and its class may answer the two differently; return a list"
+                    "iteration, and its class may answer differently each way; return a list"
                 )
             self.__dict__["_way"] = way
         if self._read_at != self._exchange.changes:
@@ -298,9 +300,9 @@ def _binary(name: str, reverse: bool) -> Callable[[Remote, Any], Any]:
     def apply(self: Remote, other: Any) -> Any:
         if self._exchange.strict and not isinstance(other, Remote):
             raise CannotCrossError(
-                f"an object of the program's own class cannot be combined with the "
-                f"tests' {type(other).__name__} ({name}), since the class would learn what is "
-                "expected"
+                "an object of the program's own class cannot be combined with the tests' "
+                f"{type(other).__name__} ({name}), because the class would then see the expected "
+                "value"
             )
         return self._do(name, *((other, self) if reverse else (self, other)))
 
@@ -315,10 +317,10 @@ for _name in _REVERSIBLE:
 
 
 class RemoteIterator(Remote):
-    """A stand-in for an iterator of the other side, which may be endless.
+    """A stand-in for an iterator of the other side. The iterator may be endless.
 
-    ``next`` requests one item. A loop requests more and more items at a time, but at most as many
-    as it has already used.
+    ``next`` requests one item. A loop requests more and more items at a time, but never more than
+    it has already used.
     """
 
     def __init__(self, exchange: Exchange, key: int) -> None:
@@ -334,7 +336,7 @@ class RemoteIterator(Remote):
             if self._done:
                 raise StopIteration
             items, done = self._exchange.ask({"next": [self._key, max(1, self._ahead)]})
-            # An empty reply counts as the end; otherwise, requests would never stop.
+            # An empty reply is treated as the end. Otherwise, requests would never stop.
             self.__dict__.update(
                 _buffer=list(reversed(items)),
                 _done=bool(done) or not items,
@@ -346,14 +348,14 @@ class RemoteIterator(Remote):
 
 
 class Like:
-    """A stand-in for a value of a subclass of tuple, list, dict, set or frozenset: a copy of the
-    contents in the built-in class, with the original's other attributes.
+    """A stand-in for a value whose class is a subclass of tuple, list, dict, set or frozenset. It
+    is a copy of the contents in the built-in class, and has the original's other attributes.
 
-    Comparisons, lengths and items are those of the copy, whatever the subclass defines.
+    Comparisons, lengths and items are those of the copy, regardless of what the subclass defines.
     """
 
     _remote: Remote
-    _known: Any  # the packed contents when the two sides last agreed
+    _known: Any  # the packed contents at the time when both sides last agreed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -395,9 +397,7 @@ MUTABLE_LIKE = (LikeList, LikeDict, LikeSet)
 
 
 def stand_in(value: Any) -> Remote | None:
-    """Return the stand-in of ``value``, which may be ``value`` itself; None if ``value`` belongs to
-    this side.
-    """
+    """Return the stand-in that ``value`` is or contains; None if ``value`` belongs to this side."""
     kind = type(value)  # ``isinstance`` would trust the value's own ``__class__``
     if issubclass(kind, Remote):
         return value
@@ -424,8 +424,8 @@ _DECIDING = (
 
 
 def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
-    """Return the built-in class that can represent ``value``; None if the value's class changes the
-    behaviour of the built-in one, or has no such base.
+    """Return the built-in class that can represent ``value``. Return None if the value's class has
+    no such base class, or changes its behaviour.
 
     ``own`` contains the names of the modules in which this side defines classes.
     """

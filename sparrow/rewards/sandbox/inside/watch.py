@@ -1,4 +1,4 @@
-"""A watch outside the program that counts, several times per second, the files and tasks that
+"""A watch on a program, from outside. Several times per second, it counts the files and tasks that
 resource limits do not count.
 """
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 EVERY_S = 0.02
-_SHARE = 5  # a slow check is followed by a pause this many times as long
+_SHARE = 5  # a slow check is followed by a pause that is this many times as long as the check
 
 
 class Watch:
-    """A watch over one program, from another process.
+    """A watch on one program, from another process.
 
     Args:
-        request: the harness's request. The program may write to its ``folder``, which is a separate
-            file system if ``own_files``; if ``own_tasks``, the kernel limits the program's tasks.
+        request: the harness's request. The program may write to ``folder``, which is a separate
+            file system if ``own_files`` is true. If ``own_tasks`` is true, the kernel limits the
+            program's tasks.
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
@@ -32,7 +33,7 @@ class Watch:
         self._next = 0.0
 
     def over(self, pid: int) -> str | None:
-        """Describe the limit that the program has exceeded; None if there is none."""
+        """Describe the limit that the program has exceeded; None if it has exceeded none."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -66,8 +67,8 @@ class Watch:
             except FileNotFoundError:  # the program has just removed the folder
                 continue
             except OSError as error:
-                # a path that is too long for any call, or a folder that even its creator may not
-                # list
+                # The path is too long for any system call, or not even its creator may list the
+                # folder.
                 return f"made a folder that cannot be read: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None

@@ -1,5 +1,5 @@
-"""The format of messages between the sandbox and the outside: one plain value per line, as JSON
-that preserves its type.
+"""The format of messages between the sandbox and the outside. Each line contains one plain value,
+as JSON that preserves the value's type.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-# stands in for typing.TYPE_CHECKING, because importing typing would delay every program
+# replaces typing.TYPE_CHECKING, because importing typing would delay every program
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# These maxima keep a program's message cheap to read; its size in bytes is limited elsewhere.
+# These limits keep a program's message cheap to read. Its size in bytes is limited elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
 MOST_DEPTH = 200
 MOST_DIGITS = 4300
-MOST_ALIKE = 32  # maximum number of keys with the same hash, which are all compared with each other
+# maximum number of keys with the same hash; building a set compares all of these with each other
+MOST_ALIKE = 32
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# These functions return a plain value even for a subclass, whose own conversions and comparisons
-# could return anything.
+# These functions return a plain value even for a value of a subclass. The subclass's own
+# conversions and comparisons could return anything.
 _SCALARS: tuple[tuple[type, Any], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -38,8 +39,8 @@ _SCALARS: tuple[tuple[type, Any], ...] = (
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Write a built-in value as JSON that preserves its type, which is the wire format of arguments
-    and results.
+    """Write a built-in value as JSON that preserves its type. Arguments and results are sent in
+    this format.
 
     ``other`` converts a value of any other type, or returns None if it does not support the type.
 
@@ -62,7 +63,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
-        plain = complex(value)  # a subclass's parts could be anything
+        plain = complex(value)  # the real and imaginary parts of a subclass could be anything
         return {"complex": [plain.real, plain.imag]}
     if hasattr(value, "tolist"):  # arrays and array scalars
         return pack(value.tolist(), other)
@@ -103,8 +104,8 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """Check the hashes of keys, and return the keys unchanged. Raises ValueError: so many keys have
-    the same hash that building a set would take forever.
+    """Check the hashes of ``keys``, and return ``keys`` unchanged. Raises ValueError: so many keys
+    have the same hash that building a set would take too long.
     """
     alike: dict[int, int] = {}
     for key in keys:
@@ -116,7 +117,7 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Read an object from a line of JSON that may be hostile; the cost of reading is checked first.
+    """Read an object from a line of JSON that may be hostile. First check how expensive reading is.
 
     Raises ValueError: the line is not JSON or not an object, has too many values, containers,
     strings or digits, or is nested too deeply.
@@ -136,7 +137,8 @@ def parse(line: bytes) -> dict[str, Any]:
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
 
-    # The interpreter's own limit on digits is cheaper, so it is used if it is strict enough.
+    # The interpreter's own limit on digits is cheaper to check, so it is used if it is strict
+    # enough.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
@@ -162,8 +164,8 @@ def _short_int(digits: str) -> int:
 
 
 class Channel:
-    """A channel for objects as lines of JSON over two file descriptors, with a third one for a
-    final message.
+    """A channel that sends objects as lines of JSON. It uses two file descriptors, and a third one
+    for a final message.
     """
 
     hostile = False  # whether messages come from a program and must be read by ``parse``
@@ -174,18 +176,18 @@ class Channel:
         self._error_fd = error_fd
 
     def receive(self) -> dict[str, Any]:
-        """Receive the next object; end this process if there is none."""
+        """Receive the next object. If there is none, end this process."""
         line = self._requests.readline()
         if not line:
             os._exit(0)
         return parse(line) if self.hostile else json.loads(line)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send one object, followed by ``body``, whose length is in the object."""
+        """Send one object, followed by ``body``. The object contains the length of ``body``."""
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
-        """Write a message that explains why this process ends."""
+        """Write a message that says why this process ends."""
         write_whole(self._error_fd, text.encode(errors="replace"))
 
     def close(self, but_errors: bool = False) -> None:
