@@ -102,9 +102,10 @@ def lossless_fp8_cache() -> str:
     equal = load("lossless_equal_fp8_cache")
     missed = [equal[name]["missed"]["mean"] for name in ("stock vLLM with this cache", "sampled")]
     return (
-        f"{point[0]} x {point[1]:,} at 1.7B, drafts that read 1,024 tokens, acceptance 0.95: "
-        f"stock vLLM {speed:,.0f} tokens/s ({wide[point]:,.0f} with a cache in bfloat16), "
-        f"lossless mode **{gains[0]:.2f}x** in the first four seconds and {gains[1]:.2f}x after that. "
+        f"With {point[0]} sequences of {point[1]:,} tokens at 1.7B, stock vLLM generates {speed:,.0f} tokens/s "
+        f"({wide[point]:,.0f} with a cache in bfloat16). If drafts read 1,024 tokens and are accepted with probability "
+        f"0.95, lossless mode is **{gains[0]:.2f}** times as fast in the first four seconds, and {gains[1]:.2f} times "
+        f"as fast after that. "
         f"Log-probs differ from those of transformers in float32 by {missed[1]:.3f} on average, "
         f"and those of stock vLLM by {missed[0]:.3f}. {beside_stock(equal)}\n"
     )
@@ -120,10 +121,13 @@ def beside_stock(result: Row) -> str:
             "responses that a seed repeats",
         )
     )
+    same, _, all_tokens = agreed.partition(" of ")
     return (
-        f"Greedy decoding: {agreed} tokens come before the first difference from stock vLLM. "
-        f"{len(gaps)} of 8 responses diverge; there, the float32 model's log-probs of the two tokens differ by "
-        f"{min(gaps):.3f} to {max(gaps):.3f} nats. With a seed, {repeated} responses repeat bit for bit."
+        f"With greedy decoding, {int(same):,} of {int(all_tokens):,} tokens come before the first token that differs "
+        f"from stock vLLM's. {len(gaps)} of 8 responses diverge. Where they do, the "
+        f"log-probs of the two tokens in float32 differ by {min(gaps):.3f} to {max(gaps):.3f} nats. If "
+        f"sampling is repeated with the same "
+        f"seed, {repeated} responses are identical."
     )
 
 
@@ -179,7 +183,7 @@ def lossless_exact_draft_weights() -> str:
     """Return one line on log-probs of tokens that were drafted with fp8 weights."""
     result = load("lossless_equal_draft_fp8")
     repeated = result["responses that a seed repeats"]
-    return f"{beside_float32(result)} With a seed, {repeated} responses repeat bit for bit.\n"
+    return f"{beside_float32(result)} If sampling is repeated with the same seed, {repeated} responses are identical.\n"
 
 
 def lossless_exact_guesses() -> str:
@@ -228,9 +232,11 @@ def lossless_rollout() -> str:
 def lossless_whole() -> str:
     stock, ours = (load(f"lossless_whole{variant}")["whole"][0] for variant in ("_stock", ""))
     return (
-        f"{ours['requests']} requests, {ours['tokens']:,} tokens, at most {ours['longest']:,} per response: stock "
-        f"vLLM took {stock['seconds']:.1f} s ({stock['steps']:,} steps), lossless mode took "
-        f"{ours['seconds']:.1f} s ({ours['steps']:,} cycles), **{stock['seconds'] / ours['seconds']:.2f}x**.\n"
+        f"The {ours['requests']} responses have {ours['tokens']:,} tokens in total and at most "
+        f"{ours['longest']:,} each. "
+        f"Stock vLLM took {stock['seconds']:.1f} s ({stock['steps']:,} steps). Lossless mode took "
+        f"{ours['seconds']:.1f} s ({ours['steps']:,} cycles), so it was "
+        f"**{stock['seconds'] / ours['seconds']:.2f}** times as fast.\n"
     )
 
 
@@ -342,9 +348,9 @@ def lossless_exact() -> str:
             ]
             rows.append([name.removeprefix("sampled").strip(", ") or "sampled", *far])
     text = (
-        f"\n{beside_stock(result)} {samples['samples']:,} continuations of 3 tokens over 6 words: "
-        f"chi-square {samples['chi-square']:.0f} with {samples['degrees of freedom']} degrees of freedom, "
-        f"p = {samples['p']:.2f}.\n"
+        f"\n{beside_stock(result)} A chi-square test of {samples['samples']:,} continuations, each of 3 tokens from a "
+        f"vocabulary of 6, yields p = {samples['p']:.2f} (chi-square {samples['chi-square']:.0f}, "
+        f"{samples['degrees of freedom']} degrees of freedom).\n"
     )
     return (
         table(["", "error: mean", "error: p99", "yardstick: mean", "yardstick: p99"], rows) + text

@@ -18,11 +18,12 @@ def text_model() -> str:
     result = load("text_acceptance")
     card, settings = result["model"], result["settings"]
     return (
-        f"{card['parameters'] / 1e6:.0f} M parameters, {card['context']:,} tokens of context, trained for "
-        f"{card['training_s']:.0f} s on one {card['device']} ({card['tokens_seen'] / 1e6:.0f} M tokens, "
-        f"{card['tokens_distinct'] / 1e6:.0f} M of them distinct). Loss on held-out packages "
-        f"({', '.join(card['held_out'])}): {card['held_out_loss']:.2f} nats per token. "
-        f"{settings['texts']} texts, {settings['cycles']} cycles of {max(settings['drafts'])} drafts in each.\n"
+        f"The model has {card['parameters'] / 1e6:.0f} M parameters and a context of {card['context']:,} "
+        f"tokens. It was "
+        f"trained for {card['training_s']:.0f} s on one {card['device']}, on {card['tokens_seen'] / 1e6:.0f} M tokens, "
+        f"{card['tokens_distinct'] / 1e6:.0f} M of them distinct. Its loss on held-out packages "
+        f"({', '.join(card['held_out'])}) is {card['held_out_loss']:.2f} nats per token. Acceptance was measured on "
+        f"{settings['texts']} texts, in {settings['cycles']} cycles of {max(settings['drafts'])} drafts per text.\n"
     )
 
 
@@ -228,10 +229,10 @@ def text_metered() -> str:
     """
     result = load("text_vllm_metered")["metered"]
     pairs = (
-        f"{name} {result['measured'][name]:.3f}, where the model predicts {interval(result['predicted'][name], 3)}"
+        f"{name} of {result['measured'][name]:.3f} (predicted: {interval(result['predicted'][name], 3)})"
         for name in ("mean", "p5")
     )
-    return f"{result['budget']} tokens read, {result['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
+    return f"With {result['budget']} tokens read, vLLM measured {result['drafts']:,} drafts, with a {' and a '.join(pairs)}.\n"
 
 
 def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> str:
@@ -343,12 +344,12 @@ def text_distill_setting() -> str:
     dense = " and ".join(map(str, schedule["dense_layers"])) or "none"
     pages = schedule["top_k"][0] + schedule["sink_pages"] + schedule["recent_pages"]
     return (
-        f"Held-out loss {result['model']['held_out_loss']:.2f} nats per token. "
-        f"Prompts of {s['prompt']} tokens, {s['train']} training responses of {s['tokens']} tokens and "
-        f"{s['held_out']} held-out ones, temperature 1, float32, {result['machine']}. Schedule: {pages} pages of "
-        f"{schedule['page_size']} tokens, including sink and recent pages; dense layers: {dense}. Adapter: rank "
-        f"{s['rank']}, AdamW, {s['update']} responses per update, lists of "
-        f"{s['top_n']} tokens, seed {s['seed']}.\n"
+        f"The model's held-out loss is {result['model']['held_out_loss']:.2f} nats per token. {s['train']} training "
+        f"responses and {s['held_out']} held-out responses of {s['tokens']} tokens were sampled at temperature 1 from "
+        f"prompts of {s['prompt']} tokens, in float32 ({result['machine']}). The schedule reads {pages} pages of "
+        f"{schedule['page_size']} tokens, including sink and recent pages; layers {dense} are dense. The adapter has "
+        f"rank {s['rank']} and was trained with AdamW, with {s['update']} responses per update, lists of "
+        f"{s['top_n']} tokens, and seed {s['seed']}.\n"
     )
 
 

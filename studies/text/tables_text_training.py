@@ -73,10 +73,14 @@ def text_control_model(study: str) -> str:
     result = load(study)
     card, s = result["model"], result["settings"]
     return (
-        f"{card['parameters'] / 1e6:.0f} M parameters, trained for {card['training_s']:.0f} s on one {card['device']}, "
-        f"held-out loss {card['held_out_loss']:.2f}. {s['steps']} steps of {s['prompts']} prompts x {s['samples']} "
-        f"responses of at most {s['max_new_tokens']} tokens, temperature {s['temperature']:g}, AdamW at "
-        f"{s['learning_rate']:g}, correction `{s['correction']}`. The held-out reward is that of the policy, decoded "
+        f"The model has {card['parameters'] / 1e6:.0f} M parameters and was trained for "
+        f"{card['training_s']:.0f} s on one "
+        f"{card['device']}. Its held-out loss is {card['held_out_loss']:.2f}. Each of the {s['steps']} steps samples "
+        f"{s['samples']} responses to each of {s['prompts']} prompts, with at most {s['max_new_tokens']} "
+        f"tokens per response, "
+        f"at temperature {s['temperature']:g}. The optimiser is AdamW with learning rate "
+        f"{s['learning_rate']:g}, and the "
+        f"correction is `{s['correction']}`. The held-out reward is that of the policy, decoded "
         f"densely, on {s['held_out']} problems.\n"
     )
 
