@@ -192,7 +192,7 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # This is an upper bound: no launch divides its rows into so many parts.
+        # This is an upper bound: no launch divides its rows into this many parts.
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Scores, which are later overwritten with the ids of the kept pages. Row lengths are
         # multiples of 16 to keep loads aligned.
@@ -216,7 +216,9 @@ class DecodeImplementation(Protocol):
     """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes are checked."""
+        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes are
+        checked.
+        """
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False

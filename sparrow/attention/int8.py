@@ -50,5 +50,7 @@ def scale_of(exponent: Tensor) -> Tensor:
 
 
 def from_int8(codes: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert codes ``[..., D]`` and exponent bytes ``[...]`` to vectors ``[..., D]`` in ``dtype``."""
+    """Convert codes ``[..., D]`` and exponent bytes ``[...]`` to vectors ``[..., D]`` in
+    ``dtype``.
+    """
     return codes.to(dtype) * scale_of(exponent)[..., None].to(dtype)
