@@ -49,8 +49,8 @@ AUTO_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A lower bound in the annotation of a whole number. Pydantic enforces it if the number is an
-    option of a command.
+    """A lower bound in the annotation of a whole number. If the number is an option of a command,
+    pydantic enforces the bound.
     """
 
     least: int
@@ -102,13 +102,13 @@ LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(Loss
 
 @dataclass(frozen=True)
 class Decoding(LosslessSettings):
-    """A mode and its settings; functions with a ``Decoding`` parameter accept anything that
+    """A mode and its settings. Functions with a ``Decoding`` parameter accept anything that
     ``load`` accepts.
     """
 
     mode: Mode
-    # what decode steps read in mode lossy, drafts in mode lossless, and both in mode auto; dense
-    # reads everything
+    # the schedule of decode steps in mode lossy, of drafts in mode lossless, and of both in mode
+    # auto; in mode dense, it reads everything
     schedule: SparsitySchedule
     meter_schedule: SparsitySchedule | None = field(default=None, kw_only=True)
 
@@ -139,7 +139,8 @@ class Decoding(LosslessSettings):
     def lossless(
         cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
     ) -> Decoding:
-        """Decode losslessly with this draft schedule; None means ``DRAFT_SCHEDULE``.
+        """Build the settings of mode lossless with this draft schedule; None means
+        ``DRAFT_SCHEDULE``.
 
         Schedules may be in any form that ``SparsitySchedule.load`` reads.
         """
@@ -149,7 +150,9 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
-        """Decode lossily under a schedule, or densely if the schedule reads everything."""
+        """Build the settings of mode lossy under a schedule, or of mode dense if the schedule reads
+        everything.
+        """
         loaded = _schedule(schedule)
         return cls("dense" if loaded.is_dense else "lossy", loaded)
 
@@ -161,11 +164,10 @@ class Decoding(LosslessSettings):
             value: one of these:
 
                 - ``"lossless"``;
-                - a ``SparsitySchedule`` or anything that names one: mode lossy, or dense if the
-                  schedule reads everything (``"dense"``);
-                - a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
-                  for lossy, those in ``LOSSLESS_SETTINGS`` for lossless;
-                - a ``Decoding``.
+                - a ``SparsitySchedule`` or anything that names one, which means mode lossy, or mode
+                dense if the schedule reads everything (``"dense"``); - a mapping, or its JSON, with
+                ``mode`` and the settings of that mode: ``schedule`` for lossy, and those in
+                ``LOSSLESS_SETTINGS`` for lossless; - a ``Decoding``.
 
         Raises ConfigError: the mode or a setting is unknown, the mode is auto, or a schedule cannot
         be read.
@@ -211,8 +213,8 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """True if sparse steps draft and dense steps verify, for whole responses or only for their
-        beginnings.
+        """True if sparse steps draft and dense steps verify, either for whole responses or only for
+        their beginnings.
         """
         return self.mode in ("lossless", "auto")
 
@@ -225,7 +227,7 @@ class Decoding(LosslessSettings):
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types that ``load`` reads."""
+        """Convert to plain types, which ``load`` reads."""
         if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}
@@ -241,15 +243,15 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return the same mode with another schedule; without verification, the schedule decides
-        between dense and lossy.
+        """Return the same mode with another schedule. In a mode without verification, the schedule
+        decides whether the mode is dense or lossy.
         """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts with this
-    ``acceptance``.
+    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts whose
+    acceptance is ``acceptance``.
     """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 

@@ -1,5 +1,5 @@
 """Check that a command's output files can be written. The checks run before the work starts, so
-that no results are lost because a folder or disk space is missing.
+that no results are lost because a folder is missing or the disk is full.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from sparrow.errors import ConfigError
 
-ROOM = 2**16  # bytes of disk space that must be free in the file's folder
+ROOM = 2**16  # number of bytes that must be free on the disk of the file's folder
 
 
 def check_folder(path: str | Path) -> Path:
-    """Check that a folder can be written to, and create it if it is missing.
+    """Check that files can be written to a folder. If the folder is missing, create it.
 
     Raises ConfigError: the path is a file, or nothing can be written there.
     """
@@ -33,8 +33,8 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written, and create its folder if
-    it is missing.
+    """Check that a file, or a device such as /dev/stdout, can be written. If the folder of the file
+    is missing, create it.
 
     Raises ConfigError: the path is a folder, or nothing can be written there.
     """
@@ -49,7 +49,7 @@ def check_file(path: str | Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the whole file, or nothing at all.
+    """Write ``text`` to a file, either completely or not at all.
 
     Raises ConfigError: the file cannot be written.
     """
