@@ -1,5 +1,5 @@
-"""The choice of how many tokens to draft: the number that yielded the most tokens per second in
-similar batches.
+"""Choose how many tokens to draft. The choice is the number that yielded the most tokens per second
+in similar batches.
 """
 
 from __future__ import annotations
@@ -51,25 +51,28 @@ is below this share of the best speed.
 
 
 class DraftLength:
-    """The chooser of the number of drafts in each cycle.
+    """Chooses the number of drafts in each cycle.
 
     Args:
         choices: numbers of drafts to choose from, including 0 (no drafting).
-        measured: the times and acceptance rates measured so far, on which the choice is based.
+        measured: the times and acceptance rates that were measured so far, on which choices are
+            based.
     """
 
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
         self.choices = tuple(sorted(choices))
-        self.chosen: Counter[int] = Counter()  # cycles by number of drafts
-        self.is_watching = True  # whether to time the latest chosen cycle
-        # Number of further cycles without drafts for which no new choice is needed, as long as the
-        # number of sequences does not change.
+        self.chosen: Counter[int] = Counter()  # number of cycles, by number of drafts
+        self.is_watching = True  # whether to time the cycle that was chosen last
+        # For how many further cycles without drafts no new choice is needed, as long as the number
+        # of sequences does not change.
         self.repeats = 0
         self._repeated_case: Case | None = None  # the case to which ``repeats`` applies
         self._measured = measured
 
     def count_repeated(self, cycles: int) -> None:
-        """Count cycles without drafts that followed the latest choice, at most ``repeats``."""
+        """Count the cycles without drafts that have followed the latest choice; there are at most
+        ``repeats``.
+        """
         if cycles and self._repeated_case is not None:
             self._repeated_case.cycles += cycles
             self.chosen[0] += cycles
@@ -83,7 +86,7 @@ class DraftLength:
         if current is not None:
             case.drafting = case.drafting + 1 if current else 0
         if current and self._dense_is_due(case):
-            # Forget earlier times, which may mislead, before the first of these dense steps.
+            # Before the first of these dense steps, forget earlier times, which may be misleading.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
             choice = 0
@@ -100,7 +103,7 @@ class DraftLength:
         return choice
 
     def _compare(self, case: Case, current: int | None) -> int:
-        """Choose the fastest number of drafts, or a number that is worth timing."""
+        """Choose the fastest number of drafts, or a number of drafts that is worth timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -114,8 +117,8 @@ class DraftLength:
         return choice
 
     def _forget_some_times(self, case: Case, current: int | None) -> None:
-        """Forget the times of the numbers of drafts that lost, or of one that nearly won, when they
-        are due to be timed again.
+        """When numbers of drafts are due to be timed again, forget their times: either those of all
+        numbers that lost, or those of one number that nearly won.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
@@ -130,15 +133,15 @@ class DraftLength:
                 case.seconds.pop(near[cycle // RETIME % len(near)])
 
     def _may_repeat(self, case: Case, cycles: int) -> None:
-        """Allow this many further cycles of such batches to go without drafts and without a new
+        """Allow this many further cycles of such batches to run without drafts and without a new
         choice.
         """
         self.repeats = cycles
         self._repeated_case = case
 
     def _try(self, case: Case, drafts: int) -> int:
-        """Choose this number of drafts or, while the times of its first cycles are still awaited,
-        the fastest known number.
+        """Choose this number of drafts. While the times of its first cycles are not known yet,
+        choose the fastest known number instead.
         """
         if not drafts or len(self._measured.seen(case, drafts)) >= TRIED:
             return drafts
@@ -151,7 +154,8 @@ class DraftLength:
 
     def _dense_is_due(self, case: Case) -> bool:
         cycles = case.drafting
-        since = cycles - (1 << cycles.bit_length() - 1)  # cycles since the last power of two
+        # number of cycles since the last power of two
+        since = cycles - (1 << cycles.bit_length() - 1)
         if cycles < DENSE_AGAIN or since >= DENSE_PROBES:
             return False
         speed = self._measured.expected_speeds(case)
@@ -160,8 +164,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, case: Case) -> list[int]:
-        """List the numbers of drafts that are worth timing, fastest first, followed by the smallest
-        of those never timed, if it is worth a trial.
+        """List the numbers of drafts that are worth timing, fastest first. If the smallest number
+        that was never timed is worth a trial, it is added at the end.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -176,7 +180,8 @@ class DraftLength:
         if len(known) < 2 or len(case.seconds.get(drafts, ())) > 0:
             return [*promising, drafts]
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
-        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # each draft adds the same time
+        # assumes that each draft adds the same time
+        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
         is_hopeless = predicted > 0 and self._measured.speed(case, drafts, predicted) < (
             HOPELESS * max(speed.values())
         )
