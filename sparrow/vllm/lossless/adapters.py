@@ -103,9 +103,7 @@ def _tensors(mapping: Any, rows: int) -> list[Tensor]:
 
 
 def _refuse_output_layers(manager: Any) -> None:
-    """Let ``manager`` refuse adapters that change the output layer. Raises ConfigError: an existing
-    adapter changes it.
-    """
+    """Let ``manager`` raise ConfigError for adapters that change the output layer."""
     outputs = [
         name
         for name, module in manager.modules.items()
