@@ -30,7 +30,9 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""Old name -> new name of modules, and of packages including their submodules."""
+"""Old names of modules and packages, and their new names. A package's entry includes its
+submodules.
+"""
 
 ATTRIBUTES = {
     "sparrow.calibrate": {
@@ -56,7 +58,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Former module -> current module -> the names that were moved."""
+"""For each former module, the current modules, and the names that were moved there."""
 
 
 def new_name(module: str) -> str | None:

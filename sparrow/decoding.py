@@ -14,9 +14,9 @@ from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
-verifies, and samples are the dense policy's. ``lossy``: decode steps read the pages that a schedule
-selects, and samples are the sparse actor's. ``auto``: lossless up to a length that training
-adjusts, and lossy beyond it (``sparrow.train.dial``).
+verifies, and responses are samples of the dense policy. ``lossy``: decode steps read the pages that
+a schedule selects, and responses are samples of the sparse actor. ``auto``: lossless up to a length
+that training adjusts, and lossy beyond this length (``sparrow.train.dial``).
 """
 
 DraftWeights = Literal["auto", "fp8"]
@@ -27,18 +27,18 @@ linear layers' weights.
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """The default draft schedule: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""Budgets to choose from where the draft budget adapts, as multiples of the draft schedule."""
+"""Budgets to choose from if the draft budget adapts, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
-"""Exponent of the draft budget: the rejected share of drafts is proportional to the budget to the
-power of minus this, as published for p5.
+"""Exponent in the dependence of acceptance on the draft budget. The share of drafts that are
+rejected is proportional to the budget to the power of ``-BUDGET_POWER``, as published for p5.
 """
 DRAFT_TOKENS = 12
-"""The maximum number of tokens drafted at a time; the default is the fastest at long context and an
-acceptance of 95 %.
+"""The default for the maximum number of tokens drafted at a time. It is the fastest at long context
+and an acceptance of 95 %.
 """
 METER_EVERY = 16
-"""Cycles per measurement of a second schedule; at this default, the extra sparse step costs about
-half a percent.
+"""The default for the number of cycles per measurement of a second schedule. With this number, the
+extra sparse step costs about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies either all of a response or "
@@ -95,7 +95,7 @@ class LosslessSettings:
 
 
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
-"""Settings that ``Decoding.to_dict`` writes even if they have their default."""
+"""Settings that ``Decoding.to_dict`` writes even if they have their default values."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
 """The settings of lossless mode, by their names in ``Decoding.load`` and on the command line."""
 

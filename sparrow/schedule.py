@@ -31,8 +31,8 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""Fields of a schedule that describe pages but not their number, the same as in
-``attention.PageLayout``.
+"""Fields of a schedule that describe pages, but not their number. ``attention.PageLayout`` has the
+same fields.
 """
 
 

@@ -23,7 +23,7 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
-"""A number of pages that means all pages of any sequence, whatever a head's relative budget."""
+"""This number of pages means all pages of a sequence, whatever the relative budget of a head."""
 BUDGET_UNIT = 256
 """Relative budgets are multiples of 1 / 256. All implementations round products half up."""
 

@@ -47,9 +47,11 @@ class TrainedDrafter:
 
 
 EAGLE3 = TrainedDrafter("EAGLE-3", 3, 3, 1, 0.21)
-"""One layer, with an output layer for 32,000 of Qwen3's 151,936 tokens, as in published heads."""
+"""One layer, with an output layer for 32,000 of Qwen3's 151,936 tokens, as in published EAGLE-3
+heads.
+"""
 DSPARK = TrainedDrafter("DSpark", 7, 1, 5, 1.0)
-"""A block drafter of five layers, as published; its Markov head is left out."""
+"""A block drafter of five layers, as published. Its Markov head is left out."""
 TRAINED = (EAGLE3, DSPARK)
 
 

@@ -52,7 +52,7 @@ from sparrow.schedule import SparsitySchedule
 
 LOOKED_AT = 64  # maximum number of tokens per response whose attention is measured
 DECODE_TOKENS = 2**19
-"""Maximum number of tokens in a batch once all its sequences have their full length, such as 128
+"""Maximum number of tokens in a batch whose sequences all have their full length, for example 128
 sequences of 4,096 tokens.
 """
 

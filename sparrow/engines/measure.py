@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""If no length is given for the actor's lists of tokens, they start with ``SHORTEST_LISTS`` tokens
-and grow by this factor, up to ``LONGEST_LISTS``, until they show whether the target is met.
+"""If no length is given for the actor's lists of tokens, lists have ``SHORTEST_LISTS`` tokens at
+first. They then grow by a factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until they show whether
+the target is met.
 """
 
 

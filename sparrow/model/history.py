@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 LONGEST = 8
-"""Tokens of the longest suffix that is looked up."""
+"""Maximum length, in tokens, of a suffix that is looked up."""
 SHORTEST = 1
-"""Tokens of the shortest suffix that is looked up."""
+"""Minimum length, in tokens, of a suffix that is looked up."""
 
 
 def guess(

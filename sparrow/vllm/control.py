@@ -16,7 +16,7 @@ from sparrow.vllm import config, kv_cache
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
-"""The kernels for experts that read the layout in which vLLM loads weights."""
+"""The kernels for experts that read weights in the layout in which vLLM loads them."""
 
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
 """Number of passes without drafts whose tokens are summed at once. Short steps wait for the host,
-so the host does not compute a sum after each of them.
+so the host should not compute a sum after each step.
 """
 
 

@@ -20,8 +20,8 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values this many times as large as the largest ones in the prefill
-that sets the scales.
+"""Scales leave room for keys and values that are this many times as large as the largest keys and
+values in the prefill that sets the scales.
 """
 
 

@@ -21,13 +21,15 @@ from sparrow.attention.int8 import scale_of
 from sparrow.attention.pages import FP8
 
 STORED: dict[str, torch.dtype] = {"fp8": FP8, "fp8_e4m3": FP8, "int8_per_token_head": torch.int8}
-"""vLLM's names for an 8-bit cache, and the dtype that Sparrow stores."""
+"""vLLM's names for an 8-bit cache, and the dtype in which Sparrow stores keys and values."""
 INT8 = "int8_per_token_head"
 NAMES = {FP8: "fp8_e4m3", torch.int8: INT8}
 """Names for an 8-bit cache in Sparrow's reports."""
 SCALES = {FP8: "scales by layer and kv head", torch.int8: "scales by token and kv head"}
 COPIED_TOKENS = 65_536
-"""The most cached tokens copied at once for prefill, unless a single sequence is longer."""
+"""Maximum number of cached tokens that are copied at once for prefill, unless a single sequence is
+longer.
+"""
 
 
 @dataclass(frozen=True)

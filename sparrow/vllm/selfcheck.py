@@ -34,7 +34,9 @@ from sparrow.vllm.lossless.drafter import Drafter
 
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
-"""The check's sparse decode steps keep ``PAGES_BY_SCORE`` of ``RANKED_PAGES`` pages by score."""
+"""The sparse decode steps of the check rank ``RANKED_PAGES`` pages, and keep ``PAGES_BY_SCORE`` of
+them by score.
+"""
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
 """Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, which
@@ -42,17 +44,18 @@ gives most of the weight to few tokens. Each query is the best of ``CANDIDATES``
 ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
-"""The largest difference allowed between a layer's outputs and those computed in float32, for
-values between -1 and 1, by the dtype of the queries. Keys and values are exact in all dtypes, so
-the kernels' rounding is the only source of error.
+"""The largest difference that is allowed between a layer's outputs and outputs computed in float32,
+by the dtype of the queries. Values are between -1 and 1. Keys and values are exact in all dtypes,
+so the only source of error is rounding in the kernels.
 """
 STEP_TOKENS = 160
 """Maximum length of the sequence with which the model is checked."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""Bounds on the distance between log-probs and those of a dense pass, relative to the latter's
-spread, by the size of the model's dtype in bytes. Passes of different shapes round differently.
-``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit weights.
+"""Bounds on the distance between log-probs and those of a dense pass, by the size of the model's
+dtype in bytes. The distance is relative to the spread of the dense log-probs. It is not 0 because
+passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
+weights.
 """
 
 
@@ -215,8 +218,8 @@ WITH_ADAPTERS = (
     Read("vllm.lora.model_manager:LoRAModelManager.lora_slots"),
     Read("vllm.lora.layers:LogitsProcessorWithLoRA"),
 )
-"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces; the last ones in
-lossless mode with LoRA.
+"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces.
+``WITH_ADAPTERS`` is for lossless mode with LoRA.
 """
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26"
-"""Versions that Sparrow runs in, as the extra ``vllm`` of pyproject.toml installs them.
-
-Earlier versions keep the cache in another layout, and their rejection sampling is slightly biased.
+"""Versions of vLLM that Sparrow supports, the same as in the ``vllm`` extra of pyproject.toml.
+Earlier versions store the cache in another layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
 PROVEN = {
@@ -31,8 +30,9 @@ PROVEN = {
     "0.32": "2.11",
     "0.33": "2.11",
 }
-"""Versions of vLLM found exact on GPUs in both modes, with the torch that each ran with
-(``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
+"""Versions of vLLM with which Sparrow was found to be exact on GPUs in both modes, each with its
+version of torch (``benchmarks/results/vllm_versions``). Other versions also start if their
+self-check passes.
 """
 
 

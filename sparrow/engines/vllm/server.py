@@ -34,9 +34,9 @@ CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue
 ANSWER_S = 600.0  # maximum time to wait for the answer to a request other than a prompt
 CHECK_S = 15.0
 STALL_S = 300.0
-"""While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds, and a
-server without progress for ``STALL_S`` seconds is given up. There is no limit for a server that
-answers but does not count tokens.
+"""While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds. If there
+is no progress for ``STALL_S`` seconds, waiting ends with an error. There is no time limit for a
+server that answers but does not count tokens.
 """
 
 

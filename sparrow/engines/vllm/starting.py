@@ -31,9 +31,13 @@ REMEDIES = (
     ("background process", "see its error message above"),
     ("initialization failed", "see its error message above"),
 )
-"""Phrases in vLLM's reason, in lower case, and the remedy for each; the first match is used."""
+"""Phrases that vLLM's reason may contain, in lower case, and the remedy for each of them. The first
+match is used.
+"""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""Sentences in vLLM's message that begin like this give advice, and are not part of the reason."""
+"""Sentences that begin with these words give advice, and are not part of the reason in vLLM's
+message.
+"""
 
 
 @contextlib.contextmanager

@@ -19,11 +19,13 @@ from sparrow.vllm.lossless.measured import (
 )
 
 TRY_BUDGETS = 48
-"""The neighbouring budgets are tried after this many cycles with drafts, and again after twice as
-many, four times as many and so on. Dense steps are timed again in different cycles.
+"""Neighbouring budgets are tried after this many cycles with drafts, and again after twice as many
+cycles, four times as many and so on. Dense steps are timed again in other cycles.
 """
 BUDGET_PROBES = 5
-"""Consecutive cycles in a trial of another budget; the first of them is not timed."""
+"""Number of consecutive cycles in a trial of another budget. The first of these cycles is not
+timed.
+"""
 BUDGET_LEAD = 0.02
 """Relative gain in speed above which another budget replaces the one in use."""
 

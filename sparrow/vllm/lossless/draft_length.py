@@ -18,35 +18,37 @@ from sparrow.vllm.lossless.measured import (
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""Cycles between two comparisons of speed: ``THINK_EVERY`` while drafts are in use, and
-``THINK_DENSE`` while they are not. Each comparison takes time on the host.
+"""Number of cycles from one comparison of speeds to the next: ``THINK_EVERY`` while drafts are in
+use, and ``THINK_DENSE`` while no drafts are in use. Comparisons are rare because they take time on
+the host.
 """
 WATCHED = 2
-"""Number of cycles timed after a comparison when no drafts are in use, since timing takes host time
-as well.
+"""Number of cycles that are timed after a comparison when no drafts are in use. Other cycles are
+not timed, because timing also takes host time.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Numbers of drafts that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many and
-so on, and later every ``TRY_AGAIN_MOST`` cycles. Acceptance may have changed while nothing was
-drafted, but a trial costs about 30 ms for one sequence.
+"""Numbers of drafts that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many
+cycles and so on, and later every ``TRY_AGAIN_MOST`` cycles. They are tried again because acceptance
+may have changed while nothing was drafted. They are not tried often, because a trial costs about 30
+ms for one sequence.
 """
 RETIME = 320
-"""Cycles after which a number of drafts that nearly won is timed again, since the first times of a
-batch are the least reliable.
+"""Number of cycles after which a number of drafts that nearly won is timed again. The first times
+of a batch are the least reliable.
 """
 DENSE_AGAIN = 8
-"""Dense steps are timed again after this many cycles with drafts, after twice as many, four times
-as many and so on. The first times of a batch may have been unusually long, and lossless decoding
-must not be slower than dense decoding.
+"""Dense steps are timed again after this many cycles with drafts, after twice as many cycles, four
+times as many and so on. The reason is that the first times of a batch may have been unusually long,
+and lossless decoding must not be slower than dense decoding.
 """
 DENSE_NEAR = 0.7
-"""Dense steps are timed again only if the fastest of them reached this share of the best speed;
-otherwise they cannot win.
+"""Dense steps are timed again only if the fastest of them reached this share of the best speed.
+Otherwise, they have no chance of being the fastest.
 """
 HOPELESS = 0.95
-"""A number of drafts is not tried if its speed, either predicted or taken from the nearest batch,
-is below this share of the best speed.
+"""A number of drafts is not tried if its speed is below this share of the best speed. The speed is
+either predicted or copied from the nearest batch.
 """
 
 

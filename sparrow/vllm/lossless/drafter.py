@@ -38,12 +38,12 @@ class Drafter(Protocol):
     """
 
     logits: Tensor
-    """float ``[S, k, V]``: the logits from which each draft was sampled, by the sequence's index in
-    the worker. The drafter uses the same tensor for its whole life.
+    """The logits from which each draft was sampled, float ``[S, k, V]``, by the index of the
+    sequence in the worker. The drafter never replaces this tensor by another one.
     """
 
     captured_over: dict[str, int]
-    """The ``addresses`` at the time when CUDA graphs were captured; empty without graphs."""
+    """The result of ``addresses`` when CUDA graphs were captured; empty if there are no graphs."""
 
     def load(self, model: Any) -> None:
         """Store the policy's model, and allocate everything else that drafting needs."""

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 DEFAULT_ROWS = 256
-"""The most sequences for which CUDA graphs are captured if vLLM chooses ``max_num_seqs`` itself."""
+"""Maximum number of sequences for which CUDA graphs are captured if vLLM itself chooses
+``max_num_seqs``.
+"""
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:

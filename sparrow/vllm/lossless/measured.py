@@ -17,45 +17,49 @@ from sparrow.decoding import acceptance_at
 
 PROBES = 4
 DENSE_PROBES = 6
-"""A number of drafts is timed for ``PROBES`` cycles, and dense decoding for ``DENSE_PROBES`` steps,
-before their speed is compared. Everything is compared with dense steps, and their times scatter
-most.
+"""Before speeds are compared, each number of drafts is timed for ``PROBES`` cycles, and dense
+decoding for ``DENSE_PROBES`` steps. Dense decoding is timed for longer because everything is
+compared with dense steps, whose times scatter most.
 """
 DENSE_ALIKE = 3
 ALIKE = 1.03
-"""``DENSE_ALIKE`` dense steps are enough if the longest takes at most ``ALIKE`` times as long as
-the shortest.
+"""``DENSE_ALIKE`` dense steps are enough if the longest step takes at most ``ALIKE`` times as long
+as the shortest step.
 """
 TRIED = 2
 UNDER_WAY = 3
-"""The chooser tries a new number of drafts in ``TRIED`` cycles, and then waits ``UNDER_WAY`` cycles
-for their times, so that a number that loses is not used in the meantime. A single time is not
-enough, since it may be long by chance.
+"""The chooser tries a new number of drafts in ``TRIED`` cycles. It then waits for ``UNDER_WAY``
+cycles until their times are known, so that a number that turns out to be slow is not used in the
+meantime. A single time is not enough, because it may be long by chance.
 """
 DENSE_LEAD = 0.06
-"""Relative gain in speed over dense decoding above which drafting is chosen. Times scatter by as
-much when steps wait for the host, and a wrong choice would make lossless decoding slower than
-dense decoding.
+"""Relative gain in speed over dense decoding above which drafting is chosen. When steps wait for
+the host, times scatter by as much as this gain, and a wrong choice would make lossless decoding
+slower than dense decoding.
 """
 GIVE_UP = 0.85
 """The timing of a number of drafts is cut short if its speed, even at the shortest time so far, is
 below this share of the dense speed.
 """
 PRIOR = (9.0, 10.0)
-"""Numbers of accepted and judged drafts that are assumed before there are measurements."""
+"""Number of accepted drafts and number of judged drafts that are assumed before there are
+measurements.
+"""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. The
-weight is large because the five cycles of a trial judge few drafts.
+"""Weight, in judged drafts, of the acceptance that is expected for a budget that was not tried yet.
+The weight is large because few drafts are judged in the five cycles of a trial.
 """
 REACH = 2
-"""Largest distance, in steps, to a case whose times a new case takes over."""
+"""Largest distance, in steps, from a new case to a case whose times it may copy."""
 FORGET = 0.98
-"""Factor by which the weight of earlier accepted and judged drafts falls with each cycle."""
+"""Factor by which the weight of earlier accepted and judged drafts is multiplied in each cycle."""
 KEPT = 12
 """Number of latest times kept for each number of drafts."""
 
 Batch = tuple[int, int]
-"""The number of sequences and their mean length, both in steps of a factor of sqrt(2)."""
+"""The number of sequences and their mean length, both as numbers of steps of a factor of
+sqrt(2).
+"""
 
 
 @dataclass(slots=True, eq=False)

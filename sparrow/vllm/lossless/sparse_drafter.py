@@ -37,10 +37,11 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""A mask that changes the seeds of drafts. It is used in versions of vLLM that sample a draft and
-the token that replaces a rejected draft with the same noise: samples follow the dense distribution
-only if the two are independent. With ``drafter_invariant`` no token replaces a draft, and the noise
-is the same on purpose (``sparrow.vllm.lossless.verify``).
+"""A mask that changes the seeds of drafts. Some versions of vLLM sample a draft, and the token that
+replaces the draft if it is rejected, with the same noise, but samples follow the dense distribution
+only if these two tokens are independent. The mask is used in such versions. With
+``drafter_invariant``, no token replaces a draft, and the noise is the same on purpose (see
+``sparrow.vllm.lossless.verify``).
 """
 
 
