@@ -367,7 +367,7 @@ def teacher_forced(
             f"{q_BHTD.shape[2]} queries and {k_BKTD.shape[2]} keys"
         )
     if tokens < 1:
-        raise ValueError(f"a decode step has at least one token, got {tokens}")
+        raise ValueError(f"a decode step needs at least one token, got tokens={tokens}")
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":

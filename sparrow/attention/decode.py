@@ -179,8 +179,8 @@ class DecodeWorkspace:
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
-                f"cannot rank sequences of up to {max_pages} pages, expected 1..{MAX_PAGES}; use "
-                "larger pages or a shorter maximum length"
+                f"cannot rank sequences of up to {max_pages} pages, expected a maximum of 1 to "
+                f"{MAX_PAGES} pages; use larger pages or a shorter maximum length"
             )
         device = torch.empty(0, device=device).device
         self.max_batch = max_batch

@@ -284,8 +284,8 @@ class Runtime:
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
                 f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; in "
-                "draft_schedule, keep only layers dense that are also dense in meter_schedule: "
-                f"{list(schedule.dense_layers)}"
+                "draft_schedule, leave no layers dense except those that are dense in "
+                f"meter_schedule: {list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:

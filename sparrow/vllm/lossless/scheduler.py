@@ -111,9 +111,10 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
-                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule, because "
-                    f"this engine drafts {self.chooser.choices} tokens at {budgets} times; "
-                    "start it with the settings of the recorded engine"
+                    f"cannot repeat a step with {drafts} drafts that read {multiple} times the "
+                    "draft schedule; for these two numbers, this engine chooses among "
+                    f"{self.chooser.choices} and {budgets}; start it with the settings of the "
+                    "recorded engine"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple))
