@@ -164,10 +164,11 @@ class Decoding(LosslessSettings):
             value: one of these:
 
                 - ``"lossless"``;
-                - a ``SparsitySchedule`` or anything that names one, which means mode lossy, or mode
-                dense if the schedule reads everything (``"dense"``); - a mapping, or its JSON, with
-                ``mode`` and the settings of that mode: ``schedule`` for lossy, and those in
-                ``LOSSLESS_SETTINGS`` for lossless; - a ``Decoding``.
+                - a ``SparsitySchedule`` or anything that names one. This means mode lossy, or mode
+                  dense if the schedule reads everything (``"dense"``);
+                - a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
+                  for lossy, and those in ``LOSSLESS_SETTINGS`` for lossless;
+                - a ``Decoding``.
 
         Raises ConfigError: the mode or a setting is unknown, the mode is auto, or a schedule cannot
         be read.

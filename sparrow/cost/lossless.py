@@ -85,7 +85,7 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return by how many seconds a dense step of ``sequences`` sequences becomes longer if it also
+    """Return the additional seconds that a dense step of ``sequences`` sequences takes if it also
     verifies ``further`` drafts.
     """
     read_s = expert_bytes(shape, sequences, further) / (

@@ -61,7 +61,7 @@ class Counters:
 
     @property
     def dense_fraction(self) -> float:
-        """Of the tokens decoded by a lossy actor, the share that left no page out; 0 before the
+        """Share of the tokens decoded by a lossy actor for which no page was left out; 0 before the
         first token.
         """
         return self.dense_rows / max(self.rows, 1)

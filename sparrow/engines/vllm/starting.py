@@ -35,8 +35,8 @@ REMEDIES = (
 match is used.
 """
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""Sentences that begin with these words give advice, and are not part of the reason in vLLM's
-message.
+"""Sentences of vLLM's message that begin with these words are advice, and not part of the
+reason.
 """
 
 

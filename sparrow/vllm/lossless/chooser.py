@@ -49,8 +49,8 @@ class DraftChooser:
 
     @property
     def repeats(self) -> int:
-        """For how many further cycles without drafts no new choice is needed, as long as the number
-        of sequences does not change.
+        """Number of further cycles without drafts that need no new choice, as long as the number of
+        sequences does not change.
         """
         return self.draft_length.repeats
 
