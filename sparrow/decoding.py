@@ -158,7 +158,7 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def load(cls, value: Any) -> Decoding:
-        """Read a setting.
+        """Read a ``Decoding`` from one of the forms in which a setting may be given.
 
         Args:
             value: one of these:

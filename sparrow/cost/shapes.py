@@ -1,4 +1,4 @@
-"""Sizes of models, from which follows what a decode step reads and computes.
+"""Sizes of models, which determine what a decode step reads and computes.
 
 ``ModelShape.from_config`` counts parameters from a Hugging Face config without loading the model.
 """

@@ -1,3 +1,3 @@
-"""Make Hugging Face models sparse actors (``actor``), and compute log-probs of given tokens
+"""Turn Hugging Face models into sparse actors (``actor``), and compute log-probs of given tokens
 (``scoring``).
 """

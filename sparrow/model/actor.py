@@ -1,5 +1,5 @@
-"""Make a Hugging Face causal language model a sparse actor, with an attention implementation named
-"sparrow".
+"""Turn a Hugging Face causal language model into a sparse actor, with an attention implementation
+named "sparrow".
 
 With this implementation, the decode steps of a model are sparse under a schedule, while prefill,
 scoring and training stay dense. No switch is needed, because a forward pass counts as a decode step

@@ -30,10 +30,11 @@ def guess(
     """Guess how the first stream of each sequence continues, int64 ``[B, most]``.
 
     The end of the first stream is looked up in all streams, and the tokens that followed it there
-    are the guess. The longest suffix that is found counts, up to ``longest`` tokens. If this suffix
-    occurs more than once, its latest place in the first stream is used or, if it does not occur
-    there, its latest place in any stream. Where there is no guess, because fewer than ``shortest``
-    tokens were found or fewer than ``most`` tokens followed, the result contains token 0.
+    are the guess. The longest suffix that is found is used, up to ``longest`` tokens. If this
+    suffix occurs more than once, its latest place in the first stream is used or, if it does not
+    occur there, its latest place in any stream. Where there is no guess, because fewer than
+    ``shortest`` tokens were found or fewer than ``most`` tokens followed, the result contains token
+    0.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.

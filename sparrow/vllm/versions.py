@@ -69,8 +69,8 @@ def known() -> str:
 
 
 def drafts_have_own_noise() -> bool:
-    """Return whether vLLM draws drafts with other noise than the tokens that replace rejected
-    drafts, as it has done since 0.30.
+    """Return whether vLLM uses different noise to draw drafts and to draw the tokens that replace
+    rejected drafts, as it has done since 0.30.
     """
     return "is_drafting" in _parameters_of_gumbel_sample()
 

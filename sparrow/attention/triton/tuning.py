@@ -69,8 +69,9 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of programs for further parts of rows. This is one for each multiprocessor
-    without an item or, if there are more items than multiprocessors, about two per multiprocessor.
+    """Return the number of programs in addition to one per item, which compute further parts of
+    rows. This is one for each multiprocessor without an item or, if there are more items than
+    multiprocessors, about two per multiprocessor.
 
     More programs would not help: a grid that is larger than the device can run at once is
     distributed unevenly, even if most of its programs have nothing to do.

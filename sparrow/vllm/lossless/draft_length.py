@@ -65,8 +65,8 @@ class DraftLength:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # number of cycles, by number of drafts
         self.is_watching = True  # whether to time the cycle that was chosen last
-        # For how many further cycles without drafts no new choice is needed, as long as the number
-        # of sequences does not change.
+        # Number of further cycles without drafts that need no new choice, as long as the number of
+        # sequences does not change.
         self.repeats = 0
         self._repeated_case: Case | None = None  # the case to which ``repeats`` applies
         self._measured = measured
