@@ -181,7 +181,7 @@ class PartVerifier(Protocol):
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can repeat the draft choices that another engine based on measured speed.
+    """An engine that can repeat another engine's choices of drafts, which depend on measured speed.
     Implementation: ``vllm.VLLMEngine``.
     """
 

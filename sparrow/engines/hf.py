@@ -64,13 +64,14 @@ class HFEngine(Engine, Scorer, Ranker):
     This engine is correct on every device but fast on none: use it on a CPU, for small models, and
     as the reference for other engines.
 
-    A plain schedule means lossy decoding (or dense decoding, if it reads everything), while a
-    ``Decoding`` also specifies the mode. Lossless decoding always drafts ``draft_tokens`` tokens,
-    because fewer drafts would not be faster here. In mode auto, responses are lossless up to the
-    length last passed to ``verify_up_to`` (or to their end, if there was no call), and lossy from
-    there on. ``batch_size`` sequences are decoded together. By default, this is as many sequences
-    as have ``DECODE_TOKENS`` tokens in total at the greatest length allowed. ``token_budget``
-    padded tokens are scored together, under autocast to the dtype ``autocast`` if it is given.
+    If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
+    everything). A ``Decoding`` also specifies the mode. Lossless decoding always drafts
+    ``draft_tokens`` tokens, because fewer drafts would not be faster here. In mode auto, responses
+    are lossless up to the length last passed to ``verify_up_to`` (or to their end, if there was no
+    call), and lossy from there on. ``batch_size`` sequences are decoded together. By default, this
+    is as many sequences as have ``DECODE_TOKENS`` tokens in total at the greatest length allowed.
+    ``token_budget`` padded tokens are scored together, under autocast to the dtype ``autocast`` if
+    it is given.
 
     Raises UnsupportedModel, ConfigError: ``set_schedule`` rejects the model or the schedule, or the
     settings ask for drafts with a copy of the weights.

@@ -74,8 +74,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Write the converted model to a temporary folder next to ``folder``, and rename that folder at
-    the end, so that ``folder`` is complete whenever it exists.
+    """Write the converted model to a temporary folder next to ``folder``, and rename the temporary
+    folder at the end, so that ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

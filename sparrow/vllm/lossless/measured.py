@@ -147,9 +147,9 @@ class Measured:
             verdicts[1] = FORGET * verdicts[1] + judged
 
     def known(self, case: Case) -> dict[int, float]:
-        """Return the seconds per cycle, by number of drafts. If a number was timed often enough in
-        this case, its measured time is returned, otherwise the time expected from the times that
-        the case copied.
+        """Return the seconds per cycle, by number of drafts. For a number that was timed often
+        enough in this case, this is the measured time. For other numbers, it is the time that is
+        expected from the times that the case copied.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
