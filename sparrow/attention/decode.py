@@ -355,7 +355,7 @@ class CachedLayers:
 
         distances = [distance(layer) for layer in caches]
         if any(elements % 16 for layer in distances for elements in layer):
-            raise ValueError(f"caches lie {distances} elements apart, expected multiples of 16")
+            raise ValueError(f"the caches are {distances} elements apart, expected multiples of 16")
         self.distance_L3 = torch.tensor(
             [[*layer, 0][:3] for layer in distances], device=self.keys.device
         )
@@ -429,14 +429,14 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     if (workspace.kv_heads, workspace.group, workspace.head_dim) != (K, G, D) or G > MAX_GROUP:
         raise ValueError(
             f"the batch has {K} kv heads, group {G} and head dim {D}, but the workspace is for "
-            f"{workspace.kv_heads}, {workspace.group} and {workspace.head_dim}; groups may not "
-            f"exceed {MAX_GROUP}"
+            f"{workspace.kv_heads} kv heads, group {workspace.group} and head dim "
+            f"{workspace.head_dim}; groups may not exceed {MAX_GROUP}"
         )
     if min(workspace.tokens, batch.layout.page_size) < T or G * T > MAX_COLUMNS:
         raise ValueError(
-            f"each sequence has {T} new tokens, but the workspace is for {workspace.tokens}, pages "
-            f"have {batch.layout.page_size} tokens, and a group of {G} may have up to "
-            f"{MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
+            f"each sequence has {T} new tokens, but the workspace is for {workspace.tokens} new "
+            f"tokens, pages have {batch.layout.page_size} tokens, and a group of {G} may have up "
+            f"to {MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
         )
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(

@@ -256,9 +256,9 @@ class Runtime:
                 {name: getattr(s, name) for name in changed} for s in (started_with, schedule)
             )
             raise ConfigError(
-                "a running vLLM can change how many pages are kept, but not their layout or "
-                f"head_budgets; it was started with {ours}, got {theirs}; start a new engine for "
-                "this schedule"
+                "a running vLLM engine can change how many pages are kept, but not the page "
+                f"layout or head_budgets; it was started with {ours}, got {theirs}; start a new "
+                "engine for this schedule"
             )
         self._settle()
         self.pages.fill(schedule)

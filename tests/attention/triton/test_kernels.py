@@ -1388,7 +1388,7 @@ def test_unsupported_inputs_are_refused():
         budgets=budgets.long(),
     )
     refuse("create a larger workspace", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
-    refuse("the workspace is for 2, 4 and 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
+    refuse("for 2 kv heads, group 4", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     for layer in (
         (int8.k_cache, int8.landmark_cache),
         (case.k_cache, case.landmark_cache, int8.scales.k),
