@@ -1,9 +1,9 @@
-"""Old import paths from the last release, which import the current modules with a warning.
+"""Import paths of the last release. They still import the current modules, with a warning, and will
+be removed in the next release.
 
-They will be removed in the next release.
-
-``import sparrow.mode`` finds no file, so a finder looks up the old name here and returns the module
-under its new name. A class is therefore the same object under both names.
+For a statement such as ``import sparrow.mode``, Python finds no file. A finder therefore looks up
+the old name here, and returns the module that has the new name, so a class is the same object under
+both names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""Old name -> new name of modules, and of packages including their submodules."""
+"""Old names of modules and packages, and their new names. A package's entry includes its
+submodules.
+"""
 
 ATTRIBUTES = {
     "sparrow.calibrate": {
@@ -56,7 +58,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Former module -> current module -> the names that were moved."""
+"""For each former module, the current modules, and the names that were moved there."""
 
 
 def new_name(module: str) -> str | None:
@@ -83,8 +85,8 @@ def attributes_of(module: str) -> Callable[[str], Any]:
 
 def install() -> None:
     """Make old names importable."""
-    # The finder must come first: Python's own finder would find the files of an old package's
-    # modules through its new path and load them a second time.
+    # The finder must come first. Otherwise, Python's own finder would find the files of an old
+    # package's modules through the package's new path, and load them a second time.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -98,7 +100,7 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        # the import statement, as warnings skip the import system's frames
+        # the level of the import statement, because warnings skip the frames of the import system
         _warn(old, new, level=3)
         sys.modules[old] = importlib.import_module(new)
 

@@ -14,9 +14,9 @@ from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
-verifies, and samples are the dense policy's. ``lossy``: decode steps read the pages that a schedule
-selects, and samples are the sparse actor's. ``auto``: lossless up to a length that training
-adjusts, and lossy beyond it (``sparrow.train.dial``).
+verifies, and responses are samples of the dense policy. ``lossy``: decode steps read the pages that
+a schedule selects, and responses are samples of the sparse actor. ``auto``: lossless up to a length
+that training adjusts, and lossy beyond this length (``sparrow.train.dial``).
 """
 
 DraftWeights = Literal["auto", "fp8"]
@@ -27,18 +27,18 @@ linear layers' weights.
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """The default draft schedule: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""Budgets to choose from where the draft budget adapts, as multiples of the draft schedule."""
+"""Budgets to choose from if the draft budget adapts, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
-"""Exponent of the draft budget: the rejected share of drafts is proportional to the budget to the
-power of minus this, as published for p5.
+"""Exponent in the dependence of acceptance on the draft budget. The share of drafts that are
+rejected is proportional to the budget to the power of ``-BUDGET_POWER``, as published for p5.
 """
 DRAFT_TOKENS = 12
-"""The maximum number of tokens drafted at a time; the default is the fastest at long context and an
-acceptance of 95 %.
+"""The default for the maximum number of tokens drafted at a time. It is the fastest at long context
+and an acceptance of 95 %.
 """
 METER_EVERY = 16
-"""Cycles per measurement of a second schedule; at this default, the extra sparse step costs about
-half a percent.
+"""The default for the number of cycles per measurement of a second schedule. With this number, the
+extra sparse step costs about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies either all of a response or "
@@ -49,8 +49,8 @@ AUTO_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A lower bound in the annotation of a whole number. Pydantic enforces it if the number is an
-    option of a command.
+    """A lower bound in the annotation of a whole number. If the number is an option of a command,
+    pydantic enforces the bound.
     """
 
     least: int
@@ -95,20 +95,20 @@ class LosslessSettings:
 
 
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
-"""Settings that ``Decoding.to_dict`` writes even if they have their default."""
+"""Settings that ``Decoding.to_dict`` writes even if they have their default values."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
 """The settings of lossless mode, by their names in ``Decoding.load`` and on the command line."""
 
 
 @dataclass(frozen=True)
 class Decoding(LosslessSettings):
-    """A mode and its settings; functions with a ``Decoding`` parameter accept anything that
+    """A mode and its settings. Functions with a ``Decoding`` parameter accept anything that
     ``load`` accepts.
     """
 
     mode: Mode
-    # what decode steps read in mode lossy, drafts in mode lossless, and both in mode auto; dense
-    # reads everything
+    # the schedule of decode steps in mode lossy, of drafts in mode lossless, and of both in mode
+    # auto; in mode dense, it reads everything
     schedule: SparsitySchedule
     meter_schedule: SparsitySchedule | None = field(default=None, kw_only=True)
 
@@ -139,7 +139,8 @@ class Decoding(LosslessSettings):
     def lossless(
         cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
     ) -> Decoding:
-        """Decode losslessly with this draft schedule; None means ``DRAFT_SCHEDULE``.
+        """Build the settings of mode lossless with this draft schedule; None means
+        ``DRAFT_SCHEDULE``.
 
         Schedules may be in any form that ``SparsitySchedule.load`` reads.
         """
@@ -149,22 +150,24 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
-        """Decode lossily under a schedule, or densely if the schedule reads everything."""
+        """Build the settings of mode lossy under a schedule, or of mode dense if the schedule reads
+        everything.
+        """
         loaded = _schedule(schedule)
         return cls("dense" if loaded.is_dense else "lossy", loaded)
 
     @classmethod
     def load(cls, value: Any) -> Decoding:
-        """Read a setting.
+        """Read a ``Decoding`` from one of the forms in which a setting may be given.
 
         Args:
             value: one of these:
 
                 - ``"lossless"``;
-                - a ``SparsitySchedule`` or anything that names one: mode lossy, or dense if the
-                  schedule reads everything (``"dense"``);
+                - a ``SparsitySchedule`` or anything that names one. This means mode lossy, or mode
+                  dense if the schedule reads everything (``"dense"``);
                 - a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
-                  for lossy, those in ``LOSSLESS_SETTINGS`` for lossless;
+                  for lossy, and those in ``LOSSLESS_SETTINGS`` for lossless;
                 - a ``Decoding``.
 
         Raises ConfigError: the mode or a setting is unknown, the mode is auto, or a schedule cannot
@@ -211,8 +214,8 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """True if sparse steps draft and dense steps verify, for whole responses or only for their
-        beginnings.
+        """True if sparse steps draft and dense steps verify, either for whole responses or only for
+        their beginnings.
         """
         return self.mode in ("lossless", "auto")
 
@@ -225,7 +228,7 @@ class Decoding(LosslessSettings):
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types that ``load`` reads."""
+        """Convert to plain types, which ``load`` reads."""
         if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}
@@ -241,15 +244,15 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return the same mode with another schedule; without verification, the schedule decides
-        between dense and lossy.
+        """Return the same mode with another schedule. In a mode without verification, the schedule
+        decides whether the mode is dense or lossy.
         """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts with this
-    ``acceptance``.
+    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts whose
+    acceptance is ``acceptance``.
     """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 

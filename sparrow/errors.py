@@ -1,4 +1,4 @@
-"""Errors that a user can act on. The command line prints the one-sentence message without a
+"""Errors that a user can act on. The command line prints their one-sentence messages without a
 traceback.
 """
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """Describe an error from code outside Sparrow and where it was raised, for a message:
+    """Describe, for a message, an error from code outside Sparrow and where it was raised:
     ``KeyError: 'x' (tasks.py, line 7, in verify)``.
     """
     described = f"{type(error).__name__}: {error}"
@@ -19,13 +19,13 @@ def place(error: BaseException) -> str:
 
 
 class SparrowError(Exception):
-    """A problem that the user can fix; the message names the value, what was expected and the
+    """A problem that the user can fix. The message states the value, what was expected, and the
     remedy.
     """
 
 
 class ConfigError(SparrowError):
-    """An error for a setting, schedule or file that cannot be used as it is."""
+    """An error for a setting, a schedule or a file that cannot be used as it is."""
 
 
 class PromptError(ConfigError):
@@ -40,7 +40,7 @@ class PromptError(ConfigError):
 
 
 class TaskError(SparrowError):
-    """An error for a task that raised instead of returning a problem."""
+    """An error for a task that raised an exception instead of returning a problem."""
 
 
 class UnsupportedModel(SparrowError):
@@ -48,7 +48,9 @@ class UnsupportedModel(SparrowError):
 
 
 class RewardError(SparrowError):
-    """An error for a verifier that raised, or returned something other than a finite number."""
+    """An error for a verifier that raised an exception, or returned something other than a finite
+    number.
+    """
 
 
 class TrainingDiverged(SparrowError):
@@ -74,8 +76,8 @@ def refuse(
 ) -> None:
     """Raise ``error`` for the first condition that is true.
 
-    ``cases`` are pairs of a condition and its name; the message is ``before``, the name and
-    ``after``.
+    ``cases`` are pairs of a condition and its name. The message consists of ``before``, the name
+    and ``after``.
     """
     for holds, name in cases:
         if holds:

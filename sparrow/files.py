@@ -1,6 +1,6 @@
 """Where files are written: Sparrow's folder in the user's cache, and checks that a command's output
 files can be written. The checks run before the work starts, so that no results are lost because a
-folder or disk space is missing.
+folder is missing or the disk is full.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparrow.errors import ConfigError
 
-ROOM = 2**16  # bytes of disk space that must be free in the file's folder
+ROOM = 2**16  # number of bytes that must be free on the disk of the file's folder
 
 
 def cache_folder() -> Path:
@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 
 def check_folder(path: str | Path) -> Path:
-    """Check that a folder can be written to, and create it if it is missing.
+    """Check that files can be written to a folder. If the folder is missing, create it.
 
     Raises ConfigError: the path is a file, or nothing can be written there.
     """
@@ -42,8 +42,8 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written, and create its folder if
-    it is missing.
+    """Check that a file, or a device such as /dev/stdout, can be written. If the folder of the file
+    is missing, create it.
 
     Raises ConfigError: the path is a folder, or nothing can be written there.
     """
@@ -58,7 +58,7 @@ def check_file(path: str | Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the whole file, or nothing at all.
+    """Write ``text`` to a file, either completely or not at all.
 
     Raises ConfigError: the file cannot be written.
     """

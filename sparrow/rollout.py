@@ -1,4 +1,5 @@
-"""Sampling parameters, rollouts, and log-probs of their tokens: plain data, without torch.
+"""Plain data types, without torch: sampling parameters, rollouts, and log-probs of a rollout's
+tokens.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -19,17 +20,19 @@ from sparrow.errors import PromptError
 class Sampling:
     """Parameters of sampling."""
 
-    max_new_tokens: int  # longer responses are cut (``finish_reason == "length"``)
-    # softmax temperature of actor and policy; 0 is greedy, with log-probs at temperature 1
+    max_new_tokens: int  # longer responses are cut, and their ``finish_reason`` is "length"
+    # softmax temperature of actor and policy; 0 means greedy sampling, with log-probs at
+    # temperature 1
     temperature: float = 1.0
-    top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
+    # length of the recorded lists of most likely tokens; 0 means that none are recorded
+    top_n: int = 20
     seed: int = 0  # samples are reproducible on the same engine and hardware
-    # one seed per prompt, so that its samples do not depend on the call's other prompts; by
-    # default, seeds are derived from ``seed`` and the prompt's index
+    # one seed per prompt, with which the samples of a prompt do not depend on the other prompts of
+    # the call; by default, seeds are derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
-    # Actor and policy both sample only from the ``top_k`` likeliest tokens, and among these only
-    # from the smallest set with a mass of ``top_p``. This is for evaluation: truncation changes the
-    # support that corrections need.
+    # Actor and policy both sample only from the ``top_k`` most likely tokens and, among these, only
+    # from the smallest set with a mass of ``top_p``. These settings are for evaluation only,
+    # because truncation changes the support that corrections need.
     top_k: int | None = None
     top_p: float = 1.0
 
@@ -48,7 +51,7 @@ class Sampling:
         """Check that prompts are not empty and leave room for a response in a context of
         ``context`` tokens.
 
-        Raises PromptError: a prompt is empty or too long; the error names the first such prompt.
+        Raises PromptError: a prompt is empty or too long. The error names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -62,7 +65,8 @@ class Sampling:
                     i,
                     f"has {len(prompt)} tokens, which together with "
                     f"max_new_tokens={self.max_new_tokens} do not fit in the model's context of "
-                    f"{context} (in vLLM, max_model_len); shorten or remove the prompt, or lower max_new_tokens",
+                    f"{context} (in vLLM, max_model_len); shorten or remove the prompt, or lower "
+                    "max_new_tokens",
                 )
 
 
@@ -73,14 +77,16 @@ def derived_seed(*entropy: int) -> int:
 
 @dataclass(frozen=True)
 class Verification:
-    """The verified part of a response, for an engine that stops verifying partway.
+    """The verified part of a response, for an engine that stops verifying at some point in the
+    response.
 
     The first ``tokens`` tokens are samples of the dense policy. Later tokens are samples of the
-    sparse actor over a cache that sparse steps wrote, so none of them could be exact again.
+    sparse actor, over a cache that was written by sparse steps, so none of them could be exact.
     """
 
     tokens: int
-    # ``[tokens]``, the probability that each token's draft is kept; nan where no draft was verified
+    # ``[tokens]``, the probability that the draft of each token is kept; nan where no draft was
+    # verified
     acceptance: NDArray[np.float32]
 
 
@@ -96,10 +102,10 @@ class Rollout:
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
     # ``"stop"`` if an end-of-sequence token was sampled, ``"length"`` if the limit was reached
     finish_reason: Literal["stop", "length"]
-    # set only with ``mode=auto``; in other modes, all tokens are sampled in the same way
+    # set only in mode auto; in other modes, all tokens are sampled in the same way
     verification: Verification | None = None
-    # [T], each token's place, from 0, in the draft cycle that produced it; -1 if a prefill or a
-    # step without drafts produced it; None if the engine does not report places
+    # [T], the place of each token, counted from 0, in the draft cycle that produced it; -1 if the
+    # token came from a prefill or a step without drafts. None if the engine does not report places
     cycle_place: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -108,7 +114,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs of a rollout's tokens under one model and schedule, at one temperature."""
+    """Log-probs of a rollout's tokens, computed with one model, schedule and temperature."""
 
     logprobs: NDArray[np.float32]  # [T], log-probs of the response tokens
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of the rollout's ``top_ids``
@@ -117,35 +123,35 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """The places of a rollout's tokens in the dense model's distributions, from which they should
-    have been sampled; all fields are ``[T]``.
+    """The places of a rollout's tokens in the dense model's distributions, from which the tokens
+    should have been sampled. All fields are ``[T]``.
 
     A token that top-k or top-p excludes has ``p`` 0 and ``before`` 1.
     """
 
-    # mass of the likelier tokens, and of equally likely ones with smaller ids
+    # mass of more likely tokens, and of equally likely tokens with smaller ids
     before: NDArray[np.float64]
     p: NDArray[np.float64]  # the token's own probability
     entropy: NDArray[np.float64]  # entropy of the distribution, in nats
-    # mass of the common tokens, which have at least the given probability
+    # mass of the common tokens, each of which has at least a given probability
     common: NDArray[np.float64]
-    is_common: NDArray[np.bool_]  # whether the token is a common one
+    is_common: NDArray[np.bool_]  # whether the token is a common token
     raw_logprobs: NDArray[np.float64]  # log-probs at temperature 1 and without truncation
 
 
 @dataclass(frozen=True)
 class TopLists:
-    """The dense model's likeliest tokens at each place of a rollout, at temperature 1 and without
+    """The dense model's most likely tokens at each place of a rollout, at temperature 1 and without
     truncation.
     """
 
     logprobs: NDArray[np.float32]  # [T], log-probs of the rollout's own tokens
-    top_ids: NDArray[np.int32]  # [T, n], the likeliest tokens, best first
+    top_ids: NDArray[np.int32]  # [T, n], the most likely tokens, best first
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of concatenated responses, ``[sum of lengths, ...]``, into one array per
-    response.
+    """Split an array in which responses are concatenated, ``[sum of lengths, ...]``, into one array
+    per response.
     """
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -1,9 +1,9 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
-A schedule is a table from length bin to ``top_k``, the number of pages kept by score in addition to
-the sink and recent pages, which are always kept. Each layer and kv head may have its own budget,
-relative to that number. Lengths are in tokens and count everything in the KV cache, the current
-token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
+A schedule is a table from length bin to ``top_k``. This is the number of pages that are kept by
+score, in addition to the sink and recent pages, which are always kept. Each layer and kv head may
+have its own budget, relative to this number. Lengths are in tokens and count everything in the KV
+cache, including the current token. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-# a ``top_k`` that covers any sequence, so the bin is dense; spelled ``"all"`` in JSON
+# a ``top_k`` that covers any sequence, so that the bin is dense; written as ``"all"`` in JSON
 ALL_PAGES = 2**30
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-# relative budgets are multiples of 1 / 256, so all implementations compute the same numbers
+# relative budgets are multiples of 1 / 256, so that all implementations compute the same numbers
 BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""Fields of a schedule that describe pages but not their number, the same as in
-``attention.PageLayout``.
+"""Fields of a schedule that describe pages, but not their number. ``attention.PageLayout`` has the
+same fields.
 """
 
 
 @dataclass(frozen=True)
 class SparsitySchedule:
-    """Top-k pages by sequence length, and the page layout that they refer to.
+    """The number of pages to keep by score at each sequence length, and the layout of these pages.
 
-    Raises ConfigError: the table is empty or shrinks with length, or a field is out of range.
+    Raises ConfigError: the table is empty or decreases with length, or a field is out of range.
     """
 
-    # pages kept by score in each length bin; the last entry also applies to all longer lengths
+    # number of pages kept by score in each length bin; the last entry also applies to all longer
+    # sequences
     top_k: tuple[int, ...]
     # width of a length bin in tokens. Lengths are first rounded up to whole pages: the bin of a
     # length is ``ceil(length / page_size) * page_size // bin_tokens``. With pages of 16 tokens and
-    # bins of 2,000, the edges are exactly the published ones
+    # bins of 2,000 tokens, the edges of bins are exactly those of the published tables
     bin_tokens: int = 2000
-    page_size: int = 16  # tokens in a page
-    sink_pages: int = 1  # pages always kept at the start of the sequence
-    recent_pages: int = 2  # pages always kept at the end, including the partly filled one
+    page_size: int = 16  # number of tokens in a page
+    sink_pages: int = 1  # number of pages at the start of the sequence that are always kept
+    # number of pages at the end that are always kept, including a partly filled page
+    recent_pages: int = 2
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to all tokens
-    # format of landmarks (pages' mean keys): the cache's dtype or 8 bits
+    # format of landmarks (the mean keys of pages): the cache's dtype or 8 bits
     landmark_dtype: LandmarkDtype = "auto"
-    # factors that multiply ``top_k``: one row per layer of the model, including dense layers, with
-    # one factor per KV head. Their mean over the sparse layers is 1, so ``top_k`` is the mean
-    # number of pages. If empty, all heads have the same budget
+    # factors by which ``top_k`` is multiplied: one row for each layer of the model, including dense
+    # layers, with one factor for each KV head. The mean of the factors over the sparse layers is 1,
+    # so ``top_k`` is the mean number of pages. If empty, all heads have the same budget
     head_budgets: tuple[tuple[float, ...], ...] = ()
     # where the table comes from: a preset's name, or the model, data and intervals of a calibration
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -89,7 +91,7 @@ class SparsitySchedule:
             raise ConfigError(
                 f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}"
             )
-        if self.page_size > LARGEST_PAGE:  # so that no count of tokens overflows 64 bits
+        if self.page_size > LARGEST_PAGE:  # otherwise, a count of tokens could overflow 64 bits
             raise ConfigError(
                 f"page_size must be at most {LARGEST_PAGE} tokens, got {self.page_size}"
             )
@@ -107,38 +109,40 @@ class SparsitySchedule:
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Return the top-k pages at ``length`` tokens (any shape), without the sink and recent
-        pages; the mean over heads.
+        """Return the number of pages kept by score at ``length`` tokens (any shape), without the
+        sink and recent pages. This is the mean over heads.
         """
         bins = self.page_end(length) // self.bin_tokens
         last = len(self.top_k) - 1
         return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, last)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Return the number of tokens up to the end of the page being written at ``length``, which
-        determines the length's bin.
+        """Return the number of tokens up to the end of the page that is being written at
+        ``length``. This number determines the bin of the length.
         """
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return the number of cached tokens that a sparse layer reads at ``length``: its KV
-        budget, or all tokens if there are fewer.
+        """Return the number of cached tokens that a sparse layer reads at ``length``. This is its
+        KV budget, or all tokens if there are fewer.
 
-        The numbers are whole; with budgets by head, they are means over layers and heads, as
-        floats.
+        Numbers are integers. If heads have different budgets, they are floats: means over layers
+        and heads.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 
     def pages_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return the number of pages that a sparse layer reads at ``length``, including the partly
-        filled one; with budgets by head, the mean, as a float.
+        """Return the number of pages that a sparse layer reads at ``length``, including a partly
+        filled page. If heads have different budgets, this is the mean, as a float.
         """
         return self._mean_over_heads(lambda tokens: -(-tokens // self.page_size), length)
 
     def _mean_over_heads(
         self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike
     ) -> NDArray[Any]:
-        """Apply ``of`` to the number of tokens that each head reads, and return the mean."""
+        """Apply ``of`` to the number of tokens that each head reads, and return the mean of the
+        results.
+        """
         held = np.asarray(length, dtype=np.int64)
         top_k = self.pages(length)
 
@@ -162,15 +166,17 @@ class SparsitySchedule:
 
     @property
     def sparse_budget_units(self) -> NDArray[np.int32]:
-        """The rows of ``budget_units`` that belong to sparse layers; a single 1 (256 units) if
-        there are none.
+        """The rows of ``budget_units`` that belong to sparse layers. If there are no such rows,
+        this is a single factor of 1 (256 units).
         """
         rows = [row for i, row in enumerate(self.budget_units) if i not in self.dense_layers]
         return np.array(rows or [[BUDGET_UNIT]], dtype=np.int32)
 
     @property
     def page_layout(self) -> dict[str, Any]:
-        """The arguments of a ``PageLayout``; attention does not know about schedules."""
+        """The arguments of a ``PageLayout``, since the attention code does not know about
+        schedules.
+        """
         return {name: getattr(self, name) for name in PAGE_LAYOUT}
 
     @property
@@ -180,11 +186,11 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens, in whole length bins, up to which decoding reads everything;
-        infinity if it always does.
+        """The length in tokens, in whole length bins, up to which decoding reads everything.
+        Infinity if it always reads everything.
         """
         last = len(self.top_k) - 1
-        least = self.sparse_budget_units.min()  # the head that reads least decides
+        least = self.sparse_budget_units.min()  # the head with the smallest budget decides
         for i, k in enumerate(self.top_k):
             if k >= ALL_PAGES:
                 continue
@@ -204,8 +210,8 @@ class SparsitySchedule:
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
-                f"the schedule keeps layer {beyond[0]} dense but the model has {num_layers} layers "
-                f"(0..{num_layers - 1}); set dense_layers to match the model"
+                f"the schedule keeps layer {beyond[0]} dense but the model has {num_layers} "
+                f"layers (0..{num_layers - 1}); set dense_layers to match the model"
             )
         if self.head_budgets and self.budget_units.shape != (num_layers, kv_heads):
             layers, heads = self.budget_units.shape
@@ -217,10 +223,10 @@ class SparsitySchedule:
 
     def times(self, multiple: float) -> SparsitySchedule:
         """Return the schedule that reads ``multiple`` times as many pages, including sink and
-        recent ones.
+        recent pages.
 
-        At least one page is still kept by score where there was one, and bins that read everything
-        still do.
+        In bins that keep pages by score, at least one page is still kept by score. Bins that read
+        everything still read everything.
         """
         always = self.sink_pages + self.recent_pages
 
@@ -249,7 +255,7 @@ class SparsitySchedule:
     def preset(cls, model: str, target: float = 0.86) -> SparsitySchedule:
         """Load a published table by model name and p5 target.
 
-        Raises ConfigError: there is no such table; the message lists the known ones.
+        Raises ConfigError: there is no such table. The message lists the known tables.
         """
         published = _published()
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
@@ -271,8 +277,8 @@ class SparsitySchedule:
 
     @classmethod
     def load(cls, spec: str | Path | Mapping[str, Any]) -> SparsitySchedule:
-        """Read a schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON
-        file or its contents.
+        """Read a schedule in one of the forms that a user may write: ``dense``, ``fixed:PAGES``,
+        ``MODEL-TARGET``, the path of a JSON file, or the contents of such a file.
 
         Raises ConfigError: ``spec`` is none of these, or its contents are not a valid schedule.
         """
@@ -362,16 +368,16 @@ class SparsitySchedule:
 def _budget_of(
     top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]
 ) -> NDArray[np.int64]:
-    """Compute a head's pages by score from its relative budget in units of 1 / 256; a budget that
-    covers any sequence still does.
+    """Compute the number of pages that a head keeps by score from its relative budget, in units of
+    1 / 256. A ``top_k`` that covers any sequence is not changed.
     """
     rounded = (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT
     return np.where(top_k >= ALL_PAGES, top_k, rounded)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, and refuse duplicate keys; the standard library would silently keep the
-    last one.
+    """Build a JSON object, and refuse duplicate keys. The standard library would silently keep the
+    last of them.
     """
     plain = dict(pairs)
     if len(plain) < len(pairs):

@@ -1,5 +1,5 @@
-"""Base class and types of settings: frozen dataclasses whose types and ranges pydantic checks
-strictly.
+"""Base class and types of settings. Settings are frozen dataclasses whose types and ranges pydantic
+checks strictly.
 
 This module does not import torch, so ``--help`` is instant.
 """
@@ -20,18 +20,18 @@ from sparrow.errors import ConfigError
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
 NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[Finite, Field(gt=0, le=1)]  # a fraction of a whole, above 0
-Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither 0 nor 1
+Share = Annotated[Finite, Field(gt=0, le=1)]  # a share of a whole, above 0
+Probability = Annotated[Finite, Field(gt=0, lt=1)]  # a probability that is neither 0 nor 1
 Count = Annotated[int, Field(ge=1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # a number of items that are all in memory
+Many = Annotated[int, Field(ge=1, le=10**6)]  # a number of items that must all fit in memory
 Name = Annotated[str, Field(min_length=1)]  # the name of a file or folder
 CountOrZero = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the range of numpy's global generator
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the seeds that numpy's global generator accepts
 
 
 def read_value(text: str) -> Any:
-    """Read the value of an option written as NAME=VALUE: as JSON if it is valid JSON, otherwise as
-    text.
+    """Read the value of an option written as NAME=VALUE. If the value is valid JSON, it is read as
+    JSON, otherwise as text.
     """
     try:
         return json.loads(text)
@@ -40,8 +40,8 @@ def read_value(text: str) -> Any:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split ``name:key=value,key=value`` into name and options; a value is read as JSON if
-    possible, otherwise as text.
+    """Split ``name:key=value,key=value`` into name and options. If possible, a value is read as
+    JSON, otherwise as text.
 
     Raises ConfigError: an option is not ``key=value``, or occurs twice.
     """
@@ -50,7 +50,9 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """Parse the options in ``text``, a part of ``spec``. Raises the errors of ``parse_spec``."""
+    """Parse the options in ``text``, which is a part of ``spec``. Raises the errors of
+    ``parse_spec``.
+    """
     options: dict[str, Any] = {}
     for option in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = option.partition("=")
@@ -65,16 +67,16 @@ def parse_options(text: str, spec: str) -> dict[str, Any]:
 
 
 def without_option(options: str, name: str) -> str:
-    """Remove the option ``name`` from options written as ``key=value,key=value``."""
+    """Remove the option ``name`` from options that are written as ``key=value,key=value``."""
     parts = re.split(r",(?=\w+=)", options)
     return ",".join(part for part in parts if part.partition("=")[0] != name)
 
 
 class Settings:
-    """Base class of settings dataclasses: checks that every field's value has the field's type and
-    is in its annotated range.
+    """Base class of settings dataclasses. It checks that the value of every field has the field's
+    type and is in the annotated range.
 
-    Annotations may be strings. Raises ConfigError: a field has any other value; the message names
+    Annotations may be strings. Raises ConfigError: a field has any other value. The message names
     the first such field.
     """
 
@@ -98,7 +100,9 @@ def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings; a value's name begins with the names of the mappings around it."""
+    """Flatten nested mappings. The new name of a value begins with the names of the mappings around
+    the value.
+    """
     values: dict[str, Any] = {}
     for name, value in nested.items():
         if isinstance(value, Mapping):
@@ -109,7 +113,9 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
-    """Check that a field's value fits the other fields. Raises ConfigError: ``holds`` is false."""
+    """Check that the value of a field is compatible with the other fields. Raises ConfigError:
+    ``holds`` is false.
+    """
     if not holds:
         raise _refused(settings, name, f"must be {expected}")
 
@@ -126,7 +132,7 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
-    """Build an error that names the setting as it is named on the command line."""
+    """Build an error that uses the setting's name on the command line."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")
     setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
     return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}")

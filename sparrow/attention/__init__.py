@@ -1,4 +1,4 @@
-"""Page attention: the attention of the sparse actor."""
+"""Page attention, which the sparse actor uses."""
 
 from sparrow.attention.api import (
     Choice,

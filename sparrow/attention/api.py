@@ -29,7 +29,8 @@ from sparrow.errors import ConfigError
 if TYPE_CHECKING:
     from sparrow.attention.triton.forced import Kept
 
-Implementation = Literal["reference", "triton", "cuda"]  # teacher forcing has no CUDA kernel
+# there is no CUDA kernel for teacher forcing
+Implementation = Literal["reference", "triton", "cuda"]
 
 
 def decode(
@@ -87,9 +88,10 @@ def decode_several(
     """Compute one sparse decode step over the T newest tokens of each row; see
     ``reference.decode_several``.
 
-    The query of the first new token alone selects the pages that all T tokens read, so what a token
-    reads does not depend on the tokens that follow it. ``length_B`` counts all new tokens;
-    ``top_k_B`` is the budget of the first. All other arguments are those of ``decode``.
+    Only the query of the first new token selects pages, and all T tokens read these pages. What a
+    token reads therefore does not depend on the tokens that follow it. ``length_B`` counts all new
+    tokens, and ``top_k_B`` is the budget of the first one. All other arguments are those of
+    ``decode``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
@@ -125,49 +127,52 @@ def paged_decode(
     """Compute one sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
     Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the remaining
-    pages; if no page is left out, the row is dense. Cache entries beyond a row's length have no
+    pages. If this leaves no page out, the row is dense. Cache entries beyond a row's length have no
     effect, and a row of length 0 returns zeros. If a new token completes a page, this call also
-    writes the page's landmark; ``update_landmarks`` is for tokens that are not decoded. The
-    kernels are bitwise deterministic, never wait for the device and, given ``out``, allocate
-    nothing. The call can therefore be captured in a CUDA graph and replayed with different lengths
-    and budgets.
+    writes the page's landmark; ``update_landmarks`` does this for tokens that are not decoded, such
+    as a prompt's. The kernels are bitwise deterministic, never wait for the device and, if ``out``
+    is given, allocate no memory. The call can therefore be captured in a CUDA graph and replayed
+    with different lengths and budgets.
 
     Args:
-        q_BHD: queries of the newest tokens, whose keys and values are already in the cache;
-            strided, D contiguous. With T ``tokens`` per sequence, ``[B * T, H, D]``.
+        q_BHD: queries of the newest tokens, whose keys and values are already in the cache. The
+            tensor may be strided, but D must be contiguous. With T ``tokens`` per sequence, its
+            shape is ``[B * T, H, D]``.
         k_cache: cached keys, a strided view ``[blocks, K, block tokens, D]``; a block contains a
             whole number of pages.
         v_cache: cached values, a strided view like ``k_cache``.
-        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype
-            of the queries, or in float8_e4m3fn if the layout specifies it; updated in place.
+        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, updated in
+            place. The dtype is that of the queries, or float8_e4m3fn if the layout specifies it.
             Landmarks of float8_e4m3fn keys do not include the keys' scale.
-        block_table_BM: blocks of each sequence in order, int32; entries beyond the sequence's
-            length are not read.
-        length_B: number of tokens in each sequence, including all new ones, int32; at least T, or 0.
+        block_table_BM: ids of each sequence's blocks, in order, int32; entries beyond the
+            sequence's length are not read.
+        length_B: number of tokens in each sequence, including all new tokens, int32; either 0 or at
+            least T.
         top_k_B: number of pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
         implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
-            queries; the cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
-            compute capability 8.9 for float8) or ``cuda`` (Hopper only; pages of 16, head dims 64,
-            128 and 256, groups up to 16, the same dtypes as ``triton``; needs ``workspace``, and is
-            compiled on the first call). There is no fallback; ``choose`` picks the fastest.
+            queries; a cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
+            compute capability 8.9 for float8) or ``cuda`` (only on Hopper; pages of 16 tokens, head
+            dims 64, 128 and 256, groups up to 16, the same dtypes as ``triton``; needs
+            ``workspace``; compiled on the first call). There is no fallback; ``choose`` picks the
+            fastest implementation.
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: scales of a float8_e4m3fn or int8 cache, required for those dtypes. They are
             read on the device, so a captured graph sees changes to them.
-        head_budgets_K: factor by which each kv head multiplies ``top_k_B``, int32 in units of
-            1 / 256; the product is rounded half up. Always-kept pages and ``ALL_PAGES`` are not
-            affected. ``None`` if all heads keep ``top_k_B`` pages.
+        head_budgets_K: for each kv head, the factor that ``top_k_B`` is multiplied by, int32 in
+            units of 1 / 256; the product is rounded half up. Always-kept pages and ``ALL_PAGES``
+            are not affected. ``None`` if all heads keep ``top_k_B`` pages.
         out: tensor that receives the result, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
-        reuse_plan: whether the workspace's last call had the same lengths, ``top_k_B`` and
-            implementation, as calls for the layers of one step do; ``head_budgets_K`` may differ.
-            If so, the kernels reuse that call's division of the work, and may rank pages while the
-            preceding launch is still storing the newest tokens.
-        tokens: number of new tokens of each sequence (T). The query of the first one selects the
-            pages that all of them read, each page once; each token also reads the new tokens up to
-            itself (see ``decode_several``). Both kernels take up to one page of new tokens.
-            ``triton`` takes up to 64 queries per kv head (G * T), and ``cuda`` up to 32, or 16 with
-            head dim 256.
+        reuse_plan: pass True if the last call with this workspace had the same lengths, ``top_k_B``
+            and implementation, as is the case for the layers of one step; ``head_budgets_K`` may
+            differ. The kernels then reuse that call's division of the work, and may rank pages
+            while the preceding launch is still storing the newest tokens.
+        tokens: number of new tokens of each sequence (T). The query of the first new token selects
+            the pages that all T tokens read, and each page is loaded once. Each token also reads
+            the new tokens up to itself (see ``decode_several``). Both kernels support up to one page
+            of new tokens. ``triton`` supports up to 64 queries per kv head (G * T), and ``cuda`` up
+            to 32, or 16 with head dim 256.
 
     Returns:
         ``out``, in the shape and dtype of ``q_BHD``.
@@ -213,7 +218,7 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Implementation to decode with, depending on the number of rows in a batch."""
+    """The implementation to decode with, which depends on the number of rows in the batch."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
@@ -242,11 +247,12 @@ def choose(
     tokens: int = 1,
 ) -> Choice:
     """Choose the implementation that decodes a model of these sizes on ``device``, with ``tokens``
-    new tokens of each sequence at a time: the requested one or, if none is requested, the fastest.
+    new tokens of each sequence at a time: the one that the user requested or, by default, the
+    fastest.
 
-    The CUDA kernel is the default where it is supported, except for batches with so few rows that
-    it would leave most multiprocessors idle. For those, the Triton kernels are faster because
-    several programs share the ranking of a row.
+    Where the CUDA kernel is supported, it is the default, except for batches with so few rows that
+    it would leave most multiprocessors idle. For such batches, the Triton kernels are faster,
+    because they divide the ranking of a row among several programs.
 
     Raises ConfigError: the requested implementation does not support the model or the device, or
     the choices that ``sparrow tune`` saved for it cannot be read.
@@ -285,11 +291,11 @@ def update_landmarks(
     layout: PageLayout,
     implementation: Implementation,
 ) -> None:
-    """Recompute, in place, the mean key of every page that was completed by a write to these slots.
+    """Recompute, in place, the mean key of every page that a write to these slots completed.
 
     Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
-    The mean is computed from the cached page, so repeated, chunked or shared prefill yields the
-    same landmark.
+    The mean is computed from the cached page, so the landmark is the same if prefill is repeated,
+    chunked or shared.
 
     Args:
         layers: caches of one or more layers, with the keys already written.
@@ -327,14 +333,14 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Compute attention for whole sequences at once; every position reads the pages that decoding
-    would have read (arXiv 2606.08446, section 7).
+    """Compute attention for whole sequences at once. Every position reads the pages that it would
+    have read during decoding (arXiv 2606.08446, section 7).
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. With ``triton``,
-    values outside these columns have no effect; with ``reference``, finite values have none. Under
-    autocast, q, k and v are cast as in dense attention. ``triton`` is bitwise deterministic,
-    gradients included; its memory grows with the length, plus a few bits per (position, page, kv
-    head).
+    values outside these columns have no effect; with ``reference``, this holds only for finite
+    values. Under autocast, q, k and v are cast as in dense attention. ``triton`` is bitwise
+    deterministic, including its gradients. It needs memory in proportion to the length, plus a few
+    bits per (position, page, kv head).
 
     Args:
         q_BHTD: queries after the rotary embedding.
@@ -342,19 +348,21 @@ def teacher_forced(
         v_BKTD: values.
         start_B: each row's first column, int64.
         length_B: each row's number of tokens, int64.
-        prompt_B: number of leading tokens that attend densely, as in prefill, int64.
+        prompt_B: number of tokens at the start of each row that attend densely, as in prefill,
+            int64.
         top_k_BT: number of pages kept by score at each column, int64.
         layout: page size and always-kept pages.
-        implementation: ``reference`` (eager torch, any device; time and memory of dense attention
-            with a mask) or ``triton`` (time grows with the budget; D up to 256, groups up to 16).
-            There is no fallback.
+        implementation: ``reference`` (eager torch, any device; takes as much time and memory as
+            dense attention with a mask) or ``triton`` (its time grows with the budget; D up to 256,
+            groups up to 16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: a list for a call that will be repeated (gradient checkpointing). ``triton`` stores
-            its result and the kept pages in an empty list, and reads them from a filled list
-            instead of recomputing them.
-        tokens: number of tokens of each decode step, counted from the end of the prompt. All tokens
-            of a step read the pages that its first one selects, as in ``decode_several``.
+        kept: a list for a call that will be repeated, as in gradient checkpointing. If the list is
+            empty, ``triton`` stores its result and the kept pages there. If it is filled,
+            ``triton`` reads them from it instead of recomputing them.
+        tokens: number of tokens per decode step; steps are counted from the end of the prompt. All
+            tokens of a step read the pages that the step's first token selects, as in
+            ``decode_several``.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
@@ -369,7 +377,7 @@ def teacher_forced(
             f"{q_BHTD.shape[2]} queries and {k_BKTD.shape[2]} keys"
         )
     if tokens < 1:
-        raise ValueError(f"a decode step has at least one token, got {tokens}")
+        raise ValueError(f"a decode step needs at least one token, got tokens={tokens}")
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":

@@ -1,8 +1,8 @@
-"""The parts that all implementations of a decode step over a paged cache share: the batch, the
+"""What all implementations of a decode step over a paged cache have in common: the batch, the
 scratch memory and the limits.
 
-``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see
-``DecodeImplementation``.
+``reference``, ``triton`` and ``cuda`` each have a function ``check`` and a function ``run`` for a
+``DecodeBatch``; see ``DecodeImplementation``.
 
 Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, D head dim, P page
 size, N pages, M blocks in a row of the block table. An item is a pair of a sequence and a kv head.
@@ -24,22 +24,23 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
-MAX_COLUMNS = 64  # queries that read the same keys: G * T
+MAX_COLUMNS = 64  # maximum number of queries that read the same keys: G * T
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
-FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
+FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that can convert e4m3
 PLAN_ENTRY = 8  # numbers per entry of the plan; ``division`` lists them
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of an 8-bit cache, on the cache's device: a key or value is the stored number times
-    its scale.
+    """Scales of an 8-bit cache, on the cache's device. A key or value is the stored number
+    multiplied by its scale.
 
-    A float8_e4m3fn cache has one scale per kv head, float32 ``[K]``; scales that are powers of 2
-    make the conversion of stored keys and values to 16 bits exact. An int8 cache has one scale per
-    token and kv head, a power of 2 stored as its exponent byte (see ``attention/int8.py``): uint8
-    ``[blocks, K, block tokens]``, both tensors with the same strides, tokens contiguous.
+    A float8_e4m3fn cache has one scale per kv head, float32 ``[K]``. If these scales are powers of
+    2, stored keys and values can be converted to 16 bits exactly. An int8 cache has one scale per
+    token and kv head, which is a power of 2 and is stored as its exponent byte (see
+    ``attention/int8.py``). These scales are uint8 ``[blocks, K, block tokens]``, contiguous along
+    the tokens; those of keys and those of values have the same strides.
     """
 
     k: Tensor
@@ -47,8 +48,8 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Strides of per-token scales, from block to block and from head to head; 0 for per-head
-        scales, which have no blocks.
+        """Strides of per-token scales from one block to the next and from one head to the next.
+        Both are 0 for per-head scales, which have no blocks.
         """
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
@@ -102,8 +103,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Limits of a device that launch configurations depend on: multiprocessors, and the bytes of
-    shared memory that a program may use.
+    """The limits of a device that launch configurations depend on: the number of multiprocessors,
+    and the bytes of shared memory that a program may use.
     """
 
     multiprocessors: int
@@ -115,7 +116,9 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Return the limits of ``device``; without a GPU, return an H200's for Triton's interpreter."""
+    """Return the limits of ``device``; for a CPU, return those of an H200, for Triton's
+    interpreter.
+    """
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
@@ -149,8 +152,8 @@ def fp8_lacking(
 
 
 class DecodeWorkspace:
-    """Scratch memory for decode steps, allocated once and shared by all layers; only one stream at
-    a time may use the workspace.
+    """Scratch memory for decode steps, which is allocated once and shared by all layers. Only one
+    stream at a time may use it.
 
     Args:
         max_batch: maximum number of sequences per call (B).
@@ -176,8 +179,8 @@ class DecodeWorkspace:
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
-                f"cannot rank sequences of up to {max_pages} pages, expected 1..{MAX_PAGES}; use "
-                "larger pages or a shorter maximum length"
+                f"cannot rank sequences of up to {max_pages} pages, expected a maximum of 1 to "
+                f"{MAX_PAGES} pages; use larger pages or a shorter maximum length"
             )
         device = torch.empty(0, device=device).device
         self.max_batch = max_batch
@@ -189,10 +192,10 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # An upper bound: no launch divides its rows into this many parts.
+        # This is an upper bound: no launch divides its rows into this many parts.
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
-        # Scores, later overwritten with the ids of the kept pages; row lengths are multiples of 16
-        # to keep loads aligned.
+        # Scores, which are later overwritten with the ids of the kept pages. Row lengths are
+        # multiples of 16 to keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
@@ -213,7 +216,9 @@ class DecodeImplementation(Protocol):
     """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes count."""
+        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes are
+        checked.
+        """
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
@@ -222,7 +227,7 @@ class DecodeImplementation(Protocol):
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raise ValueError for shapes that no implementation supports because they do not match."""
+    """Raise ValueError if shapes do not match, so that no implementation supports the batch."""
     q = batch.q_BHD
     k = batch.k_cache
     v = batch.v_cache
@@ -237,8 +242,8 @@ def check_shapes(batch: DecodeBatch) -> None:
 
     if batch.tokens < 1 or len(q) != len(batch.length_B) * batch.tokens:
         raise ValueError(
-            f"{len(batch.length_B)} sequences with {batch.tokens} new tokens each need as many "
-            f"queries, got {len(q)}"
+            f"{len(batch.length_B)} sequences with {batch.tokens} new tokens each need one query "
+            f"per new token, got {len(q)} queries"
         )
 
     scales = batch.cache_scales
@@ -259,7 +264,7 @@ def check_shapes(batch: DecodeBatch) -> None:
 
 
 def check_scales(scales: Tensor, cache: Tensor) -> None:
-    """Raise ValueError for scales whose shape, dtype or strides do not suit ``cache``."""
+    """Raise ValueError for scales whose shape, dtype or strides do not match ``cache``."""
     if cache.dtype == FP8:
         shape = cache.shape[1:2]
         dtype = torch.float32
@@ -274,8 +279,8 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError for head budgets that do not suit the keys ``[B, K, ...]``: one contiguous
-    int32 per kv head, on the same device.
+    """Raise ValueError for head budgets that do not match the keys ``[B, K, ...]``. There must be
+    one int32 per kv head, contiguous and on the device of the keys.
     """
     x = head_budgets_K
     if x is None:
@@ -287,7 +292,7 @@ def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
 
 
 def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raise ValueError for landmarks whose shape or dtype does not suit the keys and the layout.
+    """Raise ValueError for landmarks whose shape or dtype does not match the keys and the layout.
 
     Landmarks of 8-bit keys may have any 16-bit or 32-bit float dtype.
     """
@@ -313,8 +318,8 @@ class CachedLayers:
             landmarks (as in ``DecodeBatch``) and, for int8 keys, their scales (as in
             ``CacheScales``); shapes, strides and dtypes are the same in all layers.
 
-    Raises ValueError: there are no layers, the layers differ, the distances between caches would
-    make loads unaligned, or int8 keys have no scales.
+    Raises ValueError: there are no layers; the layers differ; the distances between caches would
+    make loads unaligned; or int8 keys have no scales.
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
@@ -325,7 +330,8 @@ class CachedLayers:
         kinds = {kind(layer) for layer in caches}
         if len(kinds) != 1:
             raise ValueError(
-                f"{len(caches)} layers have {len(kinds)} kinds of caches, expected one kind"
+                f"{len(caches)} layers have {len(kinds)} different kinds of cache, expected one "
+                "kind"
             )
         self.caches = tuple(caches)
         self.keys, self.landmarks, *scales = caches[0]
@@ -339,8 +345,8 @@ class CachedLayers:
             check_scales(self.scales, self.keys)
 
         def distance(layer: tuple[Tensor, ...]) -> list[int]:
-            """Return how far this layer's keys, landmarks and scales lie from the first layer's, in
-            elements.
+            """Return the distances, in elements, of this layer's keys, landmarks and scales from
+            those of the first layer.
             """
             return [
                 (x.data_ptr() - first.data_ptr()) // x.itemsize
@@ -349,7 +355,7 @@ class CachedLayers:
 
         distances = [distance(layer) for layer in caches]
         if any(elements % 16 for layer in distances for elements in layer):
-            raise ValueError(f"caches lie {distances} elements apart, expected multiples of 16")
+            raise ValueError(f"the caches are {distances} elements apart, expected multiples of 16")
         self.distance_L3 = torch.tensor(
             [[*layer, 0][:3] for layer in distances], device=self.keys.device
         )
@@ -379,8 +385,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that no kernel supports; this check includes ``check_shapes``
-    and ``check_cache``.
+    """Raise ValueError for a batch that no kernel supports. This includes what ``check_shapes`` and
+    ``check_cache`` check.
     """
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
@@ -423,14 +429,14 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     if (workspace.kv_heads, workspace.group, workspace.head_dim) != (K, G, D) or G > MAX_GROUP:
         raise ValueError(
             f"the batch has {K} kv heads, group {G} and head dim {D}, but the workspace is for "
-            f"{workspace.kv_heads}, {workspace.group} and {workspace.head_dim}; groups may not "
-            f"exceed {MAX_GROUP}"
+            f"{workspace.kv_heads} kv heads, group {workspace.group} and head dim "
+            f"{workspace.head_dim}; groups may not exceed {MAX_GROUP}"
         )
     if min(workspace.tokens, batch.layout.page_size) < T or G * T > MAX_COLUMNS:
         raise ValueError(
-            f"each sequence has {T} new tokens, but the workspace is for {workspace.tokens}, pages "
-            f"have {batch.layout.page_size} tokens, and a group of {G} may have up to "
-            f"{MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
+            f"each sequence has {T} new tokens, but the workspace is for {workspace.tokens} new "
+            f"tokens, pages have {batch.layout.page_size} tokens, and a group of {G} may have up "
+            f"to {MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
         )
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""Divide a batch among programs. The division is planned once per step, on the device, for every
-kernel that computes attention.
+"""Divide a batch among programs. The division is planned once per step, on the device, and used by
+every kernel that computes attention.
 
-The rows of a rollout differ in length, and a step waits for its slowest program. The Triton kernels
-and the CUDA kernel read the same plan. Each entry contains ``PLAN_ENTRY`` int32 numbers for the K
-programs (one per kv head) of a part of a row: the row, the part, and the row's number of parts,
-slot of the first part, length and top_k; the last two numbers are padding for alignment. If heads
-have different budgets, the plan is based on their mean and is therefore valid for every layer: each
-program divides the pages of its head into the row's number of parts.
+A plan is needed because the rows of a rollout differ in length, and a step waits for its slowest
+program. The Triton kernels and the CUDA kernel read the same plan. Each entry of the plan is for
+one part of a row, which K programs compute (one per kv head). An entry contains ``PLAN_ENTRY``
+int32 numbers: the row, the part, the row's number of parts, the slot of the row's first part, the
+row's length and its top_k. The last two numbers are padding for alignment. If heads have different
+budgets, the plan is based on their mean and is therefore valid for every layer: each program
+divides the pages of its head into the row's number of parts.
 
 Shapes: R rows (sequences), T new tokens of each, S rows or candidate sizes processed at a time.
 """
@@ -23,18 +24,19 @@ from sparrow.attention.pages import ALL_PAGES
 
 ENTRY = tl.constexpr(PLAN_ENTRY)
 EVERY_PAGE = tl.constexpr(ALL_PAGES)
-SIZES = tl.constexpr(16)  # number of candidate sizes for the parts of a batch
+SIZES = tl.constexpr(16)  # number of sizes that are tried for the parts of a batch
 
 
 @dataclass(frozen=True)
 class Division:
-    """Requirements of a launch for the plan."""
+    """What a launch requires of the plan."""
 
-    # programs for additional parts, beyond one per item; a multiple of the number of KV heads
+    # number of programs beyond one per item, for further parts; a multiple of the number of KV
+    # heads
     extra_programs: int
     resident_programs: int  # programs that run at the same time
     part_tokens: int  # minimum number of kept tokens per part
-    ranks: bool  # whether a row's first program ranks the pages while its other programs wait
+    ranks: bool  # whether a row's first program ranks the pages while the row's other programs wait
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
@@ -73,7 +75,8 @@ def page_counts(
     length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, T: tl.constexpr
 ):
     """Count a row's pages, the pages ranked by score, the ranked pages that are kept, and the
-    tokens in all kept pages; of ``length`` tokens, T are new, and the first of these selects.
+    tokens in all kept pages. Of the row's ``length`` tokens, T are new, and the first new token
+    selects the pages.
     """
     pages = (length + P - 1) // P
     selected_from = (tl.maximum(length - (T - 1), 0) + P - 1) // P
@@ -85,7 +88,7 @@ def page_counts(
 @triton.jit
 def of_head(top_k, head_budgets, head):
     """Return how many pages a head keeps by score: ``top_k`` times the head's budget, which is in
-    units of 1 / 256; ``head_budgets`` is None if all heads keep ``top_k``.
+    units of 1 / 256. ``head_budgets`` is None if all heads keep ``top_k`` pages.
     """
     if head_budgets is not None:
         relative = tl.load(head_budgets + head).to(tl.int64)
@@ -110,13 +113,13 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Divide a batch into the smallest parts for which all rows together have at most ``extra``
-    parts beyond one each.
+    """Divide a batch into the smallest parts for which the total number of parts exceeds the number
+    of rows by at most ``extra``.
 
-    A row stays whole if it is no longer than an equal share of all tokens among ``resident``
-    entries. Unless twice as many rows could be resident, a row that is not much longer than the
-    mean stays whole as well. Parts with the most work come first, and a row's first part precedes
-    the row's other parts; unused entries contain row ``count``.
+    If all tokens were divided equally among ``resident`` entries, a row that is no longer than one
+    such share stays whole. Unless twice as many rows could be resident, a row that is not much
+    longer than the mean stays whole as well. Parts with the most work come first, and a row's first
+    part precedes the row's other parts. Unused entries contain row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
@@ -171,8 +174,8 @@ def _work(
     T: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return the number of kept tokens of each row, and the cost of ranking the row's landmarks as
-    the number of tokens that take as long to read.
+    """Return each row's number of kept tokens, and the cost of ranking the row's landmarks. The
+    cost is the number of tokens that would take as long to read.
     """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT, T)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
@@ -180,8 +183,8 @@ def _work(
 
 @triton.jit
 def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Return distinct sort keys for the first part and for the further parts of each row, by their
-    work in whole pages.
+    """Return sort keys for the first part and for the further parts of each row. Keys are ordered
+    by work, in whole pages, and no two keys are equal.
     """
     part_R = tokens_R // (more_R + 1)
     last_R = ROWS - 1 - r
@@ -190,7 +193,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """Count the parts of the rows S that come before each of the rows R."""
+    """For each of the rows R, count the parts of the rows S that come before it."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

@@ -1,10 +1,10 @@
-"""The definition of the int8 format for keys and values, with one scale for the vector of each
-token and kv head.
+"""The definition of the int8 format for keys and values, in which the vector of each token and kv
+head has its own scale.
 
-A vector consists of codes from -127 to 127 and an exponent byte e (E8M0), and represents ``code *
-2^(e - 127)``. The scale is the smallest power of 2 for which no code exceeds 127, so no calibration
-is needed, and nothing is clipped within ``exponent_limits``. Vectors that need a scale above the
-limits are clipped, and vectors that need a scale below them lose precision.
+A vector is stored as codes from -127 to 127 and an exponent byte e (E8M0); each of its elements is
+``code * 2^(e - 127)``. The scale is the smallest power of 2 for which no code exceeds 127. No
+calibration is therefore needed, and nothing is clipped if the scale is within ``exponent_limits``.
+Vectors that need a larger scale are clipped, and vectors that need a smaller scale lose precision.
 
 Shapes: D elements of a vector.
 """
@@ -15,30 +15,29 @@ import torch
 from torch import Tensor
 
 INT8_MAX = 127
-BIAS = 127  # the byte for exponent 0
+BIAS = 127  # exponent byte of the scale 2^0
 NOT_FINITE = 255  # byte of a vector with an infinite or NaN element; all its elements read as NaN
 
 
 def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the smallest and the largest exponent of a scale for which ``dtype`` represents
+    """Return the smallest and the largest exponent that a scale may have for ``dtype`` to represent
     ``code * scale`` exactly.
 
-    For dtypes with a wider range than float16, the limits are 100 apart, so the ratio of the
-    smallest scale to the largest is still a normal float32, the type in which the kernels add
-    weights.
+    For dtypes with a wider range than float16, the limits are 100 apart. The ratio of the smallest
+    scale to the largest is then still a normal number in float32, in which the kernels add weights.
     """
     return (-24, 9) if dtype == torch.float16 else (-50, 50)
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert ``x`` ``[..., D]`` to int8 codes, rounded to nearest even, and uint8 exponent bytes
-    ``[...]``.
+    """Convert ``x`` ``[..., D]`` to int8 codes ``[..., D]``, rounded to nearest even, and uint8
+    exponent bytes ``[...]``.
     """
     least, most = exponent_limits(x.dtype)
     x = x.float()
     bits = x.abs().amax(-1).contiguous().view(torch.int32)
-    # 127 * 2^e is 1.984375 * 2^(e + 6), and its mantissa bits are 0x7E0000. Adding 0x1FFFF carries
-    # into the exponent if and only if the mantissa is larger.
+    # 127 * 2^e is 1.984375 * 2^(e + 6), and its mantissa bits are 0x7E0000. Adding 0x1FFFF to a
+    # float's bits carries into the exponent if and only if its mantissa is larger than that.
     exponent = ((bits + 0x1FFFF) >> 23) - 6
     exponent = exponent.clamp(least + BIAS, most + BIAS).masked_fill(bits >= 0x7F800000, NOT_FINITE)
     codes = (x / scale_of(exponent)[..., None]).round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(0.0)
@@ -51,5 +50,7 @@ def scale_of(exponent: Tensor) -> Tensor:
 
 
 def from_int8(codes: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert codes and exponent bytes ``[...]`` to vectors ``[..., D]`` in ``dtype``."""
+    """Convert codes ``[..., D]`` and exponent bytes ``[...]`` to vectors ``[..., D]`` in
+    ``dtype``.
+    """
     return codes.to(dtype) * scale_of(exponent)[..., None].to(dtype)

@@ -1,8 +1,8 @@
 """The single definition of pages, landmarks, scores and page selection.
 
-transformers, vLLM and the teacher-forced pass all use these definitions, because any difference
-between them would be measured as actor-policy mismatch. Source: Sparrow, arXiv 2606.08446, section
-2.
+The transformers engine, the vLLM engine and the teacher-forced pass all use these definitions,
+because any difference between the three would be measured as actor-policy mismatch. Source:
+Sparrow, arXiv 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
 N pages. Page n of a sequence contains its tokens n*P .. n*P + P - 1.
@@ -23,7 +23,7 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
-"""A number of pages that means all pages of any sequence, whatever a head's relative budget."""
+"""This number of pages means all pages of a sequence, whatever the relative budget of a head."""
 BUDGET_UNIT = 256
 """Relative budgets are multiples of 1 / 256. All implementations round products half up."""
 
@@ -32,9 +32,9 @@ BUDGET_UNIT = 256
 class PageLayout:
     """The size of a page, and the pages that the sparse actor keeps in addition to the top-k."""
 
-    page_size: int = 16  # P, tokens in a page
-    sink_pages: int = 1  # pages always kept at the start
-    # pages always kept at the end, including the partly filled one; at least 1
+    page_size: int = 16  # P, number of tokens in a page
+    sink_pages: int = 1  # number of pages at the start that are always kept
+    # number of pages at the end that are always kept, including a partly filled page; at least 1
     recent_pages: int = 2
     landmark_dtype: LandmarkDtype = "auto"
 
@@ -48,19 +48,19 @@ class PageLayout:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
 
     def landmark_type(self, keys: torch.dtype) -> torch.dtype:
-        """Return the dtype of the landmarks of keys in the dtype ``keys``."""
+        """Return the dtype in which landmarks are stored if keys have the dtype ``keys``."""
         return keys if self.landmark_dtype == "auto" else FP8
 
 
 def page_count(length: Tensor, page_size: int) -> Tensor:
-    """Count the pages of ``length`` tokens, including the partly filled one."""
+    """Count the pages of ``length`` tokens, including a partly filled page."""
     return (length + page_size - 1) // page_size
 
 
 def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
-    """Gather the keys or values ``[B, K, T, D]`` in these columns (int64) of a cache.
+    """Gather the keys or values ``[B, K, T, D]`` in the given columns (int64) of a cache.
 
-    Indexing whole vectors takes a quarter of the time of ``torch.gather`` on a CPU.
+    On a CPU, indexing whole vectors takes a quarter of the time that ``torch.gather`` takes.
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
@@ -76,10 +76,10 @@ def to_fp8(x: Tensor) -> Tensor:
 
 
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
-    """Compute the landmarks that pages are ranked with: mean keys ``[B, K, N, D]``.
+    """Compute the landmarks by which pages are ranked: mean keys ``[B, K, N, D]``.
 
     The mean is computed in float32 and rounded once, to the dtype in which it is stored. A page
-    that is not yet full has no meaningful landmark and is never ranked, since it is one of the
+    that is not yet full has no meaningful landmark. It is never ranked, since it is one of the
     recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
@@ -95,8 +95,8 @@ def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
 
 
 def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
-    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``; head budgets are
-    relative, in units of 1 / 256.
+    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``. Head budgets are
+    factors of ``top_k``, in units of 1 / 256.
     """
     top_k_B1T = top_k_BT[:, None].long()
     rounded_BKT = (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
@@ -112,12 +112,12 @@ def select_pages(
 ) -> Tensor:
     """Select the pages that each query token reads: bool ``[B, K, T, N]``.
 
-    The sink pages, the recent pages and the ``top_k`` best of the remaining pages are kept. Among
-    pages with equal scores, the earlier page wins. If a sequence has no more pages than would be
+    The sink pages, the recent pages and the ``top_k`` best of the remaining pages are kept. If
+    pages have equal scores, the earlier page is kept. If a sequence has no more pages than would be
     kept, all of its pages are selected.
 
-    ``length_BT`` is the number of tokens that a query sees, including itself. ``top_k_BT`` is the
-    number of pages kept by score; ``head_budgets_K`` scales it (see ``head_top_k``).
+    ``length_BT`` is the number of tokens that a query sees, including its own token. ``top_k_BT``
+    is the number of pages kept by score; ``head_budgets_K`` scales it (see ``head_top_k``).
     """
     N = scores_BKTN.shape[-1]
     n = torch.arange(N, device=scores_BKTN.device)

@@ -1,7 +1,7 @@
 """Page-sparse attention in eager torch: an executable specification, differentiable, on any device.
 
-Gradients do not flow through the selection, only through the attention to the kept tokens, as if
-the pages had been chosen by hand. Source: Sparrow, arXiv 2606.08446, section 2.
+Gradients flow through the attention to the kept tokens, but not through the selection of pages,
+which is treated as fixed. Source: Sparrow, arXiv 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -46,8 +46,8 @@ def decode(
     scale: float,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """Compute one decode step: attend from the newest token of every row to its kept pages, and
-    return ``[B, H, D]``; see ``decode_several``.
+    """Compute one decode step, in which the newest token of every row attends to the row's kept
+    pages. Return ``[B, H, D]``; see ``decode_several``.
     """
     return decode_several(
         q_BHD[:, :, None],
@@ -75,12 +75,12 @@ def decode_several(
 ) -> Tensor:
     """Compute one decode step over the T newest tokens of every row, and return ``[B, H, T, D]``.
 
-    The query of the first of these tokens selects the pages that all of them read. Each token also
-    reads the new tokens up to itself.
+    The query of the first new token selects the pages that all T tokens read. Each token also reads
+    the new tokens up to itself.
 
     Row b's sequence is in columns ``start_B[b] .. start_B[b] + length_B[b] - 1``, between left
-    padding and the unused end of the cache; ``None`` means that all rows start in column 0. Pages
-    are counted from a sequence's first token.
+    padding and the unused end of the cache. If ``start_B`` is None, all rows start in column 0.
+    Pages are counted from a sequence's first token.
     """
     S = k_BKSD.shape[2]
     P = layout.page_size
@@ -109,8 +109,8 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
 def run(
     batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False
 ) -> Tensor:
-    """Compute one decode step over a paged cache: like ``decode_several``, but with the cached
-    landmarks.
+    """Compute one decode step over a paged cache. This is like ``decode_several``, but uses the
+    cached landmarks.
 
     Cache entries beyond a row's ``length_B`` tokens have no effect, not even NaN; a row of length 0
     returns zeros. If one of a row's new tokens fills a page, the page's landmark is written. This
@@ -151,7 +151,8 @@ def run(
         else:
             keys = _dequantised(k_cache, scales.k, at, q_BHTD.dtype)
             values = _dequantised(batch.v_cache, scales.v, at, q_BHTD.dtype)
-    # Masked tokens may contain anything, even NaN. A row's last new token sees all others.
+    # Masked tokens may contain anything, even NaN. A row's last new token sees all of the row's
+    # tokens.
     unseen_BKM1 = ~seen_BKTM[:, :, -1, :, None]
     keys = keys.masked_fill(unseen_BKM1, 0.0)
     values = values.masked_fill(unseen_BKM1, 0.0)
@@ -163,8 +164,8 @@ def run(
 def selecting_query(q_BHTD: Tensor) -> Tensor:
     """Return the query that selects the pages for all new tokens of a row, ``[B, H, 1, D]``.
 
-    It is the first token's. Later tokens may be guesses, and what a token reads must not depend on
-    the guess that it judges.
+    This is the query of the first new token. Later tokens may be guesses, and what a token reads
+    must not depend on the guess that is judged at its position.
     """
     return q_BHTD[:, :, :1]
 
@@ -172,8 +173,8 @@ def selecting_query(q_BHTD: Tensor) -> Tensor:
 def _attend(
     q_BHTD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, seen_BKTM: Tensor, scale: float
 ) -> Tensor:
-    """Compute the attention of the queries of each row to the M tokens gathered for each kv head,
-    masked with ``seen_BKTM``.
+    """Compute the attention of each row's queries to the M tokens that were gathered for each kv
+    head. ``seen_BKTM`` is the mask.
     """
     T = q_BHTD.shape[2]
     q_BKGTD = q_BHTD.unflatten(1, (k_BKMD.shape[1], -1))
@@ -183,8 +184,8 @@ def _attend(
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
-    """Return ``cache[at]``; 8-bit floats are indexed as bytes, since torch cannot index them on a
-    CPU.
+    """Return ``cache[at]``. 8-bit floats are indexed as bytes, since torch cannot index float8
+    tensors on a CPU.
     """
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[at].view(FP8)
@@ -245,8 +246,8 @@ def _update_landmarks(
     layout: PageLayout,
     scales: Tensor | None,
 ) -> None:
-    """Update the landmarks of one layer; ``scales`` are the scales of int8 keys, and are ignored
-    for other keys.
+    """Update the landmarks of one layer. ``scales`` are the scales of int8 keys; they are ignored
+    for keys in other dtypes.
     """
     check_landmarks(k_cache, landmark_cache, layout)
     block_tokens = k_cache.shape[2]
@@ -261,8 +262,8 @@ def _update_landmarks(
         assert scales is not None
         keys_TPKD = from_int8(keys_TPKD, scales[at], dtype)
     elif k_cache.dtype == FP8:
-        # Landmarks do not include the scale, since a head's scale does not change the ranking of
-        # pages.
+        # Landmarks do not include the scale, because a head's scale does not change the ranking of
+        # its pages.
         keys_TPKD = keys_TPKD.to(dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
@@ -283,9 +284,10 @@ def teacher_forced(
 ) -> Tensor:
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
-    A token at position t, if it follows the prompt, reads the pages selected from the first t + 1
-    tokens or, if decode steps have several ``tokens``, from those up to the first of its step, and
-    the tokens since. Memory grows with ``query_chunk * T``; use the kernel for realistic lengths.
+    A token at position t, after the prompt, reads the pages that are selected from the first t + 1
+    tokens. If a decode step has several ``tokens``, the selection is made from the tokens up to the
+    step's first token, and the token at t also reads the tokens from there to itself. Memory grows
+    with ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -296,7 +298,7 @@ def teacher_forced(
     position_BT = column_T - start_B[:, None]
     real_BT = (position_BT >= 0) & (position_BT < length_B[:, None])
     page_BT = (position_BT // P).clamp(0, N - 1)
-    # columns of the tokens whose queries select
+    # columns of the tokens whose queries select pages
     selecting_BT = column_T - (position_BT - prompt_B[:, None]).clamp(min=0) % tokens
     with torch.no_grad():
         marks = _page_landmarks(k_BKTD, start_B, layout)
@@ -317,7 +319,7 @@ def teacher_forced(
                 layout,
                 head_budgets_K,
             )
-            # pages that the step's tokens have begun; later tokens are not causal
+            # Also keep the pages that start within this step; the causal mask hides later tokens.
             keep = (
                 keep | (torch.arange(N, device=device) >= page_count(length, P)[..., None])[:, None]
             )
@@ -325,8 +327,8 @@ def teacher_forced(
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
             mask = (token_keep & causal[:, None]).repeat_interleave(H // K, dim=1)
             padded = ~real_BT[:, now]
-            # A padded query attends to itself: a softmax over no keys is NaN, and NaN times zero
-            # would poison gradients.
+            # A padded query attends to itself. A softmax over no keys would be NaN, and NaN times
+            # zero would make gradients NaN.
             mask = mask | (padded[:, None, :, None] & (column_T == column_T[now, None]))
 
         out = F.scaled_dot_product_attention(
@@ -345,7 +347,8 @@ def _kept_pages(
     head_budgets_K: Tensor | None,
 ) -> Tensor:
     """Select the pages of a decode step over the ``new_tokens`` newest tokens of every row, bool
-    ``[B, K, N]``: those that the first of them selects, and those that contain the others.
+    ``[B, K, N]``. These are the pages that the first new token selects, and the pages that contain
+    the other new tokens.
     """
     first_B = length_B - (new_tokens - 1)
     keep_BKN = select_pages(
@@ -360,14 +363,15 @@ def _kept_pages(
 def _kept_tokens(
     keep_BKN: Tensor, length_B: Tensor, new_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """List the positions of the tokens in the kept pages, in order, ``[B, K, M]``; since rows are
-    padded to the longest, also return which of them each new token sees, ``[B, K, T, M]``.
+    """List the positions of the tokens in the kept pages, in order, ``[B, K, M]``. Since rows are
+    padded to the longest row, also return which of these tokens each new token sees,
+    ``[B, K, T, M]``.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKX = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
     token_BKXP = page_BKX[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
     is_kept_BKX1 = keep_BKN.gather(-1, page_BKX)[..., None]
-    # number of tokens that each new token sees, itself included
+    # number of tokens that each new token sees, including itself
     seen_BT = length_B[:, None] - torch.arange(new_tokens - 1, -1, -1, device=length_B.device)
     seen_BKTXP = is_kept_BKX1[:, :, None] & (
         token_BKXP[:, :, None] < seen_BT[:, None, :, None, None]
@@ -376,8 +380,8 @@ def _kept_tokens(
 
 
 def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
-    """Compute the landmarks of ``ceil(S / P)`` pages, counted from each row's first token; the
-    landmark of a last page that is not full is zero.
+    """Compute the landmarks of ``ceil(S / P)`` pages, counted from each row's first token. If the
+    last page is not full, its landmark is zero.
     """
     K, S = k_BKSD.shape[1:3]
     P = layout.page_size

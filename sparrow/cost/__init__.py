@@ -1,4 +1,6 @@
-"""Predicted cost and speed-up of a schedule, for one engine, lossless decoding, and a cluster."""
+"""Predict the cost and speed-up of a schedule: for one engine, for lossless decoding, and for a
+cluster.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""Cost of a whole run on several GPUs: the memory that the run needs, and the time of each phase of
-a step in each decoding mode.
+"""Predict the cost of a whole run on several GPUs: the memory that the run needs and, for each
+decoding mode, the time of each phase of a step.
 
-``sparrow.cost.roofline`` predicts the cost of one engine; here several engines (of one or more GPUs
-each) and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions. This
-module only does arithmetic; nothing is measured.
+``sparrow.cost.roofline`` predicts the cost of one engine. Here, several engines (of one or more
+GPUs each) and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions.
+This module only does arithmetic; it measures nothing.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from sparrow.schedule import SparsitySchedule
 
 STATE_BYTES = 12  # bytes per parameter between steps: a float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-# memory of one chunk of logits in the log-prob pass: three float32 copies of 4096 tokens by 152K
-# words
+# bytes of one chunk of logits in the log-prob pass: three float32 copies for 4096 tokens and a
+# vocabulary of 152K
 HEAD_BYTES = 7.5e9
-# activation bytes per token and unit of width in the layer being computed; every layer that is kept
-# adds 2
+# bytes of activations, per token and unit of width, in the layer that is being computed; every
+# layer whose activations are kept adds 2
 LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # bandwidth between GPUs of one host
 NETWORK_BYTES_S = 40e9  # bandwidth from a GPU to another host
 HOST_BYTES_S = 13e9  # bandwidth between a GPU and host memory, as measured in vLLM's sleep and wake
-# measured seconds per response token to send the tokens to all processes twice: after the rollout,
-# and again with their log-probs
+# measured seconds per response token for sending tokens to all processes twice: once after the
+# rollout, and once with their log-probs
 GATHER_S = 1.4e-6
-# share of a GPU's memory that vLLM uses by default; MEMORY_FRACTION is the part for weights and KV
+# share of a GPU's memory that vLLM uses by default; MEMORY_FRACTION is the share for weights and KV
 # cache
 VLLM_SHARE = 0.9
-# share of a GPU's memory that an engine and the training state may fill; the driver and NCCL need
-# the rest
+# share of a GPU's memory that an engine and the training state may use together; the driver and
+# NCCL need the rest
 MOST_SHARE = 0.97
-# seconds per all-reduce; a layer of a tensor-parallel engine needs two in every decode step
+# seconds per all-reduce; each layer of a tensor-parallel engine needs two all-reduces per decode
+# step
 ALL_REDUCE_S = 15e-6
 
 
@@ -56,9 +57,9 @@ class Cluster:
     """GPUs of one kind."""
 
     machine: Machine  # a single GPU
-    gpus: int  # number of GPUs; each host is filled before the next
-    tensor_parallel: int = 1  # GPUs per engine
-    host: int = 8  # GPUs per host
+    gpus: int  # number of GPUs; one host is filled before the next is used
+    tensor_parallel: int = 1  # number of GPUs per engine
+    host: int = 8  # number of GPUs per host
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
@@ -73,16 +74,16 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """Bytes per second at which a GPU receives the others' shards, within one host or across
-        hosts.
+        """Bytes per second at which a GPU receives the shards of the other GPUs, within one host or
+        across hosts.
         """
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU in training and in a rollout, and the number of full-length responses that
-    fit in an engine's cache.
+    """Bytes used on one GPU during training and during a rollout, and the number of full-length
+    responses that fit in an engine's cache.
     """
 
     state: float
@@ -95,8 +96,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time divided
-    by the mean over all engines.
+    """Seconds of one RL step, by phase. ``imbalance`` is the rollout time of the slowest engine,
+    divided by the mean rollout time of all engines.
     """
 
     rollout: float
@@ -115,7 +116,7 @@ class Plan:
     memory: Memory
     dense: Step
     sparse: Step | None  # None without a schedule
-    lossless: Step | None = None  # None if the drafts' acceptance is not given
+    lossless: Step | None = None  # None if the acceptance of drafts is not given
 
 
 def fit(
@@ -127,17 +128,17 @@ def fit(
     recompute: bool = True,
     engine_share: float | None = None,
 ) -> Memory:
-    """Compute the bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2),
-    and vLLM sleeps during training.
+    """Compute the bytes needed per GPU. Weights, moments and gradients are sharded over all GPUs
+    (FSDP2), and vLLM sleeps during training.
 
     Args:
-        longest: tokens of the longest prompt and response together.
-        token_budget: padded tokens per training pass.
-        colocated: whether engines share the training GPUs, so that the sharded training state stays
+        longest: number of tokens of the longest prompt and response together.
+        token_budget: number of padded tokens per training pass.
+        colocated: whether engines run on the training GPUs; if so, the sharded training state stays
             on these GPUs during rollouts.
         recompute: whether activations are recomputed layer by layer in the backward pass (gradient
             checkpointing).
-        engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``); None
+        engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
 
     Raises ConfigError: training, or a single response, does not fit in memory.
@@ -146,7 +147,8 @@ def fit(
     width = shape.heads * shape.head_dim
     state = STATE_BYTES * parameters / cluster.gpus
     gradients = GRADIENT_BYTES * parameters / cluster.gpus
-    # Three layers in bf16: the current layer, the next, and the gradient of the previous one.
+    # Three layers in bf16: the current layer, the next layer, and the gradient of the previous
+    # layer.
     gathered = 3 * 2 * parameters / shape.layers
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
@@ -183,8 +185,8 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Return the bytes of a GPU that are not available to its engine: the training state, or the
-    memory that ``gpu_memory_utilization`` leaves free, whichever is more.
+    """Return how many bytes of a GPU are not available to its engine. This is the size of the
+    training state, or the memory that ``gpu_memory_utilization`` leaves free, whichever is larger.
     """
     left = (
         0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
@@ -193,7 +195,9 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """Combine an engine's GPUs into one machine; ``reserved`` bytes of each are not available."""
+    """Combine an engine's GPUs into one machine; ``reserved`` bytes of each GPU are not
+    available.
+    """
     m = cluster.machine
     n = cluster.tensor_parallel
     return Machine(
@@ -219,11 +223,11 @@ def plan(
     engine_share: float | None = None,
     acceptance: float | None = None,
 ) -> Plan:
-    """Predict one RL step over ``responses`` (their lengths in tokens), which are assigned to the
-    engines round-robin, as in the trainer.
+    """Predict one RL step over ``responses``, given as lengths in tokens. Responses are assigned to
+    the engines round-robin, as in the trainer.
 
-    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the drafts' acceptance,
-    as in ``predict_lossless``.
+    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the acceptance of
+    drafts, as in ``predict_lossless``.
 
     Raises ConfigError: the run does not fit in memory (see ``fit``), or there are fewer responses
     than engines.
@@ -275,15 +279,15 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict the seconds to compute log-probs of sequences and the seconds to update on them.
-    Either is the compute time (``roofline.train_seconds``) or the time to gather the shards,
-    whichever is longer. ``totals`` contains the tokens of each sequence.
+    """Predict how many seconds it takes to compute log-probs of sequences, and to update on them.
+    Each of these times is the compute time (``roofline.train_seconds``) or the time to gather the
+    shards, whichever is longer. ``totals`` contains the number of tokens of each sequence.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
 
-    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are
-    # reduced in float32.
+    # bf16 weights are gathered once for the log-probs and twice for the update. The gradients of
+    # the update are reduced in float32.
     parameters = shape.weights + shape.embedding
     away = (cluster.gpus - 1) / cluster.gpus * parameters / cluster.exchange_bytes_s
     return (
@@ -293,8 +297,9 @@ def train_seconds(
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Predict the seconds to send new weights to every engine: the float32 shards are gathered and,
-    if colocated, the engine's weights are moved to the host and back by vLLM's sleep mode.
+    """Predict how many seconds it takes to send new weights to every engine. The float32 shards are
+    gathered. If engines are colocated, vLLM's sleep mode also moves the engine's weights to host
+    memory and back.
     """
     parameters = shape.weights + shape.embedding
     gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
@@ -310,8 +315,8 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """Return a plan as (name, value) pairs for printing; with ``steps``, include the hours of a
-    whole run.
+    """Return a plan as (name, value) pairs for printing. If ``steps`` is given, include the hours
+    that a whole run takes.
     """
     gib = 2**30
     m = planned.memory

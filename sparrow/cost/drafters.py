@@ -1,9 +1,10 @@
-"""Predicted break-even of drafters: the tokens per cycle from which they are faster than dense
-decoding.
+"""Predict the break-even of drafters: the number of tokens per cycle from which a drafter is faster
+than dense decoding.
 
 A cycle drafts some tokens and verifies them in a dense pass. The break-even is the time of a cycle
-divided by that of a dense step. A trained drafter is priced like a decode step of a few layers;
-nothing is fitted to measured drafters. ``docs/cost.md`` compares the predictions with measurements.
+divided by the time of a dense step. A pass of a trained drafter is assumed to cost as much as a
+decode step of a few layers; nothing is fitted to measured drafters. ``docs/cost.md`` compares the
+predictions with measurements.
 
 Shapes: B sequences.
 """
@@ -39,16 +40,18 @@ class TrainedDrafter:
     """A trained drafter: a few layers of the model's width, and an output layer."""
 
     name: str
-    drafts: int  # tokens drafted per cycle
-    passes: int  # the drafter's forward passes per cycle
+    drafts: int  # number of tokens drafted per cycle
+    passes: int  # number of the drafter's forward passes per cycle
     layers: int
     output_share: float  # size of the drafter's output layer, relative to the model's
 
 
 EAGLE3 = TrainedDrafter("EAGLE-3", 3, 3, 1, 0.21)
-"""One layer, with an output layer for 32,000 of Qwen3's 151,936 tokens, as in published heads."""
+"""One layer, with an output layer for 32,000 of Qwen3's 151,936 tokens, as in published EAGLE-3
+heads.
+"""
 DSPARK = TrainedDrafter("DSpark", 7, 1, 5, 1.0)
-"""A block drafter of five layers, as published; its Markov head is left out."""
+"""A block drafter of five layers, as published. Its Markov head is left out."""
 TRAINED = (EAGLE3, DSPARK)
 
 
@@ -60,8 +63,8 @@ def break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Return the tokens per cycle at which a trained drafter breaks even for sequences of
-    ``lengths`` ``[B]`` cached tokens.
+    """Return the number of tokens per cycle at which a trained drafter breaks even, for sequences
+    of ``lengths`` ``[B]`` cached tokens.
 
     Raises ValueError: see ``decode_step``.
     """
@@ -81,9 +84,11 @@ def break_even(
         attention_layers=None,
         state_bytes=0.0,
     )
-    one_token = replace(plain, row_s=0.0)  # a cycle is scheduled once, which ``dense_s`` includes
+    # a cycle is scheduled only once, and ``dense_s`` includes that
+    one_token = replace(plain, row_s=0.0)
     pass_s = decode_step(head, machine, length, None, one_token).seconds
-    further = length.size * (drafter.drafts - drafter.passes)  # drafted tokens beyond one per pass
+    # number of drafted tokens beyond one per pass
+    further = length.size * (drafter.drafts - drafter.passes)
     drafting_s = drafter.passes * pass_s + flops_s(head, machine, further) / cycle.peak_share
 
     drafts = length.size * drafter.drafts
@@ -99,9 +104,12 @@ def sparse_break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Return the tokens per cycle at which the sparse actor breaks even; see ``break_even``."""
+    """Return the number of tokens per cycle at which the sparse actor breaks even; see
+    ``break_even``.
+    """
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
-    rejected = replace(lossless.drafting, acceptance=0.0)  # a cycle then yields one token
+    # if every draft is rejected, a cycle yields one token
+    rejected = replace(lossless.drafting, acceptance=0.0)
     cycle_s = lossless_step(shape, machine, lengths, rejected, plain, cycle).seconds
     return cycle_s / decode_step(shape, machine, lengths, None, plain).seconds
 
@@ -114,8 +122,8 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Return break-evens as (name, value) pairs for printing, at the mean batch size and the mean
-    length at which a token is sampled.
+    """Return break-evens as (name, value) pairs for printing. They are computed for the mean batch
+    size, and for the mean length at which a token is sampled.
     """
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))

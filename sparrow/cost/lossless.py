@@ -1,11 +1,11 @@
-"""Predicted speed-up of lossless decoding: the best drafting, and a comparison of dense, lossy and
-lossless rollouts.
+"""Predict the speed-up of lossless decoding: find the best number and budget of drafts, and compare
+dense, lossy and lossless rollouts.
 
-A cycle consists of k draft steps and one verification, which reads weights and cache like a dense
-step but computes k more tokens per sequence; in a mixture these tokens use further experts. A cycle
-yields (1 - a^(k+1)) / (1 - a) tokens if drafts are accepted independently with probability a
-(Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md`` explains what is fitted and what
-is assumed.
+A cycle consists of k draft steps and one verification. The verification reads weights and cache
+like a dense step, but computes k more tokens per sequence; in a mixture of experts, these tokens
+use further experts. If drafts are accepted independently with probability a, a cycle yields (1 -
+a^(k+1)) / (1 - a) tokens (Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md``
+explains what is fitted and what is assumed.
 
 Shapes: B sequences, k drafts per cycle.
 """
@@ -32,10 +32,10 @@ from sparrow.decoding import DraftWeights, acceptance_at
 from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which an acceptance is given
-WORTHWHILE = 1.15  # a smaller rollout speed-up is within the predictions' error
+REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which the acceptance is given
+WORTHWHILE = 1.15  # a smaller speed-up of the rollout is within the error of the predictions
 DRAFT_TOKENS = (2, 4, 8, 16)
-# pages of 16 tokens in every layer, besides the sink page and the two recent pages
+# number of pages of 16 tokens in every layer, in addition to the sink page and the two recent pages
 DRAFT_PAGES = (
     29,
     61,
@@ -46,16 +46,17 @@ DRAFT_PAGES = (
 
 @dataclass(frozen=True)
 class Cycle:
-    """Costs of a cycle beyond the bytes of its steps and a dense step's overheads."""
+    """Costs of a cycle in addition to the bytes of its steps and the overheads of a dense step."""
 
-    # seconds per layer of a draft step, which replace all ``Overheads`` because a draft is one CUDA
-    # graph
+    # seconds per layer of a draft step; they replace all ``Overheads``, because a draft step is a
+    # single CUDA graph
     draft_layer_s: float
-    # share of the machine's peak FLOP/s that a verification reaches for its additional tokens
+    # share of the machine's peak FLOP/s that a verification reaches in computing its additional
+    # tokens
     peak_share: float
     # additional seconds per layer of an fp8 draft step, which has to round its activations
     fp8_layer_s: float = 0.0
-    fp8_share: float = 1.0  # bandwidth for reading weights in fp8 steps, relative to other steps
+    fp8_share: float = 1.0  # bandwidth at which fp8 steps read weights, relative to other steps
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
@@ -63,13 +64,15 @@ CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
-    """Return the seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
+    """Return how many seconds a pass of ``tokens`` tokens through the weights takes at the
+    machine's peak FLOP/s.
+    """
     return 2 * shape.active_weights * tokens / machine.flops
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return how many more bytes of experts a pass over ``tokens`` tokens reads if it computes
-    ``further`` more tokens; 0 for a dense model.
+    """Return how many more bytes of experts a pass over ``tokens`` tokens reads if it also computes
+    ``further`` tokens; 0 for a dense model.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -82,8 +85,8 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return the seconds by which verifying ``further`` drafts prolongs a dense step of
-    ``sequences`` sequences.
+    """Return the additional seconds that a dense step of ``sequences`` sequences takes if it also
+    verifies ``further`` drafts.
     """
     read_s = expert_bytes(shape, sequences, further) / (
         machine.read_bytes_s * overheads.read_fraction
@@ -93,18 +96,18 @@ def verify_s(
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafts of a cycle: their number, the pages and weights that they read, and their
-    acceptance.
+    """Description of a cycle's drafts: their number, the pages and weights that they read, and
+    their acceptance.
     """
 
-    tokens: int  # drafts per cycle (k); 0 is plain dense decoding
+    tokens: int  # number of drafts per cycle (k); 0 means plain dense decoding
     schedule: SparsitySchedule  # schedule of the draft steps
-    acceptance: float  # mean probability that a draft is accepted, in [0, 1]
-    weights: DraftWeights = "auto"  # weights of the draft steps
+    acceptance: float  # mean probability that a draft is accepted, from 0 to 1
+    weights: DraftWeights = "auto"  # weights that the draft steps use
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Expected tokens per cycle if drafts are accepted independently."""
+        """Expected number of tokens per cycle if drafts are accepted independently."""
         return sum(self.acceptance**i for i in range(self.tokens + 1))
 
 
@@ -116,9 +119,9 @@ def lossless_step(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
-    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens per
-    sequence that the cycle yields, for comparison with a dense step. Without drafts, a cycle is a
-    dense step.
+    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``. The cost is divided by the
+    number of tokens that the cycle yields per sequence, so that it can be compared with the cost of
+    a dense step. A cycle without drafts is a dense step.
 
     Raises ValueError, ConfigError: see ``decode_step``.
     """
@@ -134,8 +137,8 @@ def lossless_step(
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
 
-    # Fp8 saves only bytes: its products are assumed to cost as much as 16-bit ones, and scales are
-    # ignored.
+    # Fp8 saves only bytes. Its products are assumed to cost as much as 16-bit products, and the
+    # bytes of its scales are ignored.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
@@ -149,8 +152,8 @@ def lossless_step(
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # once per output token
-    # Host time is counted per token, as in dense steps, because the host's work per cycle was not
-    # measured.
+    # Host time is counted per token, as in dense steps, because the time that the host needs per
+    # cycle was not measured.
     host_s = overheads.host_s * length.size * given
     overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
     return StepCost(
@@ -165,10 +168,10 @@ def lossless_step(
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
-    """Return the size in bytes of the fp8 weights that draft steps use: one byte for each weight
-    outside the output layer, or 0 without such a copy.
+    """Return the size in bytes of the fp8 copy of the weights that draft steps use: one byte for
+    each weight outside the output layer, or 0 if there is no such copy.
 
-    Raises ConfigError: the model is a mixture of experts, for which there is no such copy.
+    Raises ConfigError: the model is a mixture of experts, for which fp8 copies are not supported.
     """
     if draft_weights != "auto" and shape.experts is not None:
         raise ConfigError(
@@ -181,8 +184,8 @@ def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
 def choices(
     acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
 ) -> list[Drafting]:
-    """List the candidate numbers of drafts and budgets, given the acceptance at
-    ``REFERENCE_TOKENS``.
+    """List the combinations of a number of drafts and a budget to choose from, given the acceptance
+    of drafts that read ``REFERENCE_TOKENS``.
 
     Acceptance is assumed to be the same with 8-bit landmarks (``docs/selectors.md``).
     """
@@ -209,7 +212,7 @@ def typical_batch(
 @dataclass(frozen=True)
 class LosslessPrediction:
     """A predicted lossless rollout. Each cycle drafts ``drafting.tokens`` tokens, half as many, or
-    none, whichever is fastest.
+    none, whichever is the fastest.
     """
 
     drafting: Drafting
@@ -233,9 +236,9 @@ def predict_lossless(
     """Find the best of ``choices`` for a rollout of these responses, and predict the rollout.
 
     ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and use
-    ``draft_weights``; a separate copy of the weights leaves less memory for the cache. Choices are
-    compared with the mean batch size, at 0.5, 1 and 1.5 times the mean length at which a token is
-    sampled.
+    ``draft_weights``. If drafts use a separate copy of the weights, less memory is left for the
+    cache. Choices are compared for the mean batch size, at 0.5, 1 and 1.5 times the mean length at
+    which a token is sampled.
 
     Raises ValueError: the acceptance is outside [0, 1]. Also raises the errors of
     ``simulate_rollout``.
@@ -256,7 +259,7 @@ def predict_lossless(
     def fastest(lengths: NDArray[np.int64]) -> StepCost:
         return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
 
-    # Like an embedding, the copy occupies memory but is not read by a dense step.
+    # Like an embedding, the copy occupies memory, but a dense step does not read it.
     held = replace(
         shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes)
     )
@@ -267,8 +270,8 @@ def predict_lossless(
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
-    """Compare dense, lossy and lossless rollouts in (name, value) pairs for printing, with a
-    verdict on which mode to use.
+    """Return a comparison of dense, lossy and lossless rollouts as (name, value) pairs for
+    printing, with a verdict on which mode to use.
     """
     drafting = lossless.drafting
     kept = (

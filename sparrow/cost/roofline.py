@@ -1,7 +1,7 @@
-"""Predicted speed-up of a sparsity schedule: a byte-accurate roofline model of decoding.
+"""Predict the speed-up of a sparsity schedule with a byte-accurate roofline model of decoding.
 
-This is arithmetic on model shapes and machine figures; ``docs/cost.md`` explains what is exact,
-what is fitted and what is assumed.
+The predictions are computed from model shapes and machine figures. ``docs/cost.md`` explains what
+is exact, what is fitted and what is assumed.
 
 Shapes: B sequences.
 """
@@ -19,34 +19,34 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-# share of device memory for weights and KV cache; predicts the H200's known KV capacities within 4
-# %
+# share of device memory for weights and KV cache; with this value, the predicted KV capacities of
+# an H200 are within 4 % of the known ones
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s that prefill reaches
-# shares of the peak FLOP/s in the trainer's log-prob passes and updates, as measured by
+# shares of the peak FLOP/s that the trainer's log-prob passes and updates reach, as measured by
 # benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
-CHUNK = 256  # decode steps predicted together, at the length in their middle
+CHUNK = 256  # number of decode steps that are predicted together, at the length in their middle
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or several combined into one by adding their figures (see
+    """One accelerator, or several that are treated as one by adding their figures (see
     ``sparrow.cost.cluster``).
     """
 
     name: str
     hbm_bytes_s: float  # bandwidth according to the data sheet
-    read_bytes_s: float  # bandwidth that a plain read reaches
-    # dense bf16 FLOP/s according to the data sheet, half of the figure "with sparsity"
+    read_bytes_s: float  # bandwidth that a plain read of memory reaches
+    # dense bf16 FLOP/s according to the data sheet, which is half of the figure "with sparsity"
     flops: float
     memory_bytes: float
 
 
-# NVIDIA data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200); memory as nvidia-smi reports it,
-# in MiB. The H200's read limit is measured (4.65 TB/s, 97 % of the data sheet's bandwidth); the
-# other GPUs are assumed to reach the same share.
+# Figures are from NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200), and memory is
+# what nvidia-smi reports, in MiB. The H200's bandwidth for plain reads is measured (4.65 TB/s, 97 %
+# of the data sheet's bandwidth); the other GPUs are assumed to reach the same share.
 MACHINES = {
     "a100": Machine("A100", 2.039e12, 0.97 * 2.039e12, 312e12, 81920 * 2**20),
     "h100": Machine("H100", 3.35e12, 0.97 * 3.35e12, 989.5e12, 81559 * 2**20),
@@ -57,15 +57,19 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """Costs of a decode step beyond its bytes, as fitted by ``benchmarks/fit_roofline.py``."""
+    """Costs of a decode step in addition to its bytes, as fitted by
+    ``benchmarks/fit_roofline.py``.
+    """
 
     layer_s: float = 0.0  # seconds per layer, independent of the bytes read
-    sparse_layer_s: float = 0.0  # additional seconds per layer that scores and selects pages
+    # additional seconds per layer, for layers that score and select pages
+    sparse_layer_s: float = 0.0
     row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
     # additional seconds per sequence, for the lists of the 20 most likely tokens
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    host_s: float = 0.0  # host seconds per sequence and lists, overlapping with the device
+    # seconds that the host needs per sequence and its lists, while the device is running
+    host_s: float = 0.0
 
 
 VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
@@ -75,11 +79,11 @@ VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
 class StepCost:
     """Cost of one token for each sequence of a batch: bytes read, and seconds by cause.
 
-    Waiting for the host counts as overhead.
+    Time spent waiting for the host counts as overhead.
     """
 
     weight_bytes: float
-    kv_bytes: float  # includes the states of linear attention, which are read and written
+    kv_bytes: float  # including the states of linear attention, which are read and written
     landmark_bytes: float
     overhead_s: float
     weight_s: float
@@ -94,13 +98,13 @@ def decode_step(
     schedule: SparsitySchedule | None = None,
     overheads: Overheads = VLLM_H200,
 ) -> StepCost:
-    """Predict the bytes and seconds of a decode step over sequences of ``lengths`` [B] cached
+    """Predict the bytes and seconds of a decode step over sequences of ``lengths`` ``[B]`` cached
     tokens.
 
     A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
-    the kept pages of sparse layers, and the landmarks of sequences that are not read in full. Layers
-    of linear attention read and write their state. KV writes, activations and logits are part of the
-    overheads.
+    the kept pages of sparse layers, and the landmarks of sequences that are not read in full.
+    Layers of linear attention read and write their state. The overheads include KV writes,
+    activations and logits.
 
     Raises ValueError: there are no sequences, or a sequence has no tokens. ConfigError: the
     schedule is for a different model.
@@ -153,7 +157,7 @@ class RolloutEstimate:
     overhead_s: float
     weight_s: float
     attention_s: float
-    prefill_s: float  # prefill of prompts, and of responses recomputed after preemption
+    prefill_s: float  # prefill of prompts, and of responses that are recomputed after preemption
     seconds: float  # sum of the seconds above
     drain_s: float  # the part of ``seconds`` after the last response entered the batch
     tokens: int
@@ -172,8 +176,8 @@ class RolloutEstimate:
 def response_lengths(
     median: float, cutoff: int, count: int, spread: float = 0.7, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Draw ``count`` log-normal response lengths, cut at ``cutoff`` tokens; ``spread`` is the
-    standard deviation of the logarithm.
+    """Draw ``count`` log-normal response lengths, which are cut at ``cutoff`` tokens. ``spread`` is
+    the standard deviation of the logarithm.
     """
     return (
         np.random.default_rng(seed)
@@ -184,7 +188,9 @@ def response_lengths(
 
 
 def kv_capacity(shape: ModelShape, machine: Machine) -> int:
-    """Compute the number of tokens whose KV fits in memory together with the weights."""
+    """Compute the number of tokens whose keys and values fit in memory together with the
+    weights.
+    """
     weight_bytes = (shape.weights + shape.embedding) * shape.weight_bytes
     free = MEMORY_FRACTION * machine.memory_bytes - weight_bytes
     return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
@@ -201,13 +207,15 @@ def simulate_rollout(
     *,
     price: Callable[[NDArray[np.int64]], StepCost] | None = None,
 ) -> RolloutEstimate:
-    """Simulate continuous batching of ``responses`` (their lengths in tokens, served in this order)
-    on one machine, bounded by KV memory.
+    """Simulate continuous batching of ``responses`` on one machine, with batches limited by the
+    memory for keys and values. ``responses`` contains lengths in tokens, in the order in which
+    responses are served.
 
     A response enters the batch when its present tokens fit and leave room for the batch to grow.
     When memory runs out, the response that entered last is preempted and recomputed later. Sparse
-    reading does not shrink the cache, so dense and sparse rollouts are batched alike. If given,
-    ``price`` replaces ``decode_step`` as the function from lengths to the cost of a step.
+    reading does not make the cache smaller, so dense and sparse rollouts are batched in the same
+    way. ``price`` is the function from lengths to the cost of a step; by default, this is
+    ``decode_step``.
 
     Raises ConfigError: a single response does not fit in memory. ValueError: there are no
     responses, or a response is empty.
@@ -224,9 +232,9 @@ def simulate_rollout(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )
 
-    # For waiting responses: cached tokens, and tokens left to sample.
+    # For each waiting response: number of cached tokens, and number of tokens left to sample.
     waiting = deque((prompt, int(n)) for n in final)
-    # For running responses: cached tokens, and tokens left to sample.
+    # For each running response: number of cached tokens, and number of tokens left to sample.
     length = np.empty(0, np.int64)
     left = np.empty(0, np.int64)
     spent = np.zeros(3)
@@ -272,14 +280,14 @@ def simulate_rollout(
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Predict the seconds to compute log-probs of sequences and the seconds to update on them.
+    """Predict how many seconds it takes to compute log-probs of sequences, and to update on them.
 
     Log-probs take one forward pass. An update takes two forward passes, one of which recomputes
-    activations, and a backward pass, which costs as much as two. The FLOPs of a pass are those of
-    the weights and of causal attention, which needs half of the T x T matrix.
+    activations, and a backward pass, which costs as much as two forward passes. The FLOPs of a pass
+    are those of the weights and of causal attention, which needs half of the T x T matrix.
 
     Args:
-        totals: tokens of each sequence, prompt and response together.
+        totals: number of tokens of each sequence, prompt and response together.
     """
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads
@@ -289,11 +297,13 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
 
 @dataclass(frozen=True)
 class Prediction:
-    """A dense and a sparse rollout of the same responses, and the resulting speed-up of a step."""
+    """A dense and a sparse rollout of the same responses, and the resulting speed-up of an RL
+    step.
+    """
 
     dense: RolloutEstimate
     sparse: RolloutEstimate
-    train_s: float  # seconds for the rest of the RL step
+    train_s: float  # seconds that the rest of the RL step takes
     speedup: float  # speed-up of the rollout
     step_speedup: float
 
@@ -309,11 +319,11 @@ def predict(
     *,
     rollout_share: float | None = None,
 ) -> Prediction:
-    """Predict the speed-ups of a rollout, and of an RL step on the same machine; errors are those
+    """Predict the speed-up of a rollout, and of an RL step on the same machine. Raises the errors
     of ``simulate_rollout``.
 
-    ``rollout_share`` is the rollout's share of a dense step's time; without it, the training time
-    is predicted from FLOPs.
+    ``rollout_share`` is the share of the rollout in the time of a dense RL step. If it is not
+    given, the training time is predicted from FLOPs.
     """
     batching = (prompt, max_batch, overheads)
     dense = simulate_rollout(shape, machine, responses, None, *batching)

@@ -1,4 +1,4 @@
-"""Sizes of models: what a decode step reads and computes, by shape.
+"""Sizes of models, which determine what a decode step reads and computes.
 
 ``ModelShape.from_config`` counts parameters from a Hugging Face config without loading the model.
 """
@@ -27,19 +27,19 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a mixture."""
+    """The routed experts of a mixture-of-experts model."""
 
-    layers: int  # layers with experts
-    count: int  # experts per layer
-    per_token: int  # experts per layer that a token is routed to
-    weights: int  # parameters of one expert
+    layers: int  # number of layers with experts
+    count: int  # number of experts per layer
+    per_token: int  # number of experts, per layer, to which a token is routed
+    weights: int  # number of parameters of one expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected number of parameters in experts to which none of ``tokens`` tokens is
-        routed.
+        """Return the expected number of parameters in those experts to which none of ``tokens``
+        tokens is routed.
 
-        Routing is taken to be uniform and independent. Real routers prefer some experts, so a pass
-        reads fewer of them.
+        Routing is assumed to be uniform and independent. Real routers prefer some experts, so a
+        pass reads fewer experts than this predicts.
         """
         missed = (1 - self.per_token / self.count) ** tokens
         return missed * self.layers * self.count * self.weights
@@ -59,17 +59,21 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    weights: int  # parameters that a decode step can read: all but an untied input embedding
-    embedding: int = 0  # parameters of an untied input embedding; a step reads only B rows of it
+    # number of parameters that a decode step may read: all except an untied input embedding
+    weights: int
+    # number of parameters of an untied input embedding; a step reads only B rows of it
+    embedding: int = 0
     weight_bytes: float = 2.0  # bytes per parameter
     # bytes per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its
     # scales
     kv_bytes: float = 2.0
     context: int | None = None  # maximum number of tokens in a sequence
-    output: int = 0  # parameters of the output layer, included in ``weights``
-    experts: Experts | None = None  # ``weights`` includes their parameters
-    attention_layers: int | None = None  # number of layers with a KV cache; None if all have one
-    # bytes per sequence of linear attention's states, which a step reads and writes
+    output: int = 0  # number of parameters of the output layer, which ``weights`` includes
+    # None for a dense model; ``weights`` includes the experts' parameters
+    experts: Experts | None = None
+    # number of layers with a KV cache; None if all layers have one
+    attention_layers: int | None = None
+    # bytes per sequence of the states of linear attention, which a step reads and writes
     state_bytes: float = 0.0
 
     @property
@@ -79,16 +83,18 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Cached elements per token, keys and values of all layers together."""
+        """Number of cached elements per token, for keys and values of all layers together."""
         return 2 * self.kv_layers * self.kv_heads * self.head_dim
 
     @property
     def active_weights(self) -> int:
-        """Number of parameters that a token is multiplied with."""
+        """Number of parameters by which a token is multiplied."""
         return self.weights - (0 if self.experts is None else self.experts.inactive)
 
     def weights_read(self, tokens: int) -> float:
-        """Return the expected number of parameters that a pass over ``tokens`` tokens reads."""
+        """Return the number of parameters that a pass over ``tokens`` tokens is expected to
+        read.
+        """
         return self.weights - (0 if self.experts is None else self.experts.unread(tokens))
 
     @classmethod
@@ -99,7 +105,7 @@ class ModelShape:
             config: the contents of a ``config.json``, its path, or the folder that contains it.
 
         Raises UnsupportedModel: the model has an unsupported architecture, a sliding window or
-        quantized weights. ConfigError: the file does not exist or is not a model config, or a field
+        quantized weights. ConfigError: the file does not exist or is not a model config; or a field
         is missing or invalid.
         """
         if not isinstance(config, Mapping):
@@ -144,12 +150,12 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check that a config's parameters can be counted. Raises the errors of
+    """Check that the parameters of a model with this config can be counted. Raises the errors of
     ``ModelShape.from_config``.
     """
     get = config.get
     kind = get("model_type")
-    is_mistral = kind == "mistral"  # its sliding window is on by default
+    is_mistral = kind == "mistral"  # these models have a sliding window by default
     windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
     windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
     quantized = bool(get("quantization_config"))
@@ -189,13 +195,13 @@ def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, hea
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the config's fields for the number of experts, the experts per token, and
-    the width of an expert; empty for a dense model.
+    """Return the names of the config's fields for the number of experts, the number of experts per
+    token, and the width of an expert. Return an empty tuple for a dense model.
     """
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()
-    # For some models, transformers saves a different name from that in published configs.
+    # For some models, the name that transformers saves differs from the name in published configs.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if config.get(name) is not None), names[0])
     width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
@@ -203,7 +209,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mlp_weights(config: Mapping[str, Any]) -> tuple[int, Experts | None]:
-    """Count the parameters of all MLPs, routed experts included, and describe the experts."""
+    """Count the parameters of all MLPs, including routed experts, and describe the experts."""
     hidden, layers, _, width, _ = (config[key] for key in SIZES)
     kind = config["model_type"]
     dense = 3 * hidden * width

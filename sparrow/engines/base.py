@@ -1,5 +1,5 @@
-"""The protocols of engines, which sample, and of scorers, which score. The trainer depends only on
-this file and ``sparrow.rollout``.
+"""Protocols of engines, which sample responses, and of scorers, which compute log-probs of tokens.
+The trainer depends only on this file and ``sparrow.rollout``.
 """
 
 from __future__ import annotations
@@ -17,64 +17,71 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of an engine's work since the engine was started or ``counters`` was last called.
+    """Counts of an engine's work since the engine was started, or since the last call of
+    ``counters``.
 
-    The fields from ``drafted`` to ``choices`` are for lossless decoding only; a cycle is one
+    The fields from ``drafted`` to ``choices`` are used only in lossless decoding. A cycle is one
     verification of one sequence.
     """
 
-    # cached tokens read by decode steps, including draft steps, summed over sequences and layers
+    # number of cached tokens read by decode steps, including draft steps, summed over sequences and
+    # layers
     tokens_read: int
-    # cached tokens that a dense actor would have read for the same response tokens
+    # number of cached tokens that a dense actor would have read for the same response tokens
     tokens_held: int
-    preemptions: int = 0  # sequences whose cache was dropped and prefilled again
+    preemptions: int = 0  # number of sequences whose cache was dropped and prefilled again
     drafted: int = 0  # number of drafted tokens
     # number of accepted drafts, including any after the end of a response
     accepted: int = 0
     cycles: int = 0
-    # acceptance of every draft up to and including the first rejected one of its cycle
+    # acceptance of drafts, in each cycle up to and including the first rejected draft
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # acceptance that ``meter_schedule`` would have had at the first drafts of some cycles
+    # acceptance that drafts under ``meter_schedule`` would have had, at the first drafts of some
+    # cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # the choices of an engine that adapts its drafts, in the order of its steps: (tokens to draft,
-    # the drafts' budget as a multiple of their schedule, number of steps)
+    # the choices of an engine that adapts its drafts, in the order of its steps: (number of tokens
+    # to draft, budget of the drafts as a multiple of their schedule, number of steps)
     choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
-    # tokens decoded by a lossy actor, and how many of them read all cached tokens in every layer
+    # number of tokens decoded by a lossy actor, and how many of these tokens read all cached tokens
+    # in every layer
     rows: int = 0
     dense_rows: int = 0
-    passes: int = 0  # sparse passes over guesses, each of which yielded one draft or more
-    guessed: int = 0  # drafts that are guesses and not the result of a sparse pass
+    # number of sparse passes over guesses, each of which yielded at least one draft
+    passes: int = 0
+    guessed: int = 0  # number of drafts that are guesses, not results of a sparse pass
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def read_fraction(self) -> float:
-        """Tokens read, as a share of those that a dense actor would have read; 0 before the first
-        step.
+        """Number of tokens read, as a share of the number that a dense actor would have read; 0
+        before the first step.
         """
         return self.tokens_read / max(self.tokens_held, 1)
 
     @property
     def dense_fraction(self) -> float:
-        """Share of the tokens decoded by a lossy actor that left no page out; 0 before the first."""
+        """Share of the tokens decoded by a lossy actor for which no page was left out; 0 before the
+        first token.
+        """
         return self.dense_rows / max(self.rows, 1)
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Accepted drafts per cycle, plus one token; 0 before the first cycle. The last cycle of a
-        response counts in full, even if the response ends within it.
+        """Number of accepted drafts per cycle, plus one token; 0 before the first cycle. The last
+        cycle of a response counts in full, even if the response ends within that cycle.
         """
         return (self.accepted + self.cycles) / max(self.cycles, 1)
 
     @property
     def drafts_per_token(self) -> float:
-        """Tokens drafted per token that cycles produced; 0 before the first cycle."""
+        """Number of drafted tokens per token that cycles produced; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
     @property
     def drafts_per_pass(self) -> float:
-        """Tokens drafted per sparse pass over guesses; 0 without guesses."""
+        """Number of drafted tokens per sparse pass over guesses; 0 without guesses."""
         return (self.drafted - self.guessed) / self.passes if self.passes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,36 +122,41 @@ def _plain(alpha: DraftAcceptance) -> dict[str, Any]:
 
 
 def total(parts: Sequence[Counters]) -> Counters:
-    """Add the counts of several engines."""
+    """Add up the counts of several engines."""
     return sum(parts[1:], start=parts[0])
 
 
 class Engine(Protocol):
-    """A sampler of the actor's responses. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``,
-    ``vllm.VLLMServer``.
+    """An engine that samples responses of the actor. Implementations: ``hf.HFEngine``,
+    ``vllm.VLLMEngine``, ``vllm.VLLMServer``.
     """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """Sample one response per prompt, in order; repeat a prompt for several responses to it.
+        """Sample one response per prompt, in order. To get several responses to a prompt, repeat
+        the prompt.
 
         Raises ConfigError: a prompt leaves no room for a response in the model's context.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the policy's weights by Hugging Face parameter name. Tied weights are passed once."""
+        """Load the policy's weights, which are given by Hugging Face parameter name. Tied weights
+        are passed only once.
+        """
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the schedule from the next ``generate`` on."""
+        """Use another schedule from the next ``generate`` on."""
 
     def counters(self) -> Counters:
-        """Return the counts since the last call."""
+        """Return the counts since the last call of this method."""
 
     def sleep(self) -> None:
-        """Free the accelerator's memory until ``wake``; does nothing if the engine uses none."""
+        """Free the accelerator's memory until ``wake``. Does nothing if the engine uses no
+        accelerator.
+        """
         return
 
     def wake(self) -> None:
-        """End the sleep. The weights may have to be updated before the next ``generate``."""
+        """End the sleep. The weights may need to be updated before the next ``generate``."""
         return
 
     def close(self) -> None:
@@ -154,14 +166,16 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PartVerifier(Protocol):
-    """An engine in ``mode=auto``. Implementation: ``hf.HFEngine``."""
+    """An engine in mode auto, which verifies only a part of each response. Implementation:
+    ``hf.HFEngine``.
+    """
 
     def verify_up_to(self, length: float) -> None:
         """Verify tokens only up to ``length``, from the next ``generate`` on.
 
-        A token is verified if it is sampled while ``page_end`` of the number of cached tokens,
-        including those of the prompt, is below ``length``. ``Rollout.verification`` contains the
-        number of verified tokens.
+        Whether a token is verified depends on the number of cached tokens, including those of the
+        prompt, when the token is sampled: ``page_end`` of this number must be below ``length``.
+        ``Rollout.verification`` contains the number of verified tokens.
 
         Raises ConfigError: the engine was started in a mode other than auto.
         """
@@ -169,51 +183,51 @@ class PartVerifier(Protocol):
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can repeat the draft choices that another engine based on measured speed.
+    """An engine that can repeat another engine's choices of drafts, which depend on measured speed.
     Implementation: ``vllm.VLLMEngine``.
     """
 
     def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
-        """Repeat these ``Counters.choices`` until ``counters`` is called; with the same seeds, the
-        samples are the same as well.
+        """Repeat these ``Counters.choices`` until ``counters`` is called. With the same seeds, the
+        samples are then the same as well.
 
         Raises ConfigError: a number of drafts or a budget is not among the choices of this engine.
         """
 
 
 class Scorer(Protocol):
-    """A scorer of sampled tokens under any schedule. The only implementation is ``hf.HFEngine``,
-    since vLLM cannot score this way.
+    """A scorer, which computes log-probs of sampled tokens under any schedule. The only
+    implementation is ``hf.HFEngine``, because vLLM cannot score in this way.
     """
 
     def score(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
     ) -> list[Scores]:
-        """Compute teacher-forced log-probs of the rollouts under ``schedule``; the policy's
-        schedule is ``SparsitySchedule.dense()``.
+        """Compute teacher-forced log-probs of the rollouts under ``schedule``. For log-probs of the
+        policy, pass ``SparsitySchedule.dense()``.
         """
 
 
 class Ranker(Protocol):
-    """A source of the ranks of sampled tokens in the dense model's distributions. Implementation:
+    """An object that ranks sampled tokens in the dense model's distributions. Implementation:
     ``hf.HFEngine``.
     """
 
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Rank the tokens with a dense teacher-forced pass at the temperature, top-k and top-p of
-        ``sampling``; tokens with a probability of at least ``common`` count as common.
+        """Rank the tokens in a dense teacher-forced pass, with the temperature, top-k and top-p of
+        ``sampling``. Tokens with a probability of at least ``common`` count as common.
         """
 
 
 class ListScorer(Protocol):
-    """A source of lists of the dense model's most likely tokens. Implementations:
+    """An object that lists the dense model's most likely tokens. Implementations:
     ``vllm.stock.StockEngine``, ``vllm.stock.StockServer``.
     """
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
-        """List the ``n`` most likely tokens at each position, by prefilling prompt and response
+        """List the ``n`` most likely tokens at each position. To do so, prefill prompt and response
         without drafts.
         """
 

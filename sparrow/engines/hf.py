@@ -1,4 +1,4 @@
-"""The engine that samples with transformers in this process: correct on every device, and the
+"""The engine that samples with transformers in this process. It is correct on every device, and the
 reference for other engines.
 
 Shapes: B sequences, T response tokens, k drafts per cycle, n entries of a top-n list, V vocabulary.
@@ -50,9 +50,9 @@ from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
-LOOKED_AT = 64  # number of tokens per response whose attention is measured
+LOOKED_AT = 64  # maximum number of tokens per response whose attention is measured
 DECODE_TOKENS = 2**19
-"""Maximum number of tokens in a batch once all its sequences have their full length, such as 128
+"""Maximum number of tokens in a batch whose sequences all have their full length, for example 128
 sequences of 4,096 tokens.
 """
 
@@ -64,16 +64,17 @@ class HFEngine(Engine, Scorer, Ranker):
     This engine is correct on every device but fast on none: use it on a CPU, for small models, and
     as the reference for other engines.
 
-    A ``schedule`` alone means lossy decoding (dense if it reads everything), while a ``Decoding``
-    also specifies the mode. Lossless decoding always drafts ``draft_tokens``, because fewer would
-    not be faster here. In mode auto, responses are lossless up to the length last passed to
-    ``verify_up_to`` (or to their end if there was no call), and lossy from there on. ``batch_size``
-    sequences are decoded together; by default, as many as have ``DECODE_TOKENS`` tokens in total at
-    the greatest length allowed. ``token_budget`` padded tokens are scored together, under autocast
-    to the dtype ``autocast`` if it is given.
+    If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
+    everything). A ``Decoding`` also specifies the mode. Lossless decoding always drafts
+    ``draft_tokens`` tokens, because fewer drafts would not be faster here. In mode auto, responses
+    are lossless up to the length last passed to ``verify_up_to`` (or to their end, if there was no
+    call), and lossy from there on. ``batch_size`` sequences are decoded together. By default, this
+    is as many sequences as have ``DECODE_TOKENS`` tokens in total at the greatest length allowed.
+    ``token_budget`` padded tokens are scored together, under autocast to the dtype ``autocast`` if
+    it is given.
 
-    Raises UnsupportedModel, ConfigError: ``set_schedule`` rejects the schedule, or drafts are to
-    use a copy of the weights.
+    Raises UnsupportedModel, ConfigError: ``set_schedule`` rejects the model or the schedule, or the
+    settings ask for drafts with a copy of the weights.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class HFEngine(Engine, Scorer, Ranker):
         self._autocast = autocast
         self._counters = Counters(0, 0)
         self._verified_up_to = math.inf
-        # Created before routing, so that a model that the scorer refuses stays unchanged.
+        # The scorer is created before routing, so that a model that it refuses stays unchanged.
         self._scorer = TokenScorer(model)
         actor = actor_of(model)
         self._schedule_before = actor.schedule if actor is not None and actor.routed else None
@@ -120,8 +121,8 @@ class HFEngine(Engine, Scorer, Ranker):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``; prompts of similar length are decoded together.
 
-        Raises ConfigError: a prompt leaves no room for a response, or there is a
-        ``meter_schedule``, which only vLLM can measure.
+        Raises ConfigError: a prompt leaves no room for a response, or ``meter_schedule`` is set,
+        which only vLLM can measure.
         """
         if self.decoding.meter_schedule is not None:
             raise ConfigError(
@@ -188,7 +189,7 @@ class HFEngine(Engine, Scorer, Ranker):
         steps.
 
         The existing tokens of these responses are prefilled densely, and the next token is sampled
-        from the prefill.
+        from this prefill.
         """
         device = self.model.device
         contexts = responses.contexts(prompts, rows)
@@ -249,9 +250,11 @@ class HFEngine(Engine, Scorer, Ranker):
         responses: Responses,
         steps: int,
     ) -> History:
-        """Begin the history of these rows, in which responses to the same prompt see each other.
+        """Begin the history of these rows, in which guesses for a response are also looked up in
+        other responses to the same prompt.
 
-        Responses with the same seed do not, because their tokens are drawn with the same numbers.
+        Responses with the same seed are not looked up in each other, because their tokens are drawn
+        with the same random numbers.
         """
         twins: Counter[tuple[tuple[int, ...], int]] = Counter()
         groups = []
@@ -260,24 +263,24 @@ class HFEngine(Engine, Scorer, Ranker):
             groups.append((prompt, twins[prompt, seeds[b]]))
             twins[prompt, seeds[b]] += 1
         contexts = responses.contexts(prompts, rows)
-        # A cycle's drafts are part of the history until the cycle ends.
+        # The history also contains a cycle's drafts until the cycle ends.
         room = steps + self.decoding.draft_tokens
         return History(contexts, groups, room, self.decoding.guess_tokens, self.model.device)
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
-        """Return the number of leading tokens of each response that are verified in mode auto,
-        int64 ``[B]``.
+        """Return how many tokens at the start of each response are verified in mode auto, int64
+        ``[B]``.
         """
         lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
 
     def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
-        """Return random numbers, float64 ``[3, B, T]``, that depend on the response and the
+        """Return random numbers, float64 ``[3, B, T]``, which depend on the response and the
         position in it, but not on the batch.
 
         The first row is for sampling drafts, the second for accepting them, and the third for
-        sampling all other tokens. A position may be drafted more than once with the same number.
-        This is valid because the tokens before it never depend on that number.
+        sampling all other tokens. Several drafts for the same position may be drawn with the same
+        number. This is valid because the tokens before the position never depend on that number.
         """
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
@@ -295,9 +298,9 @@ class HFEngine(Engine, Scorer, Ranker):
         """Measure the dense policy's attention mass outside the pages that an actor keeps, by layer
         and kv head.
 
-        The result is ``[layers, kv heads, len(pages)]``, with one entry for each number of pages
-        kept by score. Pages have the layout of ``layout``. The mass is averaged over at most
-        ``LOOKED_AT`` tokens of each response.
+        The result is ``[layers, kv heads, len(pages)]``: ``pages`` lists how many pages are kept by
+        score, and there is one entry for each. ``layout`` sets how tokens are divided into pages.
+        The mass is averaged over at most ``LOOKED_AT`` tokens of each response.
         """
         of_each = []
         for rollout in rollouts:
@@ -350,7 +353,7 @@ class HFEngine(Engine, Scorer, Ranker):
         return [found[i] for i in range(len(rollouts))]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; tensors that the model already uses are not copied.
+        """See ``Engine.update_weights``. Tensors that the model already uses are not copied.
 
         Raises ConfigError: the model has no parameter of that name or shape.
         """
@@ -370,15 +373,15 @@ class HFEngine(Engine, Scorer, Ranker):
                 parameters[name].data.copy_(tensor)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; in a lossless engine, this is the schedule of drafts."""
+        """See ``Engine.set_schedule``. In a lossless engine, this is the schedule of drafts."""
         set_schedule(self.model, schedule)
         self.decoding = self.decoding.with_schedule(schedule)
 
     def verify_up_to(self, length: float) -> None:
         """See ``PartVerifier.verify_up_to``.
 
-        When verification ends, the verified tokens are prefilled again. No cache outlives its
-        response in this engine, so a cache with unverified tokens is never used for another one.
+        When verification ends, the verified tokens are prefilled again. In this engine, no cache
+        outlives its response, so a cache with unverified tokens is never used for another response.
         """
         if self.decoding.mode != "auto":
             raise ConfigError(
@@ -393,7 +396,7 @@ class HFEngine(Engine, Scorer, Ranker):
         return counters
 
     def close(self) -> None:
-        """See ``Engine.close``; the model gets back the attention that it had before."""
+        """See ``Engine.close``. The model gets back the attention that it had before."""
         if self._schedule_before is None:
             remove_schedule(self.model)
         else:
@@ -418,8 +421,8 @@ class HFEngine(Engine, Scorer, Ranker):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences of ``length`` ``[B]`` tokens, including the first token of
-        the step.
+        """Count a step over sequences of ``length`` ``[B]`` tokens, which include the first token
+        of the step.
         """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))
@@ -443,7 +446,7 @@ class HFEngine(Engine, Scorer, Ranker):
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
             self._counters += Counters(
-                # verification reads the cache once for all tokens that it verifies
+                # a verification reads the cache once for all tokens that it verifies
                 tokens_read=num_layers * int((length_B + drafts_B).sum()),
                 tokens_held=0,
                 drafted=int(drafts_B.sum()),
@@ -457,7 +460,7 @@ class HFEngine(Engine, Scorer, Ranker):
 
 
 def _by_response(tensors: Iterable[Tensor], rollouts: Sequence[Rollout]) -> list[list[Any]]:
-    """Split each tensor, a concatenation over the tokens of all responses, into one array per
+    """Split each tensor, in which the tokens of all responses are concatenated, into one array per
     response.
     """
     lengths = [len(rollout) for rollout in rollouts]
@@ -465,8 +468,8 @@ def _by_response(tensors: Iterable[Tensor], rollouts: Sequence[Rollout]) -> list
 
 
 def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
-    """Sample one token for each row from logits ``[B, 1, V]`` with random numbers ``[B, 1]``,
-    without drafts.
+    """Sample one token for each row, without drafts, from logits ``[B, 1, V]`` with random numbers
+    ``[B, 1]``.
     """
     log_q = shape.log_probs(logits)
     token = draw(shape.distribution(logits[:, 0].float()), uniform[:, 0])
@@ -475,7 +478,7 @@ def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
 
 
 def _uniform(count: int, seed: int) -> Tensor:
-    """Return random numbers, float64 ``[count]`` in [0, 1), that are the same on every device."""
+    """Return random numbers, float64 ``[count]`` in [0, 1), which are the same on every device."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -484,12 +487,12 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError: there is no such model; its files are damaged, incomplete or do not match
+    Raises ConfigError: there is no such model; its files are damaged or incomplete, or do not match
     its config; or the hub cannot be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
-    # The declared type lacks the second return value.
+    # The declared return type lacks the second value.
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -586,14 +589,16 @@ def load_config(name: str) -> dict[str, Any]:
 
 
 def start(asked: Asked) -> HFEngine:
-    """Create an engine with the model that has already been loaded."""
+    """Create an engine with the model that is already loaded."""
     ends = eos_ids(asked.model, asked.tokenizer)
     autocast = torch.bfloat16 if asked.precision == "bf16" else None
     return HFEngine(asked.model, asked.decoding, ends, autocast=autocast)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """List the tokens that end a response, from the generation config and the tokenizer."""
+    """List the ids of the tokens that end a response, according to the generation config and the
+    tokenizer.
+    """
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})

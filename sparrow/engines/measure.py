@@ -1,6 +1,6 @@
 """Measure how far an engine's actor is from the dense policy, on sampled responses.
 
-The engine samples tokens and a scorer scores them; one object may be both.
+The engine samples tokens, and a scorer scores them. The same object may be both.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""If no length is given for the actor's lists of tokens, they start with ``SHORTEST_LISTS`` tokens
-and grow by this factor, up to ``LONGEST_LISTS``, until they show whether the target is met.
+"""If no length is given for the actor's lists of tokens, lists have ``SHORTEST_LISTS`` tokens at
+first. They then grow by a factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until they show whether
+the target is met.
 """
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """Return the same sampling with longer lists of tokens; None if the current lists show for all
-    ``bins`` whether the tail reaches ``p5``, or if they already have the greatest length.
+    """Return the same sampling with longer lists of tokens. Return None if the current lists show
+    for all ``bins`` whether the tail reaches ``p5``, or if they already have the greatest length.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(
@@ -62,18 +63,18 @@ def compare(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> Comparison:
-    """Sample with the engine's actor under ``schedule``, and compare the samples with the dense
-    model token by token. Afterwards, the engine's counters cover only these samples.
+    """Sample with the engine's actor under ``schedule``, and compare each token of the samples with
+    the dense model. Afterwards, the engine's counters cover only these samples.
 
     Args:
-        engine: samples the responses.
-        scorer: scores the responses with the same weights; an ``HFEngine`` can be both.
-        prompts: token ids.
-        sampling: how responses are sampled; the lists of ``top_n`` tokens give bounds on the
-            acceptance rate.
+        engine: the engine that samples the responses.
+        scorer: the scorer of the responses, with the same weights; an ``HFEngine`` can be both.
+        prompts: token ids of the prompts.
+        sampling: the parameters with which responses are sampled; the lists of ``top_n`` tokens
+            yield bounds on the acceptance rate.
         schedule: the schedule of the actor.
     """
-    engine.counters()  # reset, so that earlier samples do not count
+    engine.counters()  # reset the counters, so that earlier samples do not count
     rollouts = sample(engine, prompts, sampling, schedule)
     policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
     pairs = list(zip(rollouts, policy, strict=True))
@@ -100,8 +101,8 @@ def measure_ceiling(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> Ceiling:
-    """Measure the p5 of dense rollouts with the same engine, scorer and lists, in the length bins
-    of ``schedule``.
+    """Measure the p5 of dense rollouts in the length bins of ``schedule``, with the same engine,
+    scorer and lists.
 
     The arguments are those of ``measure``. At most ``CEILING_RESPONSES`` prompts are sampled,
     spread evenly over ``prompts``.
@@ -124,8 +125,8 @@ def measure_ceiling(
 def sample(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> list[Rollout]:
-    """Sample rollouts under ``schedule``. The engine is awake only during this call, which leaves
-    the memory of its device to the scorer afterwards.
+    """Sample rollouts under ``schedule``. The engine is awake only during this call, so that the
+    scorer can use the device's memory afterwards.
     """
     engine.wake()
     engine.set_schedule(schedule)

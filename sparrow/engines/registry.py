@@ -1,7 +1,7 @@
 """The engines that a user can select, each with an entry in ``KINDS``.
 
-The function that starts an engine is in the engine's module. The entry contains the facts that
-commands need before anything is loaded. This module does not import torch.
+An entry contains the facts that commands need before anything is loaded. The function that starts
+an engine is in the engine's own module, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 class Kind:
     """Facts that commands need about an engine before it is loaded."""
 
-    names: tuple[str, ...]  # a spec of this engine begins with one of these names
+    names: tuple[str, ...]  # names of the engine; its spec begins with one of them
     start: str  # the function that starts the engine from an ``Asked``, as module:function
     takes: Literal["nothing", "options", "address"]  # what may follow the name in a spec
-    # The engine samples with the loaded model itself, not with a copy. It can therefore also score,
-    # skip verification at some lengths, and change the head budgets.
+    # whether the engine samples with the loaded model itself, not with a copy. Such an engine can
+    # also score, skip verification at some lengths, and change the head budgets
     shares_model: bool = False
-    colocated: bool = True  # runs on the GPUs of the process that started it
-    predicted: bool = True  # the cost model can predict the engine's speed
-    # The engine is not Sparrow's: it has no schedule, accepts no weights, and can only be audited.
+    colocated: bool = True  # whether the engine runs on the GPUs of the process that started it
+    predicted: bool = True  # whether the cost model can predict the engine's speed
+    # whether the engine runs without Sparrow; it then has no schedule, accepts no weights, and can
+    # only be audited
     is_stock: bool = False
     length_option: str | None = None  # the option that limits the length of a sequence
 
@@ -79,28 +80,34 @@ class EngineSpec:
 
     @property
     def rest(self) -> str:
-        """The text after the name and colon; for an address, everything except ``stock:``."""
+        """The text after the name and the colon. For an address, everything except the prefix
+        ``stock:``.
+        """
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")
         return self.written.partition(":")[2]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by name. Raises ConfigError: ``settings.parse_options`` rejects them."""
+        """The values of the options, by name. Raises ConfigError: ``settings.parse_options``
+        rejects them.
+        """
         return parse_options(self.rest, self.written) if self.kind.takes == "options" else {}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that is needed to start an engine; each kind uses only some of the fields."""
+    """Everything that is needed to start an engine. Each kind of engine uses only some of the
+    fields.
+    """
 
     spec: EngineSpec
-    checkpoint: str  # the model's folder or hub name
+    checkpoint: str  # folder or hub name of the model
     model: Any  # the model, as loaded by transformers
     tokenizer: Any
     decoding: Decoding
     precision: Literal["fp32", "bf16"]
-    sleeps: bool = True  # whether the engine has to free its memory between rollouts
+    sleeps: bool = True  # whether the engine must free its memory between rollouts
 
     def start(self) -> Engine:
         """Start the engine. Raises ConfigError: the engine does not support the options or the
@@ -112,7 +119,7 @@ class Asked:
 
 
 def parse_engine(spec: str) -> EngineSpec:
-    """Find the engine that ``spec`` names. Raises ConfigError: there is no such engine."""
+    """Find the engine that ``spec`` names. Raises ConfigError: no engine has this name."""
     for kind in KINDS:
         if kind.claims(spec):
             return EngineSpec(spec, kind)
@@ -120,7 +127,7 @@ def parse_engine(spec: str) -> EngineSpec:
 
 
 def no_engine(spec: str) -> ConfigError:
-    """Create the error for a spec that does not name an engine for sampling or training."""
+    """Create the error for a spec that names no engine for sampling or training."""
     written = {
         "nothing": "{0}",
         "options": "{0}, {0}:option=value,...",

@@ -1,4 +1,4 @@
-"""The growing responses of a batch, to which tokens are added singly or in cycles.
+"""The growing responses of a batch. Tokens are added one by one, or a cycle's tokens at a time.
 
 Shapes: B sequences, T response tokens, n entries of a top-n list.
 """
@@ -30,7 +30,9 @@ class Responses:
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
         self.verified: Tensor | None = (
-            None  # int64 [B], how many leading tokens are verified; None outside mode auto
+            # int64 [B], how many tokens at the start of each response are verified; None outside
+            # mode auto
+            None
         )
 
     def open(self, limit_B: Tensor) -> Tensor:
@@ -38,17 +40,19 @@ class Responses:
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def contexts(self, prompts: list[Sequence[int]], rows: Tensor) -> list[list[int]]:
-        """Return the tokens of the prompts and the responses ``rows``."""
+        """Return, for each of the responses ``rows``, the tokens of its prompt and of the response
+        so far.
+        """
         return [[*prompts[b], *self.tokens[b, : self.length[b]].tolist()] for b in rows.tolist()]
 
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:
-        """Add a cycle's tokens to the responses ``rows``, up to the end of each response. Return
-        the indices into ``rows`` of the responses that continue.
+        """Append a cycle's tokens to the responses ``rows``, up to the end of each response. Return
+        the indices, in ``rows``, of the responses that continue.
 
-        ``drafts``: int64, how many tokens each row drafted; without drafts, a token has no place in
-        a cycle.
+        ``drafts`` is int64, the number of tokens that each row drafted. A row without drafts has no
+        cycle, so its token has no place in one.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()
@@ -93,6 +97,6 @@ class Responses:
     def _verification(self, b: int, length: int) -> Verification | None:
         if self.verified is None:
             return None
-        # The first token after a prefill is sampled from the policy as well.
+        # The first token after a prefill is also a sample of the policy.
         tokens = min(length, int(self.verified[b]) + 1)
         return Verification(tokens, self.acceptance[b, :tokens].numpy())

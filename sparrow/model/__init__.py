@@ -1,3 +1,3 @@
-"""Hugging Face models as sparse actors (``actor``), and the log-probs of given tokens
+"""Turn Hugging Face models into sparse actors (``actor``), and compute log-probs of given tokens
 (``scoring``).
 """

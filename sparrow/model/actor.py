@@ -1,12 +1,13 @@
-"""A Hugging Face causal language model as a sparse actor: an attention implementation named
-"sparrow".
+"""Turn a Hugging Face causal language model into a sparse actor, with an attention implementation
+named "sparrow".
 
-With this implementation, a model's decode steps are sparse under a schedule, while prefill, scoring
-and training stay dense without a switch: only a forward pass with one query token and a cache is a
-decode step, or with several of them inside ``steps_of_several``. ``generate`` also treats a final
-prompt chunk of one token as prefill; a decoding loop outside ``generate`` has to use
-``dense_steps`` for such a chunk. Inside the ``teacher_forced`` context, a whole-sequence forward
-pass computes what decoding would have computed.
+With this implementation, the decode steps of a model are sparse under a schedule, while prefill,
+scoring and training stay dense. No switch is needed, because a forward pass counts as a decode step
+only if it has a cache and one query token (or several query tokens, inside ``steps_of_several``).
+The final chunk of a prompt may also have only one token: ``generate`` treats such a chunk as
+prefill, but any other decoding loop has to use ``dense_steps`` for it. Inside the
+``teacher_forced`` context, a whole-sequence forward pass computes what decoding would have
+computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -55,30 +56,31 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """State of a teacher-forced pass, passed to the forward pass as a keyword argument so that
-    recomputation for gradients receives the same state.
+    """State of a teacher-forced pass. It is given to the forward pass as a keyword argument, so
+    that recomputation for gradients receives the same state.
     """
 
     actor: Actor
     prompt_lengths: Tensor
     # implementation of ``sparrow.attention.teacher_forced`` that computes the attention
     implementation: attention.Implementation
-    tokens: int = 1  # number of tokens of each decode step
-    # number of attention calls of each layer
+    tokens: int = 1  # number of tokens per decode step
+    # number of attention calls by layer
     layers: Counter[int] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
     windows: routing.Windows | None = None  # set only while the model is checked
-    # called with each layer's number, queries, keys and scale
+    # a function that is called with each layer's number, queries, keys and scale
     watch: Callable[[int, Tensor, Tensor, float | None], None] | None = None
-    # the latest mask, which all layers of a pass share, with the pass's shape; ``_rows`` are
-    # computed from it
+    # the latest mask, which all layers of a pass share, and the shape of the pass; ``_rows`` are
+    # computed from this mask
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
 
     def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
-        """Return the columns that contain the sequences.
+        """Return the columns that contain each row's sequence.
 
-        Raises ConfigError: see ``masks.forced``; or the prompt lengths do not match the sequences.
+        Raises ConfigError: the prompt lengths do not match the sequences. Also raises the errors of
+        ``masks.forced``.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
         is_same = self._mask is not None and self._mask[0] is mask and self._mask[1] == shape
@@ -112,12 +114,12 @@ def sparrow_attention(
     teacher_forcing: _TeacherForcing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for the transformers attention interface; the input is ``[B, H, T, D]``,
-    and the output ``[B, T, H, D]``.
+    """Compute attention for the transformers attention interface. The inputs have the shape
+    ``[B, H, T, D]``, and the output ``[B, T, H, D]``.
 
-    Raises ConfigError: a model without a schedule reaches a decode step, the mask does not allow
-    page selection, or ``generate`` reads several tokens after its prompt. UnsupportedModel: the
-    attention is more than a softmax over keys.
+    Raises ConfigError: a model without a schedule reaches a decode step; the mask does not allow
+    page selection; or ``generate`` reads several tokens in one pass after its prompt.
+    UnsupportedModel: the attention is not a plain softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -144,7 +146,7 @@ def _forced(
     forcing: _TeacherForcing,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """Compute teacher-forced attention ``[B, H, T, D]``; return None if the layer is dense."""
+    """Compute teacher-forced attention ``[B, H, T, D]``, or return None if the layer is dense."""
     forcing.layers[module.layer_idx] += 1
     forcing.modules.append(module)
     if forcing.windows is not None:
@@ -158,8 +160,8 @@ def _forced(
         return None
     if kwargs.get("dropout"):
         raise ConfigError(
-            f"attention dropout of {kwargs['dropout']} during training has no counterpart in "
-            "decoding; set attention_dropout=0 in the model's config"
+            f"attention dropout is {kwargs['dropout']} during training, but decoding has no "
+            "dropout; set attention_dropout=0 in the model's config"
         )
 
     position = torch.arange(key.shape[2], device=key.device) - rows.start_B[:, None]
@@ -192,13 +194,14 @@ def _check_prefill(module: Any, query: Tensor) -> None:
     actor: Actor | None = getattr(module, NAME, None)
     if actor is not None and actor.is_generating and not actor.schedule.is_dense:
         raise ConfigError(
-            f"generate computes {query.shape[2]} tokens in one pass after its prompt, and such a pass "
-            "would be dense; remove the cause (such as prompt tuning with a peft that does not support "
-            "this version of transformers), or set SparsitySchedule.dense() first"
+            f"generate computes {query.shape[2]} tokens in one pass after its prompt, and such a "
+            "pass would be dense; remove the cause (for example, prompt tuning with a version of "
+            "peft that does not support this version of transformers), or set "
+            "SparsitySchedule.dense() first"
         )
 
 
-# A compiler would treat the call count, the schedule and the phase as constants.
+# torch.compile would treat the call count, the schedule and the phase as constants.
 @torch.compiler.disable
 def _decoded(
     module: Any,
@@ -208,7 +211,7 @@ def _decoded(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor | None:
-    """Compute a sparse decode step ``[B, H, T, D]``; return None if the step is dense."""
+    """Compute a sparse decode step ``[B, H, T, D]``, or return None if the step is dense."""
     actor: Actor | None = getattr(module, NAME, None)
     if actor is None:
         raise ConfigError(
@@ -240,15 +243,15 @@ AttentionMaskInterface.register(NAME, routing.sparrow_mask)
 
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
-    """Make ``model`` decode under ``schedule``; the first call also routes the model's attention
+    """Make ``model`` decode under ``schedule``. The first call also routes the model's attention
     through Sparrow, and checks the result.
 
     Routing gives the model its own copies of its configs, since other models may share the
-    originals. A refused model is left unchanged.
+    originals. If the model is refused, it is left unchanged.
 
     Raises UnsupportedModel: the attention cannot be routed, or is not full causal self-attention in
-    every layer (linear layers of the hybrids in ``routing.HYBRIDS`` are allowed, and not changed).
-    ConfigError: the schedule does not match the model.
+    every layer. (The hybrid models in ``routing.HYBRIDS`` may have linear layers, which are not
+    changed.) ConfigError: the schedule does not match the model.
     """
     _check_model(model)
     _check_schedule(schedule, model)
@@ -272,7 +275,7 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
 
 
 def remove_schedule(model: PreTrainedModel) -> None:
-    """Undo ``set_schedule``: ``model`` uses its own attention again, also in ``generate``.
+    """Undo ``set_schedule``, so that ``model`` uses its own attention again, also in ``generate``.
 
     A model without a schedule is left unchanged.
     """
@@ -302,12 +305,12 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
         )
     config = model.config.get_text_config()
     kv_heads = 0
-    # Only head budgets need the number of heads, which not every config has.
+    # The number of heads is needed only for head budgets, and not every config has it.
     if schedule.head_budgets:
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
-                f"{type(model).__name__} has layers without attention, which would be included in "
-                "the mean of head_budgets; use a schedule without head_budgets"
+                f"{type(model).__name__} has layers without attention, which the mean of "
+                "head_budgets would include; use a schedule without head_budgets"
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)
@@ -322,10 +325,12 @@ def _wear(model: PreTrainedModel, actor: Actor) -> None:
 def _route(
     model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None
 ) -> None:
-    """Route the attention, then compare the model's own attention and Sparrow's on a few tokens.
+    """Route the attention, and then compare the model's own attention with Sparrow's on a few
+    tokens.
 
     Raises UnsupportedModel: the results differ; a layer does not call Sparrow's attention exactly
-    once; or layers have a sliding window, unless ``windowed`` already reports the window.
+    once; or layers have a sliding window. If ``windowed`` already reports a window, windows are not
+    checked again here.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -334,7 +339,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    # This is the case if the model was loaded with Sparrow's attention or got new layers.
+    # This happens if the model was loaded with Sparrow's attention or got new layers.
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
@@ -360,13 +365,15 @@ def _route(
                     model(input_ids=ids, use_cache=False)
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # the model's own pass over the same tokens succeeded
+            # raised by Sparrow: the model's own pass over the same tokens succeeded
+            except Exception as error:
                 if windowed is not None and isinstance(error, ConfigError):
                     raise windowed from None  # the window is shorter than ``ids``
-                cause, _, _ = str(error).partition("; ")  # the rest is advice on inputs
+                # the rest of the message is advice on inputs
+                cause, _, _ = str(error).partition("; ")
                 raise UnsupportedModel(
                     f"{name} has an attention that Sparrow does not support: {cause}; choose a "
-                    "model whose attention is a causal softmax over keys alone"
+                    "model with plain causal softmax attention"
                 ) from error
             calls = forcing.layers
             modules = forcing.modules
@@ -387,8 +394,8 @@ def _route(
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
-    """Count the attention calls of ``model`` that were sparse decode steps since its schedule was
-    set.
+    """Count the attention calls of ``model`` that have been sparse decode steps since its schedule
+    was set.
     """
     actor = actor_of(model)
     return actor.sparse_calls if actor else 0
@@ -406,25 +413,25 @@ def teacher_forced(
     would have computed.
 
     Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step at that
-    position selects; the prompt attends densely. The result is differentiable, also after the
-    context has ended. A compiled model runs uncompiled inside the context, because a compiler would
-    reuse the state of one context in the next.
+    position selects, while the prompt attends densely. The result is differentiable, even after the
+    context has ended. A compiled model runs uncompiled inside the context, because the compiled
+    code would reuse the state of one context in the next.
 
     Args:
         model: a model that ``set_schedule`` was called on.
         prompt_lengths: ``[B]``, the number of prompt tokens in each row, excluding padding but
             including the virtual tokens of prompt tuning.
-        schedule: replaces the schedule that the model decodes under.
+        schedule: the schedule to use; by default, the one that the model decodes under.
         implementation: the implementation of the attention (see
             ``sparrow.attention.teacher_forced``); by default, ``triton`` for a model on a CUDA
-            device and ``reference`` elsewhere. The context's value stores the choice in
+            device, and ``reference`` elsewhere. The value that the context yields has the choice in
             ``.implementation``.
-        tokens: number of tokens of each decode step, as in ``steps_of_several``; steps are counted
-            from the end of the prompt.
+        tokens: number of tokens per decode step, as in ``steps_of_several``; steps are counted from
+            the end of the prompt.
 
-    Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for
-    each row, or exceed the row's tokens; sequences are packed, or a mask is otherwise not causal;
-    or, at the end of the context, some layers were not part of any pass.
+    Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number per
+    row, or exceed the tokens of a row; sequences are packed, or a mask is not causal for another
+    reason; or, at the end of the context, some layers were not part of any pass.
     """
     _check_model(model)
     actor = actor_of(model)
@@ -439,8 +446,8 @@ def teacher_forced(
     if missing := attention_layers(actor.config) - set(forcing.layers):
         raise ConfigError(
             f"no pass through layers {sorted(missing)} was teacher-forced; "
-            "inside the context, call the model that set_schedule was "
-            "called on, not a copy and not an exported or captured version of it"
+            "inside the context, call the model that set_schedule was called on, not a copy of "
+            "it or an exported or captured version"
         )
 
 
@@ -466,7 +473,8 @@ def _forcing(
         with_kwargs=True,
     )
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code would ignore the new hook
+        # compiled code would ignore the hook that is added here
+        with torch.compiler.set_stance("force_eager"):
             yield forcing
     finally:
         handle.remove()
@@ -490,11 +498,11 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
 def keep_attention() -> tuple[
     contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
 ]:
-    """Return the contexts for ``context_fn`` of gradient checkpointing, so that teacher-forced
-    attention is not computed twice.
+    """Return the two contexts of a checkpointed layer, in which teacher-forced attention is not
+    computed twice. Pass this function as ``context_fn`` of gradient checkpointing.
 
     Attention is the most expensive part of a sparse layer, but its result and pages are only a
-    small part of what the layer would store.
+    small part of what the layer would store without checkpointing.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

@@ -1,5 +1,5 @@
-"""Generate with transformers under a schedule: distinguish prefill from decoding, and refuse
-options that would make decoding dense.
+"""Make ``generate`` of transformers work with a schedule: distinguish prefill from decoding, and
+refuse options that would make decoding dense.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from transformers import GenerationMixin, LogitsProcessorList
 from sparrow.errors import ConfigError
 from sparrow.model.state import actor_of
 
-# Options of ``generate`` that verify several tokens in one pass.
+# Options that make ``generate`` verify several tokens in one pass.
 SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 @contextlib.contextmanager
 def dense_steps(model: nn.Module) -> Iterator[None]:
-    """Make decode steps of ``model`` attend to all tokens inside the context, despite the schedule.
+    """Let decode steps of ``model`` attend to all tokens inside the context, despite the schedule.
 
-    A loop that reads a prompt in chunks needs this context, since a final chunk of one token looks
-    like a decode step.
+    A loop that reads a prompt in chunks needs this context, because a final chunk of one token
+    looks like a decode step.
 
     Raises ConfigError: the model has no schedule.
     """
@@ -45,9 +45,9 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def steps_of_several(model: nn.Module) -> Iterator[None]:
-    """Make a pass of ``model`` over several tokens with a cache one sparse decode step inside the
-    context: in each layer, the query of each row's first new token selects the pages that all of
-    the row's new tokens read.
+    """Inside the context, treat each pass of ``model`` over several tokens with a cache as one
+    sparse decode step. In each layer, the query of a row's first new token selects the pages that
+    all of the row's new tokens read.
 
     Raises ConfigError: the model has no schedule.
     """
@@ -66,13 +66,13 @@ def steps_of_several(model: nn.Module) -> Iterator[None]:
 
 
 def watch_generate(model: nn.Module) -> None:
-    """Make ``model.generate`` distinguish prefill from decoding, and refuse options that make
+    """Let ``model.generate`` distinguish prefill from decoding, and refuse options that make
     decoding dense.
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # Unlike a bound method, a partial can be unpickled, and a copy of the model gets its
-            # own.
+            # A partial is used because, unlike a bound method, it can be unpickled, and a copy of
+            # the model gets its own.
             vars(module)["generate"] = partial(_generate, module)
 
 
@@ -84,8 +84,8 @@ def unwatch_generate(model: nn.Module) -> None:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``generate`` of a routed model: check that decode steps read one token with a cache,
-    then call the model's own method.
+    """Replacement for ``generate`` of a routed model. Check that decode steps read one token with a
+    cache, and then call the model's own method.
 
     Raises ConfigError: an option makes decode steps read several tokens, or disables the cache.
     """
@@ -105,7 +105,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
-    if "logits_processor" in bound.arguments:  # it may be a positional argument
+    if "logits_processor" in bound.arguments:  # may have been passed as a positional argument
         bound.arguments["logits_processor"] = processors
     else:
         bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)
@@ -129,8 +129,8 @@ def _check_options(model: Any, given: dict[str, Any]) -> None:
 
     if several := [name for name in SEVERAL if option(name)]:
         raise ConfigError(
-            f"generate with {several[0]} verifies several tokens in one pass, which would be "
-            f"dense; leave {several[0]} out, or set SparsitySchedule.dense() first"
+            f"generate with {several[0]} verifies several tokens in one pass, and such a pass "
+            f"would be dense; leave {several[0]} out, or set SparsitySchedule.dense() first"
         )
     if option("use_cache") is False:
         raise ConfigError(

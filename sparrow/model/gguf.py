@@ -1,9 +1,9 @@
 """Convert a GGUF file of a Llama model to a Hugging Face checkpoint.
 
-llama.cpp stores models in GGUF files, which contain named values and then tensors, most of them
-quantised. Nothing is quantised again: the checkpoint contains, in float32, the numbers that the
-file represents. A file that could not be converted exactly (with an unsupported architecture or
-tokenizer, or an unexpected tensor) is refused.
+llama.cpp stores models in GGUF files. Such a file contains named values and then tensors, most of
+which are quantised. Nothing is quantised again: the checkpoint contains the numbers that the file
+represents, in float32. A file that could not be converted exactly (because its architecture or
+tokenizer is unsupported, or because it has an unexpected tensor) is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sparrow.errors import ConfigError
 
-# llama.cpp's name of a tensor -> the name in transformers
+# llama.cpp's name of a tensor -> its name in transformers
 TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -35,7 +35,7 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-HEAD = "output.weight"  # not in the file if the embedding is also the output head
+HEAD = "output.weight"  # missing from the file if the embedding is also the output head
 CONTROL = 3  # type of tokens that mark the structure of a chat or a document
 
 
@@ -92,7 +92,8 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         head_dim=fields["llama.rope.dimension_count"],
         max_position_embeddings=fields["llama.context_length"],
-        # The file stores float32; the shortest decimal that rounds to it is the intended value.
+        # The file stores a float32. The shortest decimal number that rounds to it is the intended
+        # value.
         rms_norm_eps=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
@@ -103,8 +104,8 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
 
 
 def _tokenizer(fields: Mapping[str, Any], config: LlamaConfig) -> PreTrainedTokenizerFast:
-    """Build the byte-level BPE tokenizer. Individual digits are split off before words are, so a
-    number after a space becomes the space, followed by the digits.
+    """Build the byte-level BPE tokenizer. It splits off individual digits before it splits words,
+    so a number after a space becomes the space followed by the digits.
     """
     _require(fields, "tokenizer.ggml.model", "gpt2")
     _require(fields, "tokenizer.ggml.pre", "smollm")
@@ -170,7 +171,9 @@ def _weights(
 
 
 def _places(config: LlamaConfig) -> dict[str, str]:
-    """Map the tensors that a file of this model contains to their names in transformers."""
+    """Map the names of the tensors that a file of this model contains to their names in
+    transformers.
+    """
     places = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in TENSORS.items()}
     if not config.tie_word_embeddings:
         places[HEAD] = "lm_head.weight"
@@ -184,7 +187,7 @@ def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Reorder the rows of a query or key projection for transformers.
 
     Rotary embeddings rotate pairs of a head's rows. llama.cpp stores the two rows of a pair next to
-    each other, and transformers stores them in the two halves of the head.
+    each other, while transformers stores one in each half of the head.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

@@ -1,7 +1,8 @@
-"""Guesses from history, the first stage of a cascade: tokens that a sequence may repeat from its
-prompt, from what it has generated, or from other responses to the same prompt.
+"""Guesses from history, the first stage of a cascade. A guess consists of tokens that a sequence
+may repeat: from its prompt, from what it has generated, or from other responses to the same prompt.
 
-The sparse actor judges guesses (see ``sparrow.model.speculative``), so wrong guesses only cost time.
+The sparse actor judges guesses (see ``sparrow.model.speculative``), so a wrong guess only costs
+time.
 
 Shapes: B sequences, R streams of tokens per sequence, S tokens of a stream, m guesses.
 """
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 LONGEST = 8
-"""Tokens of the longest suffix that is looked up."""
+"""Maximum length, in tokens, of a suffix that is looked up."""
 SHORTEST = 1
-"""Tokens of the shortest suffix that is looked up."""
+"""Minimum length, in tokens, of a suffix that is looked up."""
 
 
 def guess(
@@ -26,25 +27,26 @@ def guess(
     longest: int = LONGEST,
     shortest: int = SHORTEST,
 ) -> Tensor:
-    """Guess how the first of each sequence's streams continues, int64 ``[B, most]``.
+    """Guess how the first stream of each sequence continues, int64 ``[B, most]``.
 
-    The longest suffix of the first stream, of at most ``longest`` tokens, is looked up in all
-    streams, and the tokens that followed it are the guess. If it occurs more than once, the latest
-    place in the first stream counts; if it does not occur there, the latest in any stream. Places
-    without a guess, because fewer than ``shortest`` tokens were found or fewer than ``most`` followed,
-    contain token 0.
+    The end of the first stream is looked up in all streams, and the tokens that followed it there
+    are the guess. The longest suffix that is found is used, up to ``longest`` tokens. If this
+    suffix occurs more than once, its latest place in the first stream is used or, if it does not
+    occur there, its latest place in any stream. Where there is no guess, because fewer than
+    ``shortest`` tokens were found or fewer than ``most`` tokens followed, the result contains token
+    0.
 
     Args:
-        streams_BRS: int64 tokens, each sequence itself first.
+        streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.
         length_BR: number of tokens in each stream, int64.
         most: number of tokens to guess.
-        longest, shortest: numbers of tokens of the suffixes that are looked up.
+        longest, shortest: maximum and minimum length of a suffix that is looked up, in tokens.
     """
     R, S = streams_BRS.shape[1:]
     device = streams_BRS.device
     place_S = torch.arange(S, device=device)
     is_same_BRS = torch.ones_like(streams_BRS, dtype=torch.bool)
-    # the number of tokens before each place that agree with the end of the first stream
+    # how many tokens before each place are the same as at the end of the first stream
     agreeing_BRS = torch.zeros_like(streams_BRS)
     for back in range(1, min(longest, S) + 1):
         at_B = length_BR[:, 0] - back
@@ -70,8 +72,8 @@ class History:
 
     Args:
         streams: the tokens of each sequence so far.
-        groups: sequences of the same group are looked up in each other. Different random numbers
-            must draw their tokens.
+        groups: the group of each sequence; guesses for a sequence are looked up in all sequences of
+            its group. The tokens of such sequences must be drawn with different random numbers.
         room: number of tokens by which a sequence may grow.
         guess_tokens: number of tokens to guess at a time (m).
         device: device of the tokens.
@@ -108,12 +110,14 @@ class History:
         return guess(self.tokens_BS[:, :width][streams], self.length_B[streams], self.guess_tokens)
 
     def extend(self, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Append the first ``count`` ``[len(rows)]`` of ``tokens`` ``[len(rows), T]``."""
+        """Append to each of these sequences the first ``count`` ``[len(rows)]`` of its ``tokens``
+        ``[len(rows), T]``.
+        """
         is_new = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         i, t = is_new.nonzero(as_tuple=True)
         self.tokens_BS[rows[i], self.length_B[rows[i]] + t] = tokens[i, t]
         self.length_B[rows] += count
 
     def forget(self, rows: Tensor, tokens: Tensor) -> None:
-        """Drop the newest ``tokens`` ``[len(rows)]`` of these sequences."""
+        """Drop the newest tokens of these sequences; ``tokens`` ``[len(rows)]`` says how many."""
         self.length_B[rows] -= tokens

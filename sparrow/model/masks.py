@@ -1,9 +1,9 @@
-"""The columns that hold each row's tokens, read from the attention mask that transformers passes to
-every layer.
+"""Find the columns that contain each row's tokens, from the attention mask that transformers passes
+to every layer.
 
-A row's tokens may not be contiguous: padding between the turns of a chat, or to the right of a
-prompt, leaves gaps. Pages are counted in tokens, so gaps are closed before selection and reopened
-afterwards.
+The tokens of a row are not always contiguous: padding between the turns of a chat, or to the right
+of a prompt, leaves gaps. Pages are counted in tokens, so gaps are closed before pages are selected,
+and reopened afterwards.
 
 Shapes: B sequences, T query tokens, S cached tokens, X heads or another dimension, D head dim.
 """
@@ -21,16 +21,18 @@ from sparrow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns that hold each row's tokens."""
+    """The columns that contain each row's tokens."""
 
-    start_B: Tensor  # first column, int64
-    length_B: Tensor  # number of tokens, int64
-    # the columns of the row's tokens in order, then all other columns, int64; None if the tokens
-    # are contiguous
+    start_B: Tensor  # each row's first column, int64
+    length_B: Tensor  # each row's number of tokens, int64
+    # the columns of the row's tokens in order, followed by all other columns, int64; None if the
+    # tokens are contiguous
     order_BS: Tensor | None = None
 
     def close(self, x_BXSD: Tensor) -> Tensor:
-        """Return ``x`` with each row's tokens contiguous, starting at the row's ``start_B``."""
+        """Return ``x`` with each row's tokens made contiguous, starting at the row's
+        ``start_B``.
+        """
         return x_BXSD if self.order_BS is None else _take(x_BXSD, self.order_BS)
 
     def reopen(self, x_BXSD: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ class Rows:
 
 
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
-    """Find the columns of ``key`` that the newest token of each row sees in a decode step.
+    """Find the columns of ``key`` that each row's newest token sees in a decode step.
 
     Raises ConfigError: the mask differs between heads, or adds a bias to scores.
     """
@@ -51,8 +53,8 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     """Find the columns of whole sequences, for teacher forcing.
 
-    Raises ConfigError: the numbers of queries and keys differ, or the mask is not causal attention
-    to a row's own tokens.
+    Raises ConfigError: the numbers of queries and keys differ, or the mask is not the causal mask
+    of a row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
@@ -69,16 +71,16 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     if bool(other.any()):
         b, t = other.any(-1).nonzero()[0].tolist()
         raise ConfigError(
-            f"the token in column {t} of row {b} does not see exactly the "
-            "tokens of its row up to itself (because of packed sequences or a custom "
-            "mask), which teacher_forced does not support; put every sequence in a row of its "
-            "own, and pass an attention_mask [B, T] that marks the padding"
+            f"the token in column {t} of row {b} does not see exactly the tokens of its row up to "
+            "itself, as teacher_forced requires (the cause is packed sequences or a custom "
+            "mask); put every sequence in a row of its own, and pass an attention_mask [B, T] "
+            "that marks the padding"
         )
     return _rows(real_BS)
 
 
 def _seen(mask: Tensor, key: Tensor) -> Tensor:
-    """Return which columns each query sees, bool ``[B, T, S]``."""
+    """Return a mask of the columns that each query sees, bool ``[B, T, S]``."""
     if mask.shape[1] != 1:
         raise ConfigError(
             f"the attention mask of shape {tuple(mask.shape)} differs between heads, but Sparrow "

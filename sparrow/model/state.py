@@ -1,4 +1,5 @@
-"""State that the attention layers of one model share: the schedule, and whether they are routed.
+"""State that the attention layers of one model share: the schedule, and whether the layers are
+routed.
 
 The state is stored on the modules themselves, so that a copy of a model has its own state.
 """
@@ -14,13 +15,13 @@ from transformers import PreTrainedConfig
 from sparrow.attention import PageLayout
 from sparrow.schedule import SparsitySchedule
 
-# name of the attention implementation, and of the modules' attribute that stores their ``Actor``
+# name of the attention implementation, and of the attribute in which modules store their ``Actor``
 NAME = "sparrow"
 
 
 def attention_layers(config: PreTrainedConfig) -> set[int]:
-    """Return the indices of the layers that have a KV cache: all layers, or in a hybrid model the
-    layers with full attention.
+    """Return the indices of the layers that have a KV cache. These are all layers or, in a hybrid
+    model, the layers with full attention.
     """
     kinds = getattr(config, "layer_types", None)
     return {
@@ -29,8 +30,8 @@ def attention_layers(config: PreTrainedConfig) -> set[int]:
 
 
 class ScheduleTable:
-    """A schedule's page counts and relative budgets on the device, looked up without a host
-    synchronisation.
+    """A schedule's page counts and relative budgets, stored on the device so that they can be
+    looked up without synchronising with the host.
     """
 
     def __init__(self, schedule: SparsitySchedule) -> None:
@@ -50,8 +51,8 @@ class ScheduleTable:
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """Look up the factors of a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if
-        all heads have the same budget.
+        """Look up the factors by which a layer's page counts are multiplied, int32 ``[K]`` in units
+        of 1 / 256. None if all heads have the same budget.
         """
         if not self._schedule.head_budgets:
             return None
@@ -65,13 +66,14 @@ class Actor:
     """State that all attention layers of one model share."""
 
     schedule: SparsitySchedule
-    config: PreTrainedConfig  # config of the model's text part, which selects the attention
+    # config of the model's text part, which names the attention implementation
+    config: PreTrainedConfig
     own_attention: str  # the model's original attention implementation
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps currently attend to all tokens
-    # whether a pass over several tokens with a cache is currently one decode step
+    # whether a pass over several tokens with a cache currently counts as one decode step
     takes_several: bool = False
     # whether ``generate`` has read its prompt, so that each further pass reads one token
     is_generating: bool = False

@@ -1,5 +1,5 @@
-"""Attention mass of a dense model on pages that a sparse actor would not read, by layer and kv
-head.
+"""Measure how much attention mass a dense model has on pages that a sparse actor would not read, by
+layer and kv head.
 
 Shapes: T tokens, R measured positions, H query heads, K kv heads, G = H / K, D head dim, P page
 size, N pages, U page counts, L layers.
@@ -18,7 +18,8 @@ from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_
 from sparrow.model.actor import teacher_forced
 from sparrow.schedule import SparsitySchedule
 
-ROWS = 16  # positions processed at a time, limited by the memory of their attention weights
+# number of positions processed at a time, limited by the memory for their attention weights
+ROWS = 16
 
 
 @torch.no_grad()
@@ -29,7 +30,7 @@ def unread(
     layout: PageLayout,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute ``unread_mass`` of each layer, ``[L, K, U]``, in a dense pass over one sequence.
+    """Compute the ``unread_mass`` of each layer, ``[L, K, U]``, in a dense pass over one sequence.
 
     Args:
         model: a model that ``set_schedule`` was called on, with attention in every layer.
@@ -56,8 +57,8 @@ def unread_mass(
     scale: float,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute the attention mass ``[K, U]`` on pages that are not read with each number of pages,
-    averaged over positions and over the heads of a group.
+    """Compute, for each number of pages that an actor reads, the attention mass on the pages that
+    it does not read, ``[K, U]``. The mass is averaged over positions and over the heads of a group.
     """
     H, T, _ = q_HTD.shape
     K = len(k_KTD)

@@ -1,10 +1,10 @@
-"""The sparse attention backend: two mixins for the classes of vLLM's own backend.
+"""The sparse attention backend, which consists of two mixins for the classes of vLLM's own backend.
 
-vLLM's own attention computes prefill and the layers that a schedule keeps dense. In decode steps,
-the remaining layers read the pages that ``sparrow.attention`` selects. Each page's landmark is
-stored in the padded tail of the page's KV block, so vLLM accounts for its memory, and shares,
-reuses and frees it along with the block. The scales of an int8 cache are stored there as well,
-before the landmarks.
+vLLM's own attention computes prefill, and the layers that a schedule keeps dense. In decode steps,
+the remaining layers read the pages that ``sparrow.attention`` selects. The landmark of a page is
+stored in the padded tail of the page's KV block. vLLM therefore accounts for its memory, and
+shares, reuses and frees the landmark together with the block. The scales of an int8 cache are
+stored in the same tail, before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
 sequence.
@@ -39,7 +39,7 @@ from sparrow.vllm.kv_cache import (
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
-    VLLMClass = Any  # the mixins below are combined with one of vLLM's classes
+    VLLMClass = Any  # stands for the class of vLLM with which a mixin is combined
 else:
     VLLMClass = object
 
@@ -48,20 +48,20 @@ class Prefill(NamedTuple):
     """Rows of a batch whose attention vLLM computes itself."""
 
     tokens: slice  # the rows' tokens in the batch
-    # vLLM's metadata for these rows; None if that of the whole batch applies. The latter refers to
-    # the ``Step``, and a reference back would form a cycle, so only the garbage collector would
-    # free each step's tensors.
+    # vLLM's metadata for these rows; None if the metadata of the whole batch applies. The whole
+    # batch's metadata refers to the ``Step``. A reference back to it would form a cycle, and only
+    # the garbage collector would then free the tensors of each step.
     metadata: Any = None
-    # the blocks of an 8-bit cache that vLLM reads from a copy; None if it reads the cache itself
+    # the blocks of an 8-bit cache that vLLM reads from a copy; None if vLLM reads the cache itself
     blocks: Tensor | None = None
 
 
 class LayerGroup:
-    """The layers of one KV cache group. All of them store a token in the same slot, so their
-    landmarks can be updated together.
+    """The layers of one KV cache group. All of these layers store a token in the same slot, so
+    their landmarks can be updated together.
 
-    One kernel launch for all layers takes less time than one per layer, both on the host and in the
-    CUDA graph of a dense step.
+    One kernel launch for all layers takes less time than one launch per layer, both on the host and
+    in the CUDA graph of a dense step.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -74,26 +74,26 @@ class LayerGroup:
             layer.impl.group = self
 
     def ends_with(self, layer: Any) -> bool:
-        """Return whether this layer is the last of the group to write its keys."""
+        """Return whether this layer is the last layer of the group to write its keys."""
         return layer is self._layers[-1]
 
     def forget_cache(self) -> None:
-        """Drop the layers' views of the KV cache, so that its memory can be freed."""
+        """Drop the layers' views of the KV cache, so that the memory of the cache can be freed."""
         for layer in self._layers:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Set the step that layers assume for a batch whose metadata vLLM built by itself."""
+        """Set the step that layers assume if vLLM has built the metadata of a batch by itself."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """Write, in all layers, the landmarks of the pages that these slots complete; to be called
-        after the last layer.
+        """Write, in all layers, the landmarks of the pages that these slots complete. This must be
+        called after the last layer.
         """
         impl = self._layers[-1].impl
         # All layers have run by now, so their caches exist. When vLLM replaces the KV cache, it
-        # makes a new builder.
+        # also creates a new builder.
         if self._caches is None:
             self._caches = attention.CachedLayers(
                 [layer.impl.cached_keys() for layer in self._layers]
@@ -107,38 +107,43 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """The builder's description of a batch for the sparse layers; decode rows come first."""
+    """The builder's description of a batch for the sparse layers. Decode rows come first in the
+    batch.
+    """
 
-    rows: int  # sequences that are decoded
-    lengths: Tensor  # int32 [B], cached tokens of these rows, 0 in the padding rows of a CUDA graph
-    # int32 [B], pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by
-    # the first attention layer
+    rows: int  # number of sequences that are decoded
+    # int32 [B], number of cached tokens of these rows, 0 in the padding rows of a CUDA graph
+    lengths: Tensor
+    # int32 [B], number of pages kept by score, ``ALL_PAGES`` for rows that are still in prefill;
+    # the first attention layer writes these numbers
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
-    prefills: tuple[Prefill, ...]  # the batch's remaining rows
-    # the layers whose landmarks ``prefills`` update; None if the step has no prefill rows
+    prefills: tuple[Prefill, ...]  # the remaining rows of the batch
+    # the layers in which ``prefills`` update landmarks; None if the step has no prefill rows
     layers: LayerGroup | None = None
-    # int32 [B], ``ALL_PAGES`` in every row; set only if dense layers run Sparrow's kernels as well,
-    # which they do in draft steps and with an 8-bit cache
+    # int32 [B], ``ALL_PAGES`` in every row; set only if dense layers also run Sparrow's kernels, as
+    # they do in draft steps and with an 8-bit cache
     everything: Tensor | None = None
-    may_reuse_plan: bool = True  # whether layers may reuse plans; ``attach`` decides which can
-    # whether the caller writes ``top_k`` and counts the step before the model runs
+    # whether layers may reuse plans; ``attach`` decides which layers can
+    may_reuse_plan: bool = True
+    # whether the caller, before the model runs, writes ``top_k`` and counts the step
     has_page_counts: bool = False
     tokens: int = 1  # new tokens of each row, more than one in a pass over guesses
 
 
 class CacheViews(NamedTuple):
-    """Views of the contents of one layer's KV cache."""
+    """Views of the contents of a layer's KV cache."""
 
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    # set only for an 8-bit cache; int8 scales are stored in the cache itself, fp8 scales are not
+    # set only for an 8-bit cache; int8 scales are stored in the cache itself, while fp8 scales are
+    # not
     scales: attention.CacheScales | None
 
 
 class SparseBuilder(VLLMClass):
-    """Mixin for a vLLM metadata builder: splits each batch into decode and prefill rows."""
+    """Mixin for a vLLM metadata builder. It splits each batch into decode rows and prefill rows."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -156,13 +161,13 @@ class SparseBuilder(VLLMClass):
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             mode = vllm_config.compilation_config.cudagraph_mode
-            # Whether decode steps may be captured in CUDA graphs, which then run Sparrow's kernels
+            # Whether decode steps may be captured in CUDA graphs. Such graphs run Sparrow's kernels
             # at any length.
             self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
-        # Everything that vLLM itself runs in lossless mode is dense: prefill, verification, and
-        # steps without drafts. A dense step is set as the layers' default here, so vLLM can build
-        # the metadata alone.
+        # In lossless mode, everything that vLLM itself runs is dense: prefill, verification, and
+        # steps without drafts. Here, a dense step becomes the default of the layers, so that vLLM
+        # can build the metadata by itself.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
         self._layers.set_dense(
@@ -170,14 +175,16 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Disable cascade attention under a schedule, as it would read a shared prefix densely."""
+        """Disable cascade attention under a schedule, because it would read a shared prefix
+        densely.
+        """
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build vLLM's metadata; in an engine with a lossy schedule, its attribute ``sparrow`` is
-        the ``Step``.
+        """Build vLLM's metadata. In an engine with a lossy schedule, the metadata's attribute
+        ``sparrow`` is the ``Step``.
         """
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
@@ -201,8 +208,8 @@ class SparseBuilder(VLLMClass):
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # ``fast_build`` skips the schedule that FlashAttention 3 computes ahead of time, as the
-            # only buffer for such a schedule belongs to the full batch.
+            # FlashAttention 3 computes a schedule ahead of time. ``fast_build`` skips it, because
+            # the only buffer for such a schedule belongs to the full batch.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -219,11 +226,11 @@ class SparseBuilder(VLLMClass):
         return metadata
 
     def _runs_densely(self, common: Any, rows: int, prefill_rows: int) -> bool:
-        """Return whether vLLM's own attention computes the whole batch in one call per layer: no
-        decode row leaves out a page, and the step is not replayed from a CUDA graph.
+        """Return whether vLLM's own attention computes the whole batch in one call per layer. It
+        does so if no decode row leaves out a page, and the step is not replayed from a CUDA graph.
 
-        The result is that of Sparrow's kernels, but two calls per layer would take more time on the
-        host.
+        Sparrow's kernels would yield the same result, but two calls per layer would take more time
+        on the host.
         """
         assert self.runtime is not None
         if self.runtime.cache.in_8_bits is not None or (self._captures_decode and not prefill_rows):
@@ -233,8 +240,8 @@ class SparseBuilder(VLLMClass):
         return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Divide the rows after the first ``rows`` into groups that each read a copy of their
-        blocks.
+        """Divide the rows after the first ``rows`` rows into groups, each of which reads a copy of
+        its blocks.
         """
         assert self.runtime is not None
         upper_bound = common.seq_lens_cpu_upper_bound
@@ -263,7 +270,7 @@ class SparseBuilder(VLLMClass):
 
 
 def _rows(common: Any, first: int, last: int) -> Any:
-    """Select the sequences ``first .. last - 1``; the last sequence may end in padding tokens."""
+    """Select the sequences ``first .. last - 1``. The last sequence may end in padding tokens."""
     upper_bound = common.seq_lens_cpu_upper_bound
     start = common.query_start_loc_cpu
     begin = int(start[first])
@@ -282,17 +289,21 @@ def _rows(common: Any, first: int, last: int) -> Any:
 
 
 class SparseImpl(VLLMClass):
-    """Mixin for a vLLM attention implementation: one layer's landmarks and sparse decode."""
+    """Mixin for a vLLM attention implementation. It adds the landmarks and the sparse decode steps
+    of one layer.
+    """
 
     kernels: attention.Choice  # the decode kernels, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # true for sparse layers, and for all layers in lossless mode or with an 8-bit cache
+    # True for sparse layers and, in lossless mode or with an 8-bit cache, for all layers
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # scales of an fp8 cache; None for other caches
-    head_budgets: Tensor | None = None  # set for a sparse layer whose heads have different budgets
-    group: LayerGroup | None = None  # the layers whose landmarks are updated together
-    dense_step: Step | None = None  # describes the batches that vLLM runs itself in lossless mode
+    # set only for a sparse layer whose heads have different budgets
+    head_budgets: Tensor | None = None
+    # the layers whose landmarks are updated together with those of this layer
+    group: LayerGroup | None = None
+    dense_step: Step | None = None  # describes the batches that vLLM itself runs in lossless mode
     begins_step = False
     begins_decode = False
 
@@ -322,10 +333,11 @@ class SparseImpl(VLLMClass):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if the layer's cache has 8 bits and is read directly only by Sparrow's kernels, in
-        every decode step, while vLLM's own attention reads a 16-bit copy.
+        """True if the layer has an 8-bit cache that only Sparrow's kernels read directly, in every
+        decode step, while vLLM's own attention reads a 16-bit copy.
 
-        False in lossless mode, where vLLM's own attention reads an 8-bit cache in dense passes.
+        False in lossless mode, because vLLM's own attention then reads the 8-bit cache in dense
+        passes.
         """
         runtime = self.runtime
         return (
@@ -334,7 +346,7 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """True if Sparrow's kernels may decode next in this layer; false in the dense passes of
+        """True if Sparrow's kernels may decode next in this layer. False in the dense passes of
         lossless mode.
         """
         runtime = self.runtime
@@ -366,8 +378,8 @@ class SparseImpl(VLLMClass):
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
-            # Each head has the scales of its keys and then those of its values, each contiguous and
-            # aligned.
+            # For each head, the scales of its keys are followed by those of its values. Both are
+            # contiguous and aligned.
             if keys.dtype == torch.int8:
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
@@ -376,13 +388,13 @@ class SparseImpl(VLLMClass):
         return self._cached_views
 
     def forget_cache(self) -> None:
-        """Drop the views of the cache with which the layer last ran."""
+        """Drop the views of the cache that the layer used last."""
         self._viewed = None
         self._cached_views = None
 
     def cached_keys(self) -> tuple[Tensor, ...]:
-        """Return the keys and landmarks in the cache with which the layer last ran, and with int8
-        the scales of the keys.
+        """Return the keys and landmarks in the cache that the layer used last and, if the cache is
+        int8, the scales of the keys.
         """
         assert self._cached_views is not None, "the layer has not run since its cache was created"
         keys, _, marks, scales = self._cached_views
@@ -399,7 +411,7 @@ class SparseImpl(VLLMClass):
         slot_mapping: Tensor,
         store_tokens: Any,
     ) -> None:
-        """Write new keys and values with ``store_tokens``, the implementation of that function in
+        """Write new keys and values with ``store_tokens``, which is the function of this name in
         ``sparrow.attention.reference`` or ``sparrow.attention.triton``.
         """
         clipped = None
@@ -421,7 +433,7 @@ class SparseImpl(VLLMClass):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute a layer's attention; ``query`` and ``output`` are ``[tokens, heads, D]``."""
+        """Compute the attention of a layer. ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = (
             None if attn_metadata is None else getattr(attn_metadata, "sparrow", self.dense_step)
         )
@@ -452,7 +464,7 @@ class SparseImpl(VLLMClass):
             if step.layers is not None and step.layers.ends_with(layer):
                 step.layers.update_landmarks(metadata.slot_mapping)
         if B:
-            if query.dtype == FP8:  # vLLM rounds queries to fp8 for its own attention
+            if query.dtype == FP8:  # vLLM has rounded the queries to fp8 for its own attention
                 query = query[:decoded].to(output.dtype) * layer._q_scale.to(output.dtype)
             top_k = (
                 step.top_k if self.is_sparse_layer or step.everything is None else step.everything
@@ -479,8 +491,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """Return the cache that vLLM's own attention reads: a copy of these blocks in the query's
-        dtype if the cache has 8 bits, otherwise the cache itself.
+        """Return the cache that vLLM's own attention reads. For an 8-bit cache, this is a copy of
+        these blocks in the dtype of the queries, otherwise the cache itself.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -495,8 +507,8 @@ class SparseImpl(VLLMClass):
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Connect a layer to its worker's runtime, and pad its KV cache spec for landmarks and int8
-    scales. Return the padded spec.
+    """Connect a layer to the runtime of its worker. Pad the layer's KV cache spec for landmarks and
+    int8 scales, and return the padded spec.
 
     Raises ConfigError: KV blocks do not consist of whole pages, or vLLM already pads them for
     another purpose.
@@ -550,7 +562,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         if decoding.guess_tokens:
             tokens = decoding.guess_tokens + 1
             runtime.model.pass_kernels = attention.choose(asked, **sizes, tokens=tokens)
-        # vLLM attaches layers in model order, so this one is the first.
+        # vLLM attaches layers in the order of the model, so this is the first layer.
         layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
@@ -572,8 +584,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             if layer.impl.is_sparse_layer
             else runtime.model.dense_layers
         ).append(index)
-        # A layer can reuse the previous layer's plan, the division of a step's work among thread
-        # blocks, if both layers decode with the same page counts.
+        # A plan divides the work of a step among thread blocks. A layer can reuse the plan of the
+        # previous layer if both layers decode with the same page counts.
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.model.last_decoded is not layer.impl.is_sparse_layer
             runtime.model.last_decoded = layer.impl.is_sparse_layer
@@ -584,5 +596,5 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
 
 
 def is_requested() -> bool:
-    """Return whether the engine being built is to decode with Sparrow."""
+    """Return whether the engine that is being built should decode with Sparrow."""
     return config.requested(get_current_vllm_config()) is not None

@@ -1,4 +1,4 @@
-"""Read Sparrow's settings for a vLLM engine, and check that this vLLM supports them."""
+"""Read Sparrow's settings for a vLLM engine, and check that this version of vLLM supports them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = setup.ENGINE_KEY
-# the entry that names the decode kernels; without it, the fastest supported ones are used
+# the entry that names the decode kernels; without it, the fastest supported kernels are used
 KERNELS_KEY = "sparrow_kernels"
 # environment variables for frameworks that cannot pass options to vLLM
 MODE_ENVIRONMENT = "SPARROW_MODE"
@@ -27,13 +27,13 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 
 
 def from_environment() -> Decoding | None:
-    """Read ``SPARROW_MODE`` and ``SPARROW_SCHEDULE``; None if both are unset or empty.
+    """Read ``SPARROW_MODE`` and ``SPARROW_SCHEDULE``. Return None if both are unset or empty.
 
     A schedule without a mode means lossy mode. In lossless mode, the schedule is that of the
     drafts. A mode with further settings is written as JSON, as in ``additional_config``.
 
     Raises ConfigError: ``Decoding.load`` cannot read the values, or a schedule is set in addition
-    to a mode written as JSON.
+    to a mode that is written as JSON.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
@@ -50,7 +50,7 @@ def from_environment() -> Decoding | None:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables inside the context, and restore them afterwards; the value None
+    """Set environment variables inside the context, and restore them afterwards. The value None
     unsets a variable.
     """
     before = {name: os.environ.get(name) for name in values}
@@ -73,13 +73,14 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Write the engine's decoding settings into vLLM's ``EngineArgs``, whether they came from
     ``additional_config`` or from the environment.
 
-    The engine then keeps these settings even if the environment changes. They also become part of
-    the configuration by which vLLM caches compiled models, so engines with different settings do
-    not share a compiled model.
+    The engine then keeps these settings even if the environment changes. The settings also become
+    part of the configuration by which vLLM caches compiled models, so engines with different
+    settings do not share a compiled model.
 
-    On a GPU, an engine whose mode comes from the environment and that names no attention backend
-    gets Sparrow's. The name ``FLASH_ATTN`` would not be safe: if an earlier engine in this process
-    started without Sparrow's variables, this name still means vLLM's own backend.
+    On a GPU, if the mode comes from the environment and the engine names no attention backend, it
+    gets Sparrow's backend. It is set as ``CUSTOM``, because the name ``FLASH_ATTN`` would not be
+    safe: if an earlier engine in this process started without Sparrow's variables, ``FLASH_ATTN``
+    still means vLLM's own backend.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -93,24 +94,26 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """Return the decoding settings requested for an engine, from ``additional_config`` or else from
-    the environment; None means that the engine decodes like stock vLLM.
+    """Return the decoding settings that were requested for an engine, from ``additional_config`` or
+    else from the environment. None means that the engine decodes like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def requested_lossless(vllm_config: Any) -> Decoding | None:
-    """Return the decoding settings requested for an engine if its mode is lossless, else None."""
+    """Return the decoding settings that were requested for an engine if its mode is lossless,
+    otherwise None.
+    """
     decoding = requested(vllm_config)
     return decoding if decoding is not None and decoding.is_lossless else None
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """Return the decode kernels requested for an engine, from ``additional_config`` or else from
-    the environment; None means the fastest kernels that support the model.
+    """Return the decode kernels that were requested for an engine, from ``additional_config`` or
+    else from the environment. None means the fastest kernels that support the model.
 
-    Raises ConfigError: there are no kernels of the requested name.
+    Raises ConfigError: there are no kernels with the requested name.
     """
     name: Any = (
         additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
@@ -129,7 +132,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Refuse models and vLLM features with which Sparrow would decode densely or incorrectly.
 
     Raises UnsupportedModel: Sparrow does not support this kind of model or attention. ConfigError:
-    a vLLM feature has to be switched off, or the schedule does not match the model.
+    a feature of vLLM has to be switched off, or the schedule does not match the model.
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config

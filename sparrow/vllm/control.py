@@ -1,4 +1,4 @@
-"""Sparrow's additions to every vLLM worker: a check at startup, and methods that are called with
+"""Sparrow's additions to every vLLM worker: a check at startup, and methods for
 ``collective_rpc``.
 """
 
@@ -17,11 +17,12 @@ from sparrow.vllm.lossless.setup import passes_of
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
-"""The kernels for experts that read the layout in which vLLM loads weights."""
+"""The kernels for experts that read weights in the layout in which vLLM loads them."""
 
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
-    """Decode under another schedule from the next step on; reset the prefix cache afterwards.
+    """Decode under another schedule from the next step on. The caller must reset the prefix cache
+    afterwards.
 
     Raises ConfigError: the schedule cannot be read, or it needs a new engine.
     """
@@ -29,61 +30,62 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """Return the counts of this worker's decode steps since the last call, or since the self-check.
+    """Return the counts of this worker's decode steps since the last call. The first call counts
+    from the self-check on.
 
-    ``rows`` is the number of sequences, summed over steps. Summed over rows and this worker's
-    layers, ``tokens_read`` is the number of cached tokens that were read, and ``tokens_held`` the
-    number that a dense actor would have read. ``pages_read`` is the number of pages read in sparse
-    layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (the schedule
-    sets no limit at this length), ``dense_rows_short`` (the sequence has no more pages than would
-    be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not counted in ``rows``).
-    ``dense_steps`` is the number of steps with decode rows that vLLM's own attention computed as a
-    whole because no row left out a page. These are steps with a prompt's chunk, and all such steps
-    of an engine without CUDA graphs; steps in a graph run Sparrow's kernels over all pages instead.
-    ``preemptions`` is the number of sequences whose cache vLLM dropped and later prefilled again.
-    With an fp8 KV cache, ``kv_clipped`` is the number of tokens with a key or value beyond the
-    range of its scale, counted once per layer.
+    ``rows`` is the number of sequences, summed over steps. ``tokens_read`` is the number of cached
+    tokens that were read, and ``tokens_held`` the number that a dense actor would have read; both
+    are summed over rows and this worker's layers. ``pages_read`` is the number of pages read in
+    sparse layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (the
+    schedule sets no limit at this length), ``dense_rows_short`` (the sequence has no more pages
+    than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, which ``rows``
+    does not include). ``dense_steps`` is the number of steps with decode rows that vLLM's own
+    attention computed as a whole, because no row left out a page. With CUDA graphs, only steps that
+    also contain a chunk of a prompt are computed in this way, because steps in a graph run
+    Sparrow's kernels over all pages instead. ``preemptions`` is the number of sequences whose cache
+    vLLM dropped and later prefilled again. With an fp8 KV cache, ``kv_clipped`` is the number of
+    tokens with a key or value beyond the range of its scale. A token is counted once per layer.
 
-    In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and
-    ``tokens_held`` is the number of tokens that dense decoding would have read for the ``emitted``
-    tokens. ``drafted`` and ``accepted`` are numbers of tokens as well. With ``guess_tokens``, rows
-    are those of sparse passes, ``passes`` is their number, and ``guessed`` is the number of drafts
-    that are guesses which no pass has judged.
+    In lossless mode, ``rows`` are the rows of draft steps, and ``tokens_read`` includes
+    verification. ``tokens_held`` is the number of tokens that dense decoding would have read for
+    the ``emitted`` tokens. ``drafted`` and ``accepted`` are also numbers of tokens. With
+    ``guess_tokens``, ``rows`` are the rows of sparse passes, ``passes`` is their number, and
+    ``guessed`` is the number of drafts that are guesses which no pass has judged.
     """
     return _runtime(self).counters()
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """Report the acceptance of lossless mode's drafts since the last call; other modes draft
-    nothing.
+    """Report the acceptance of the drafts of lossless mode since the last call. Other modes have no
+    drafts.
 
-    ``cycles``: numbers of dense passes, keyed by how many tokens were drafted after the pass.
-    ``bins``: for each range of lengths, the number of verified drafts, their mean acceptance and
-    its 5th percentile. ``acceptance``: the same data as counts, for ``DraftAcceptance.from_dict``.
-    ``budgets``: if the budget adapts, bins and acceptance for each budget, which is given as a
-    ``multiple`` of the draft schedule. ``metered``: bins and acceptance under ``meter_schedule``,
-    if it is set.
+    ``cycles`` contains the numbers of dense passes, keyed by how many tokens were drafted after the
+    pass. ``bins`` contains, for each range of lengths, the number of verified drafts, their mean
+    acceptance, and its 5th percentile. ``acceptance`` contains the same data as counts, for
+    ``DraftAcceptance.from_dict``. If the budget adapts, ``budgets`` contains bins and acceptance
+    for each budget, which is given as a ``multiple`` of the draft schedule. If ``meter_schedule``
+    is set, ``metered`` contains bins and acceptance under that schedule.
 
-    All values are for a dense history. A lossy actor reads the cache entries that it wrote itself,
-    so its acceptance is lower.
+    All values are for drafts that read a dense cache. A lossy actor reads cache entries that it
+    wrote itself, so its acceptance is lower.
     """
     return _runtime(self).acceptance()
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
-    """Describe this worker's backend, schedule and layers."""
+    """Describe the backend, schedule and layers of this worker."""
     return _runtime(self).describe()
 
 
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
-    """Load weights by Hugging Face name, from this process or from a safetensors file; reset the
-    prefix cache afterwards.
+    """Load weights by Hugging Face name, from this process or from a safetensors file. The caller
+    must reset the prefix cache afterwards.
 
-    An engine that quantises its weights (``quantization="fp8"``) quantises the new weights as well,
-    and needs all the weights of a layer in one call.
+    An engine that quantises its weights (``quantization="fp8"``) also quantises the new weights. It
+    needs all weights of a layer in one call.
 
-    Raises ConfigError: the model has no weight of a given name, a layer that is quantised as a
-    whole is incomplete, or the experts are stored in a layout of their own.
+    Raises ConfigError: the model has no weight with one of these names; a layer that is quantised
+    as a whole is incomplete; or vLLM has changed the layout of the experts.
     """
     if self.vllm_config.quant_config is None:
         _check_experts(self.model_runner.model)
@@ -95,8 +97,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # A generator, so that vLLM does not need to hold the weights of all layers at once.
-            # Missing parts are found when it is exhausted.
+            # This is a generator, so that vLLM does not need to keep the weights of all layers at
+            # once. Missing parts are found when the generator is exhausted.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
@@ -108,8 +110,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
 
 
 def _check_experts(model: Any) -> None:
-    """Refuse new weights for experts whose layout vLLM changed for its kernel when it loaded them:
-    it would write the new weights as if the layout were still the original one.
+    """Refuse new weights for experts whose layout vLLM changed for its kernel when it loaded them.
+    vLLM would write the new weights as if the experts still had their original layout.
 
     Raises ConfigError: the model has such experts.
     """
@@ -124,8 +126,8 @@ def _check_experts(model: Any) -> None:
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield ``weights``, and check that no matrix is missing from those that vLLM quantises
-    together.
+    """Yield ``weights``. Where vLLM quantises several matrices together, check that none of them is
+    missing.
     """
     given = set()
     for name, weight in weights:
@@ -146,7 +148,7 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """Let the next prefill set the scales of an fp8 KV cache again, after new weights were loaded.
+    """After new weights were loaded, let the next prefill set the scales of an fp8 KV cache again.
     The cache must be empty before that prefill.
 
     Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as it does in
@@ -173,10 +175,10 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Renew the drafts' copy of the weights before the next drafts; needed only after writing to
-    the model's parameters directly.
+    """Renew the copy of the weights that drafts use, before the next drafts. This is needed only
+    after writing to the model's parameters directly.
 
-    Raises ConfigError: drafts have no copy of the weights.
+    Raises ConfigError: drafts do not use a copy of the weights.
     """
     runtime = _runtime(self)
     if runtime.drafting.weights is None:
@@ -209,11 +211,11 @@ def _runtime(worker: Any) -> Runtime:
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """Return the captured batch sizes nearest to ``max_num_seqs``, one below it and one above, if
-    vLLM captures decode steps separately; otherwise return ``max_num_seqs`` twice.
+    """If vLLM captures decode steps separately, return the two captured batch sizes nearest to
+    ``max_num_seqs``, one below it and one above it. Otherwise, return ``max_num_seqs`` twice.
 
     vLLM does not capture decode steps of more than ``max_num_seqs`` sequences, so there is no CUDA
-    graph for a step with more sequences than the lower size.
+    graph for a step with more sequences than the lower of these sizes.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     most = vllm_config.scheduler_config.max_num_seqs
@@ -226,7 +228,8 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 
 
 def check(vllm_config: Any) -> None:
-    """Check that an engine with a schedule follows it in every layer, and log how it decodes.
+    """Check that an engine with a schedule follows the schedule in every layer, and log how the
+    engine decodes.
 
     Raises UnsupportedModel: an attention layer runs another backend. ConfigError: in lossless
     mode, the speculator is not Sparrow's.
@@ -251,7 +254,7 @@ def check(vllm_config: Any) -> None:
     runtime = find(vllm_config)
     if runtime is None:
         return
-    # The name is below vLLM's own logger, so that its handlers and VLLM_LOGGING_LEVEL apply.
+    # This logger is a child of vLLM's own logger, so vLLM's handlers and VLLM_LOGGING_LEVEL apply.
     logger = init_logger("vllm.sparrow")
     schedule = runtime.schedule
     decoding = runtime.decoding

@@ -1,7 +1,6 @@
-"""Counters of a worker: decoded rows by length, and the dense passes of lossless mode. Counting
-costs one addition on the device per decode step.
+"""Counters of a worker: decoded rows by length, and the dense passes of lossless mode.
 
-Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
+Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
 """Number of passes without drafts whose tokens are summed at once. Short steps wait for the host,
-so the host does not compute a sum after each of them.
+so the host should not compute a sum after each step.
 """
 
 
 class DecodedRows:
     """Numbers of rows decoded at each length.
 
-    All other counts follow from these numbers and the schedule, so a step costs one addition on the
-    device and no synchronisation.
+    All other counts follow from these numbers and the schedule. A decode step therefore costs only
+    one addition on the device, and no synchronisation.
     """
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
@@ -33,15 +32,17 @@ class DecodedRows:
         self._before = self.at_length.repeat(budgets, 1)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.in_prefill = (
-            0  # rows with a one-token chunk of a prompt, which are not counted by length
+            0  # number of rows with a one-token chunk of a prompt, which are not counted by length
         )
 
     def add(self, place_B: Tensor) -> None:
-        """Count one decoded row at each of these lengths (int32)."""
+        """Count one decoded row for each of these lengths (int32)."""
         self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
 
     def end_budget(self, budget: int) -> None:
-        """Count the steps since the last call under this budget, and start again from zero."""
+        """Count the steps since the last call as steps with this budget, and start again from
+        zero.
+        """
         self._before[budget] += self.at_length
         self.at_length.zero_()
 
@@ -67,20 +68,21 @@ class DecodedRows:
 
 
 class DensePasses:
-    """Counts of the dense passes of lossless mode: passes that verify drafts or precede them, and
-    plain ones without drafts.
+    """Counts of the dense passes of lossless mode. These are passes that verify drafts or precede
+    them, and plain passes without drafts.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cycles: Counter[int] = Counter()  # cycles by number of drafts that followed
-        # tokens read, held and emitted, and number of rows
+        # number of cycles, by number of drafts that followed
+        self._cycles: Counter[int] = Counter()
+        # numbers of tokens read, held and emitted, and number of rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # drafts of cycles with guesses, and how many of them are guesses that no pass judged
+        # number of drafts in cycles with guesses, and how many of them are guesses that no pass judged
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
-        # Sequences in passes without drafts, and tokens read by these passes.
+        # Number of sequences in passes without drafts, and number of tokens that these passes read.
         self._plain_rows = 0
         self._plain_tokens = 0
-        self._plain: list[np.ndarray] = []  # passes not yet added to the two sums above
+        self._plain: list[np.ndarray] = []  # passes that are not yet added to the two sums above
 
     def count(self, drafts: int) -> Tensor:
         """See ``Runtime.count_pass``."""
@@ -107,7 +109,7 @@ class DensePasses:
 
     def take_cycles(self) -> dict[int, int]:
         """Return the number of passes since the last call, keyed by how many tokens were drafted
-        afterwards.
+        after the pass.
         """
         self._sum_plain()
         cycles = dict(sorted(self._cycles.items()))
@@ -115,8 +117,8 @@ class DensePasses:
         return cycles
 
     def add_to(self, counts: Counter[str], layers: int, guesses: bool) -> None:
-        """Add the counts of the dense passes since the last call to ``counts``, those of draft
-        steps; ``guesses`` says whether these steps read guesses.
+        """Add the counts of the dense passes since the last call to ``counts``, which contains the
+        counts of draft steps. ``guesses`` says whether these steps read guesses.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()
@@ -140,11 +142,11 @@ def _decode_counts(
     """Compute the counts of decode steps under ``schedule``.
 
     Args:
-        decoded: rows decoded at each length.
+        decoded: number of rows decoded at each length.
         sparse: number of sparse layers.
         dense: number of dense layers.
     """
-    decoded[0] = 0  # length 0 stands for padding rows and rows in prefill
+    decoded[0] = 0  # padding rows and rows in prefill are at length 0
     length = np.flatnonzero(decoded)
     rows = decoded[length]
     read = schedule.tokens_read(length)

@@ -1,5 +1,5 @@
-"""The attention backend for CUDA: vLLM's FlashAttention for prefill and dense layers, Sparrow's
-kernels for sparse decode.
+"""The attention backend for CUDA. It uses vLLM's FlashAttention for prefill and dense layers, and
+Sparrow's kernels for sparse decode steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ versions.check(on_cpu=False)
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
-    # The whole model is captured for batches with one token per sequence; batches with prefill run
-    # attention outside the graph.
+    # For batches with one token per sequence, the whole model is captured in a graph. For batches
+    # with prefill, attention runs outside the graph.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Allow CUDA graphs of verification in lossless mode, where all passes that vLLM itself
-        runs are dense. An engine without Sparrow has the graphs of stock vLLM.
+        """Allow CUDA graphs for verification in lossless mode, where all passes that vLLM itself
+        runs are dense. An engine without Sparrow has the same graphs as in stock vLLM.
         """
         decoding = requested(vllm_config)
         if decoding is None:
@@ -49,8 +49,9 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values with Sparrow's kernel if the cache has 8 bits or Sparrow decodes
-        next, as its decode kernel may begin during the update; otherwise with vLLM's kernel.
+        """Store keys and values. This uses Sparrow's kernel if the cache has 8 bits, or if Sparrow
+        decodes next, because Sparrow's decode kernel may begin during the update. Otherwise, it
+        uses vLLM's kernel.
 
         In the dense passes of lossless mode, vLLM's kernel always stores them.
         """
@@ -82,8 +83,8 @@ class CudaBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """Support FlashAttention's dtypes, and int8; FlashAttention reads a 16-bit copy of an int8
-        cache.
+        """Support the dtypes of FlashAttention, and int8. FlashAttention reads a 16-bit copy of an
+        int8 cache.
         """
         return kv_cache_dtype == INT8 or super().supports_kv_cache_dtype(kv_cache_dtype)
 
@@ -91,8 +92,8 @@ class CudaBackend(FlashAttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Return the reason why FlashAttention cannot run a model, or None; an int8 cache is
-        always supported, because FlashAttention reads a 16-bit copy of it.
+        """Return the reason why FlashAttention cannot run a model, or None if it can. An int8 cache
+        is always supported, because FlashAttention reads a 16-bit copy of it.
         """
         seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
         return super().supports_combination(head_size, dtype, seen, *args, **kwargs)
@@ -114,7 +115,7 @@ class CudaBackend(FlashAttentionBackend):
 
 class CudaFlashBackend(CudaBackend):
     """The replacement for ``FLASH_ATTN`` in a process whose environment sets a schedule. Engines
-    that start after the schedule was unset get vLLM's own backend.
+    that start after the schedule was unset use vLLM's own backend.
     """
 
     @staticmethod

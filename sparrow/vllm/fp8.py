@@ -1,4 +1,5 @@
-"""The scales of an fp8 KV cache, one per layer and kv head, set from the first prompts.
+"""The scales of an fp8 KV cache. There is one scale per layer and kv head, which is set from the
+first prompts.
 
 Scales are powers of 2, so the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
 
@@ -19,19 +20,19 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values this many times as large as the largest ones in the prefill
-that sets the scales.
+"""Scales leave room for keys and values that are this many times as large as the largest keys and
+values in the prefill that sets the scales.
 """
 
 
 class LayerScales:
-    """The scales of one layer, set by the first prefill after ``Fp8Cache.renew``. The tensors keep
-    their addresses, because CUDA graphs refer to them.
+    """The scales of one layer, which are set by the first prefill after ``Fp8Cache.renew``. The
+    tensors keep their addresses, because CUDA graphs refer to them.
 
     Args:
         kv_heads: K.
         cache: the state shared by the layers of a worker.
-        layer: vLLM's attention layer; its scales are used if Sparrow does not set scales.
+        layer: vLLM's attention layer, whose scales are used if Sparrow does not set scales.
     """
 
     def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
@@ -46,8 +47,8 @@ class LayerScales:
         cache.layers.append(self)
 
     def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
-        """Set the scales from the tokens that have a slot, unless the scales are already set or
-        vLLM is warming up.
+        """Set the scales from the tokens that have a slot. This does nothing if the scales are
+        already set, or if vLLM is warming up.
 
         Raises ConfigError: the cache still contains tokens that were stored with different scales.
         """
@@ -68,10 +69,11 @@ class LayerScales:
 
 
 class Fp8Cache:
-    """State shared by the layers of one worker: their scales, and a count of clipped tokens.
+    """State that is shared by the layers of one worker: their scales, and a count of clipped
+    tokens.
 
     Args:
-        sets_scales: whether Sparrow sets the scales; in lossless mode vLLM sets them, because it
+        sets_scales: whether Sparrow sets the scales. In lossless mode, vLLM sets them, because it
             stores the tokens of dense passes itself.
     """
 
@@ -80,12 +82,12 @@ class Fp8Cache:
         self.layers: list[LayerScales] = []
         # number of tokens with a key or value beyond the range of its scale
         self.clipped = torch.zeros(1, dtype=torch.int64, device=device)
-        self.is_serving = False  # false while vLLM warms up with made-up prompts
-        # arguments of the latest ``begin_step``: table, computed, block_tokens
+        self.is_serving = False  # False while vLLM warms up with made-up prompts
+        # arguments of the latest call of ``begin_step``: table, computed, block_tokens
         self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:
-        """Let the next prefill set the scales again; the cache must be empty by then."""
+        """Let the next prefill set the scales again. The cache must be empty by then."""
         for layer in self.layers:
             layer.is_set = False
 
@@ -99,9 +101,9 @@ class Fp8Cache:
         """Record what a step will read, in case the step sets scales.
 
         Args:
-            one_token_prefills: sequences in prefill with one query token.
+            one_token_prefills: number of sequences in prefill that have one query token.
             table: blocks of every sequence, int32 [R, M].
-            computed: tokens that each sequence had in the cache before the step.
+            computed: number of tokens that each sequence had in the cache before the step.
             block_tokens: N.
 
         Raises ConfigError: the scales are not set yet, and a prompt has only one token.
@@ -116,8 +118,8 @@ class Fp8Cache:
     def reads_beyond(self, slots: Tensor) -> bool:
         """Return whether the step reads tokens that an earlier step stored.
 
-        Prompts that share a prefix may be prefilled in the same step and read each other's blocks;
-        such tokens do not count.
+        Prompts that share a prefix may be prefilled in the same step and read each other's blocks.
+        Tokens in such blocks do not count.
         """
         assert self._cached is not None
         table, computed, block_tokens = self._cached
@@ -127,7 +129,9 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales if Sparrow sets them; the range is None before that."""
+        """Report the range of the scales, if Sparrow sets them. The range is None as long as they
+        are not set.
+        """
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
@@ -138,8 +142,8 @@ class Fp8Cache:
 
 
 def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest power of 2 that scales ``MARGIN * largest`` into e4m3's range and whose
-    products with e4m3 values are representable in ``dtype``; 1 where ``largest`` is 0.
+    """Return the smallest power of 2 that scales ``MARGIN * largest`` into the range of e4m3, and
+    whose products with e4m3 values are representable in ``dtype``. Return 1 where ``largest`` is 0.
     """
     limits = torch.finfo(dtype)
     least = torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps

@@ -1,8 +1,8 @@
-"""The 8-bit KV cache, fp8 or int8: its names in vLLM, and the 16-bit copy that prefill reads.
+"""The 8-bit KV cache (fp8 or int8): its names in vLLM, and the 16-bit copy that prefill reads.
 
-Prefill reads a copy because vLLM's own attention would round the queries to fp8 as well, and does
-not support int8. The copy is exact, so prefill and decode steps see the same keys and values. In
-decode steps, all layers run the kernels of ``sparrow.attention``.
+Prefill reads a copy because vLLM's own attention would also round the queries to fp8, and because
+it does not support int8. The copy is exact, so prefill and decode steps see the same keys and
+values. In decode steps, all layers run the kernels of ``sparrow.attention``.
 
 Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
 """
@@ -21,20 +21,22 @@ from sparrow.attention.int8 import scale_of
 from sparrow.attention.pages import FP8
 
 STORED: dict[str, torch.dtype] = {"fp8": FP8, "fp8_e4m3": FP8, "int8_per_token_head": torch.int8}
-"""vLLM's names for an 8-bit cache, and the dtype that Sparrow stores."""
+"""vLLM's names for an 8-bit cache, and the dtype in which Sparrow stores keys and values."""
 INT8 = "int8_per_token_head"
 NAMES = {FP8: "fp8_e4m3", torch.int8: INT8}
 """Names for an 8-bit cache in Sparrow's reports."""
 SCALES = {FP8: "scales by layer and kv head", torch.int8: "scales by token and kv head"}
 COPIED_TOKENS = 65_536
-"""The most cached tokens copied at once for prefill, unless a single sequence is longer."""
+"""Maximum number of cached tokens that are copied at once for prefill, unless a single sequence is
+longer.
+"""
 
 
 @dataclass(frozen=True)
 class CopiedBlocks:
     """The blocks of some rows in prefill, and their positions in the copy."""
 
-    blocks: Tensor  # int64, the cache's blocks in the order of the copy
+    blocks: Tensor  # int64, the blocks of the cache, in the order of the copy
     table: Tensor  # int32 [R, M], the block table for the copy
 
 
@@ -43,7 +45,7 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
 
     Args:
         block_table: int32 [R, M].
-        lengths: tokens of each row, or an upper bound on them.
+        lengths: number of tokens of each row, or an upper bound.
     """
     counts = -(-lengths // block_tokens)
     row = np.repeat(np.arange(len(lengths)), counts)
@@ -59,8 +61,8 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
 
 
 def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Split rows into runs of at most ``COPIED_TOKENS`` tokens, or a single longer row. Yields, for
-    each run, its first row and the row after its last.
+    """Split rows into runs. A run has at most ``COPIED_TOKENS`` tokens, or consists of a single
+    longer row. Yield, for each run, its first row and the row after its last row.
     """
     first = total = 0
     for row, length in enumerate(lengths.tolist()):
@@ -73,8 +75,8 @@ def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write the keys or values ``[blocks, K, N, D]`` of some blocks, multiplied by their scales
-    (see ``CacheScales``), to ``out``, which has 16 or 32 bits.
+    """Multiply the keys or values ``[blocks, K, N, D]`` of some blocks by their scales (see
+    ``CacheScales``), and write the result to ``out``, which has a 16-bit or 32-bit dtype.
     """
     codes = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
     is_int8 = cache.dtype == torch.int8
@@ -88,15 +90,15 @@ def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
     """Pad the blocks of a layer's KV cache spec for landmarks and int8 scales. Return the padded
-    spec and the landmarks' share of a block.
+    spec, and the share of a block that landmarks take.
 
     Args:
         stored: float8_e4m3fn, int8, or None for a cache in the model's dtype.
     """
     scales = 0
     if stored == torch.int8:
-        # Otherwise, some of vLLM's backends would leave room for float32 scales among the keys and
-        # values.
+        # Without this, some of vLLM's backends would leave room for float32 scales among the keys
+        # and values.
         spec = replace(spec, kv_quant_mode=type(spec.kv_quant_mode).NONE)
         scales = 2 * spec.block_size * spec.num_kv_heads
     marks = (
@@ -110,8 +112,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Return a view of the part of every block of a layer's cache that begins at byte ``first``;
-    the part is contiguous within a block.
+    """Return a view of a part of every block of a layer's cache. The part begins at byte ``first``
+    of the block, and is contiguous within it.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

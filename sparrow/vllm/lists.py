@@ -1,9 +1,10 @@
 """Lists of the most likely tokens at each position of a response, stored as arrays.
 
-vLLM stores each id, log-prob and rank as a Python object. With 20 entries per list that is about
-1.8 KB per token, gigabytes for a rollout.
+vLLM stores each id, log-prob and rank as a Python object. With 20 entries per list, this takes
+about 1.8 KB per token, which is gigabytes for a rollout.
 
-Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely ones.
+Shapes: T new tokens, N entries of a token's list, which are the sampled token and then the most
+likely tokens.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    FlatLogprobs = Any  # its fields become properties here
+    FlatLogprobs = Any  # the fields of ``FlatLogprobs`` become properties here
 else:
     from vllm.logprobs import FlatLogprobs
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """A compact ``FlatLogprobs``: all lists have the same length, and tokens are not decoded."""
+    """A compact ``FlatLogprobs``, in which all lists have the same length, and tokens are not
+    decoded.
+    """
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Create an empty object for lists of the same length and dtypes as these."""
+        """Create an empty object for lists with the same length and dtypes as these."""
         self.width = logprobs.shape[1]
         self.token_ids: array[int] = array(ids.dtype.char)
         self.logprobs: array[float] = array(logprobs.dtype.char)
         self.sampled_ranks: array[int] = array("q")
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-        """Append the lists of T tokens; ``rank_T`` contains the ranks of the sampled tokens, from
-        1.
+        """Append the lists of T tokens. ``rank_T`` contains the ranks of the sampled tokens,
+        counted from 1.
         """
         if logprobs_TN.shape[1] > self.width:  # another request in the batch has longer lists
             ids_TN = ids_TN[:, : self.width]
@@ -58,11 +61,11 @@ class ArrayLogprobs(FlatLogprobs):
 
 
 def update(processor: Any, lists: tuple[Any, ...]) -> None:
-    """Add the lists of new tokens as ``LogprobsProcessor`` does, for flat lists without a
+    """Add the lists of new tokens, as ``LogprobsProcessor`` does for flat lists without a
     tokenizer.
 
-    This function runs for each request at every step, and with many requests and short contexts the
-    GPU waits for it.
+    This function must be fast: it runs for each request at every step and, with many requests and
+    short contexts, the GPU waits for it.
     """
     ids_TN, logprobs_TN, rank_T, _ = lists
     if not isinstance(processor.logprobs, ArrayLogprobs):

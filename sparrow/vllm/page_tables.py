@@ -1,7 +1,7 @@
-"""Page counts on the device: the schedule by length, and how many pages each row of the current
-decode step reads.
+"""Page counts on the device: the number of pages at each length under the schedule, and the number
+of pages that each row of the current decode step reads.
 
-Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
+Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 class PageTables:
-    """The schedule by length, and the page counts of a step. The tensors keep their addresses,
-    because CUDA graphs refer to them.
+    """The page counts of a schedule at each length, and the page counts of a step. The tensors keep
+    their addresses, because CUDA graphs refer to them.
 
     Args:
         schedule: the initial schedule.
-        budgets: the budgets that can be used, as multiples of the schedule, including 1.
-        max_rows: the most sequences decoded together, graph padding included.
-        max_length: tokens of the longest sequence.
-        device: where the model runs.
+        budgets: the budgets that can be used, as multiples of the schedule; one of them must be 1.
+        max_rows: the maximum number of sequences that are decoded together, including the padding
+            of graphs.
+        max_length: number of tokens of the longest sequence.
+        device: the device on which the model runs.
     """
 
     def __init__(
@@ -34,18 +35,18 @@ class PageTables:
         device: torch.device,
     ) -> None:
         self.budgets = budgets
-        # indices of the budget in use and of the base budget
+        # index of the budget in use, and index of the base budget
         self.budget = self.base_budget = budgets.index(1.0)
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
-        # Page counts at every length, so that bins can have any width. Rows in prefill use length
-        # 0, where the count means all pages.
+        # Page counts are stored for every length, so that bins can have any width. Rows in prefill
+        # use length 0, for which the count means all pages.
         self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._by_budget = self.at_length.repeat(len(budgets), 1)
         self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # 1 for rows that decode, 0 for rows in prefill
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._all_decode = True
-        # Rows of up to this many tokens read everything; -1 if not even empty rows do.
+        # Rows of up to this many tokens read everything; -1 if not even an empty row does.
         self.whole_up_to = -1
         self.fill(schedule)
 
@@ -58,15 +59,15 @@ class PageTables:
         self.schedule = schedule
 
     def of(self, schedule: SparsitySchedule) -> Tensor:
-        """Tabulate the number of pages kept by score at every length, int32, on the host; the entry
-        at length 0 is for rows in prefill.
+        """Tabulate the number of pages kept by score at every length, int32, on the host. The entry
+        for length 0 is used by rows in prefill.
         """
         table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
         table[0] = ALL_PAGES
         return table
 
     def _whole_up_to(self, schedule: SparsitySchedule) -> int:
-        """Return the largest length up to which every head reads all tokens."""
+        """Return the greatest length up to which every head reads all tokens."""
         length = np.arange(len(self.at_length))
         leaves_out = schedule.tokens_read(length) < length
         return int(np.argmax(leaves_out)) - 1 if leaves_out.any() else len(length) - 1
@@ -77,8 +78,8 @@ class PageTables:
         self.budget = budget
 
     def mark_prefill(self, rows: int, is_prefilling: Tensor | None) -> int:
-        """Record which of a step's decode rows are in prefill, and return their number; see
-        ``Runtime.begin_step``.
+        """Record which decode rows of a step are in prefill, and return the number of these rows;
+        see ``Runtime.begin_step``.
         """
         flags = np.zeros(0, bool) if is_prefilling is None else is_prefilling.numpy()[:rows]
         prefilling = int(np.count_nonzero(flags))
@@ -92,8 +93,8 @@ class PageTables:
         return prefilling
 
     def look_up(self, length_B: Tensor) -> Tensor:
-        """Write the page counts for rows of these lengths (int32) to ``top_k``, and return the
-        lengths, int32 ``[B]``, with 0 for rows in prefill.
+        """Write the page counts for rows of these lengths (int32) to ``top_k``. Return the lengths,
+        int32 ``[B]``, with 0 for rows in prefill.
         """
         B = len(length_B)
         place_B = length_B * self._decodes_B[:B]

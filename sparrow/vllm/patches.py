@@ -1,7 +1,8 @@
-"""All patches to vLLM: each private name that Sparrow replaces, in which versions, and why.
+"""All patches to vLLM. A patch states which private name Sparrow replaces, in which versions, and
+why.
 
-vLLM offers no public hook in these places, and no other module of Sparrow replaces names of vLLM.
-``apply`` makes each patch once per process; importing this module changes nothing.
+vLLM offers no public hooks for these purposes. No other module of Sparrow replaces names of vLLM.
+``apply`` applies each patch once per process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from sparrow.vllm.runtime import find
 
 @dataclass(frozen=True)
 class Patch:
-    """A name in vLLM, and its replacement."""
+    """A name in vLLM, and what replaces it."""
 
     target: str  # ``module:name`` or ``module:Class.name``
-    versions: str  # versions of vLLM that need it
+    versions: str  # versions of vLLM that need the patch
     reason: str
-    replace: Callable[[Any], Any]  # vLLM's own object -> what takes its place
-    parameters: tuple[str, ...] = ()  # parameters of vLLM's function that the replacement needs
+    replace: Callable[[Any], Any]  # a function from vLLM's own object to its replacement
+    # parameters that the replacement needs vLLM's function to have
+    parameters: tuple[str, ...] = ()
 
     def find(self) -> tuple[Any, str, Any]:
-        """Return the owner of the name, the name, and the object that it refers to at present.
+        """Return the owner of the name, the name itself, and the object to which it refers at
+        present.
 
         Raises ImportError, AttributeError: this vLLM has no such name.
         """
@@ -40,7 +43,7 @@ class Patch:
 
 
 def apply(patches: tuple[Patch, ...]) -> None:
-    """Make these changes to the vLLM of this process, except those already made."""
+    """Apply these patches to the vLLM of this process, except for those already applied."""
     import vllm
 
     for patch in patches:
@@ -56,10 +59,10 @@ def apply(patches: tuple[Patch, ...]) -> None:
 
 
 def add_controls() -> None:
-    """Give vLLM's workers the methods of ``control``, for ``collective_rpc``.
+    """Add the methods of ``control`` to vLLM's workers, for ``collective_rpc``.
 
-    They are added to the base class because trainers occupy ``worker_extension_cls`` with their
-    own.
+    They are added to the base class of workers, because trainers use ``worker_extension_cls`` for
+    their own methods.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -94,16 +97,17 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Count the sequences that a worker's steps preempt, announce each step to lossless mode's
-    speculator before it runs, and check the engine after the warm-up.
+    """Count the sequences that a worker's steps preempt, announce each step to the speculator of
+    lossless mode before the step runs, and check the engine after the warm-up.
 
-    This wraps methods of the two objects, not of their classes: there are several runner classes,
-    and some callers bypass the worker (Ray's executor does).
+    This wraps methods of two objects, the worker and its model runner, and not methods of their
+    classes. The reason is that there are several runner classes, and that some callers, such as
+    Ray's executor, bypass the worker.
     """
     runner = worker.model_runner
     step = worker.model_runner.execute_model
     warm_up = worker.compile_or_warm_up_model
-    # vLLM's own speculators have no such method.
+    # vLLM's own speculators do not have this method.
     speculator: Any = getattr(runner, "speculator", None)
     begin_step = getattr(speculator, "begin_step", None)
     if getattr(speculator, "reads_history", False):
@@ -120,7 +124,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
     @wraps(warm_up)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
-        worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use
+        worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use yet
         if (runtime := find(vllm_config)) is not None:
             selfcheck.run(worker, runtime)
             runtime.begin_serving()
@@ -131,7 +135,9 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Record when vLLM writes to a worker's parameters without the model's ``load_weights``."""
+    """Record when vLLM writes to the parameters of a worker without calling the model's
+    ``load_weights``.
+    """
 
     def followed(stock: Any) -> Any:
         @wraps(stock)
@@ -359,7 +365,7 @@ def _unpacked_linear(stock: Any) -> Any:
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None or config.requested(vllm_config) is None:
-            stock(layer, remove_weight)  # a plain engine that starts after one of Sparrow's
+            stock(layer, remove_weight)  # a plain engine that starts after an engine with Sparrow
         else:
             layer.cpu_linear = linear
 
@@ -503,7 +509,7 @@ LISTS = (
 
 
 def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
-    """List the patches that an engine in this mode makes before it serves."""
+    """List the patches that an engine in this mode applies before it serves requests."""
     return (
         ALWAYS
         + ATTENTION

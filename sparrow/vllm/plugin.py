@@ -1,5 +1,5 @@
-"""The plugin's entry point, in the group ``vllm.general_plugins``, which vLLM calls first in every
-process.
+"""The entry point of the plugin, in the group ``vllm.general_plugins``. vLLM calls it first in
+every process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 from sparrow.vllm import config
 
-# the entry point that the package declares
+# name of the entry point that the package declares
 GROUP = "vllm.general_plugins"
 NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"
@@ -17,13 +17,14 @@ CPU = "sparrow.vllm.cpu.CpuBackend"
 
 
 def register() -> None:
-    """Register Sparrow's backends with vLLM and add Sparrow's controls to its workers. Calling this
-    function again is harmless.
+    """Register Sparrow's backends with vLLM, and add Sparrow's controls to vLLM's workers. Calling
+    this function again is harmless.
 
-    Without a schedule in ``additional_config`` or the environment, vLLM behaves as before.
+    If there is no schedule in ``additional_config`` or in the environment, vLLM behaves as it does
+    without the plugin.
 
-    Raises ConfigError: the schedule in the environment cannot be read, or this vLLM does not
-    support it.
+    Raises ConfigError: the schedule in the environment cannot be read, or this version of vLLM does
+    not support it.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -45,8 +46,9 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Register a backend in a slot unless another plugin has already done so. That is a problem
-    only for an engine with a schedule, and ``control.check`` refuses to start such an engine.
+    """Register a backend in a slot, unless another plugin has already registered a backend there.
+    The latter is a problem only for an engine with a schedule, and ``control.check`` refuses to
+    start such an engine.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

@@ -1,7 +1,7 @@
-"""State shared by the sparse layers of one vLLM worker: the schedule on the device, the current
-step's page counts, counters, and the state of the model, its KV cache and its drafts.
+"""State that is shared by the sparse layers of one vLLM worker: the schedule on the device, the
+page counts of the current step, counters, and the state of the model, its KV cache and its drafts.
 
-Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) included.
+Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
 
 @dataclass
 class Model:
-    """A worker's model: its layers and their decode kernels; ``backend.attach`` fills this in."""
+    """The model of a worker: its layers and their decode kernels. ``backend.attach`` fills this
+    in.
+    """
 
     backend: str = ""
     quantization: str | None = None  # how vLLM quantises the weights
@@ -45,7 +47,7 @@ class Model:
     workspace: DecodeWorkspace | None = None
     sparse_layers: list[int] = field(default_factory=list)
     dense_layers: list[int] = field(default_factory=list)
-    # whether the most recently attached layer is sparse; None before the first
+    # whether the most recently attached layer is sparse; None before the first layer
     last_decoded: bool | None = None
 
     @property
@@ -55,34 +57,35 @@ class Model:
 
 @dataclass
 class CacheLayout:
-    """Layout of the KV cache; ``backend.attach`` fills this in."""
+    """Layout of the KV cache. ``backend.attach`` fills this in."""
 
     # dtype of an 8-bit cache (float8_e4m3fn or int8); None for other caches
     in_8_bits: torch.dtype | None = None
-    fp8: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
+    fp8: Fp8Cache | None = None  # scales of an fp8 KV cache; None for other caches
     landmark_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    landmark_share: float = 0.0  # the landmarks' share of the KV cache
+    landmark_share: float = 0.0  # share of the KV cache that landmarks take
 
 
 @dataclass
 class Drafting:
-    """State of drafting in lossless mode; the speculator fills this in."""
+    """State of drafting in lossless mode. The speculator fills this in."""
 
     is_running: bool = False  # whether a draft step is running or being captured in a graph
-    logits_bytes: int = 0  # memory of the logits from which drafts are sampled
-    weights: Any = None  # the fp8 copy of the weights, if drafts use one
+    logits_bytes: int = 0  # bytes of the logits from which drafts are sampled
+    weights: Any = None  # the fp8 copy of the weights; None if drafts use no copy
     meter: Any = None  # see ``sparrow.vllm.lossless.meter``
 
 
 class Runtime:
-    """The state of one worker, which lives as long as the worker's model. Its tensors keep their
+    """The state of one worker, which exists as long as the worker's model. The tensors keep their
     addresses, because CUDA graphs refer to them.
 
     Args:
-        decoding: the settings at the start of the engine; page counts can change afterwards.
-        max_rows: the most sequences decoded together, graph padding included.
-        max_length: tokens of the longest sequence.
-        device: where the model runs.
+        decoding: the settings with which the engine starts; page counts can change afterwards.
+        max_rows: the maximum number of sequences that are decoded together, including the padding
+            of graphs.
+        max_length: number of tokens of the longest sequence.
+        device: the device on which the model runs.
     """
 
     def __init__(
@@ -94,7 +97,8 @@ class Runtime:
         self.model = Model()
         self.cache = CacheLayout()
         self.drafting = Drafting()
-        # The budgets of drafts as multiples of the schedule; a lossy actor has only the multiple 1.
+        # The budgets of drafts, as multiples of the schedule. A lossy actor has only the multiple
+        # 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
@@ -115,47 +119,48 @@ class Runtime:
         """Prepare a step, and return ``top_k_B``, int32, to which ``look_up`` will write the page
         counts of the decode rows.
 
-        Called on the host before the model runs or its graph is replayed; costs nothing for a plain
-        decode step.
+        This is called on the host, before the model runs or its graph is replayed. It costs nothing
+        for a plain decode step.
 
         Args:
-            rows: B, the rows with one query token, padding rows included.
-            is_prefilling: bool, on the host, possibly without the padding rows; marks rows that
-                read all pages. A one-token chunk of a prompt replays the graphs of a decode step,
-                but its keys and values must be those of a dense prefill.
+            rows: B, the number of rows with one query token, including padding rows.
+            is_prefilling: a bool tensor on the host, possibly without the padding rows, which marks
+                rows that must read all pages. These rows are one-token chunks of prompts: they
+                replay the graphs of a decode step, but their keys and values must be those of a
+                dense prefill.
         """
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
 
     def reads_everything(self, length_B: Tensor | None) -> bool:
-        """Return whether decode rows of these lengths, known on the host, read all their tokens;
-        false if the lengths are not known.
+        """Return whether decode rows of these lengths, which are on the host, read all their
+        tokens. Return False if the lengths are not known.
         """
         if length_B is None:
             return False
         return int(length_B.numpy().max(initial=0)) <= self.pages.whole_up_to
 
     def begin_dense_step(self, length_B: Tensor) -> None:
-        """Count a step whose decode rows, of these lengths (int32), vLLM's own attention computes
-        because they read all their tokens.
+        """Count a step in which vLLM's own attention computes the decode rows, because these rows
+        read all their tokens. ``length_B`` contains their lengths, int32.
         """
         if len(length_B):
             self._counts["dense_steps"] += 1
             self.look_up(length_B)
 
     def look_up(self, length_B: Tensor) -> None:
-        """Write a step's page counts and count its rows; runs in the model's graph, before the
-        first attention layer.
+        """Write the page counts of a step, and count its rows. This runs in the model's graph,
+        before the first attention layer.
 
         Args:
-            length_B: int32, cached tokens of each row, including the newest.
+            length_B: int32, number of cached tokens of each row, including the newest token.
         """
         self.rows.add(self.pages.look_up(length_B))
 
     @contextmanager
     def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
-        """Use a different table of page counts (see ``PageTables.of``) inside the context, and do
-        not count the steps decoded there.
+        """Use a different table of page counts (see ``PageTables.of``) inside the context. Steps
+        that are decoded there are not counted.
         """
         changed = (self.pages.at_length, self.pages.top_k, self.rows.at_length)
         before = [each.clone() for each in changed]
@@ -171,10 +176,11 @@ class Runtime:
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
         """Return the factors by which the page counts of this worker's heads are multiplied in a
-        layer, int32 ``[kv_heads]`` in units of 1 / 256; None if the schedule has no head budgets.
+        layer, int32 ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head
+        budgets.
 
-        Tensor parallelism divides a layer's heads, in order, into equal parts for the ranks. If
-        there are fewer heads than ranks, each head is shared by the same number of ranks.
+        Tensor parallelism divides the heads of a layer, in order, into equal parts for the ranks.
+        If there are fewer heads than ranks, each head is shared by the same number of ranks.
         """
         if not self.decoding.schedule.head_budgets:
             return None
@@ -183,9 +189,9 @@ class Runtime:
         return row_K[first : first + kv_heads].to(self.pages.top_k.device, copy=True)
 
     def use_budget(self, budget: int) -> None:
-        """Switch drafts to another budget, given by its index in ``budgets``.
+        """Switch drafts to another budget, which is given by its index in ``budgets``.
 
-        Called on the host between cycles, without synchronising with the device.
+        This is called on the host between cycles, and does not synchronise with the device.
         """
         if budget == self.pages.budget:
             return
@@ -194,22 +200,24 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """End vLLM's warm-up: reset the counters, and allow prompts to set fp8 scales."""
+        """Mark the end of vLLM's warm-up: reset the counters, and allow prompts to set fp8
+        scales.
+        """
         self.counters()
         self.acceptance()
         if self.cache.fp8 is not None:
             self.cache.fp8.is_serving = True
 
     def renew_draft_weights(self) -> None:
-        """Mark the drafts' copy of the weights, if there is one, as stale; the next drafts then
-        copy the weights again.
+        """Mark the copy of the weights that drafts use, if there is one, as stale. The weights are
+        then copied again before the next drafts.
         """
         if self.drafting.weights is not None:
             self.drafting.weights.is_stale = True
 
     def count_preempted(self, sequences: int) -> None:
-        """Count sequences that vLLM has preempted: it dropped their cache and will prefill them
-        again.
+        """Count sequences that vLLM has preempted. vLLM has dropped their cache, and will prefill
+        them again.
         """
         self._counts["preemptions"] += sequences
 
@@ -218,8 +226,9 @@ class Runtime:
 
         Returns:
             int64 [4], to which the caller adds four sums over the sequences that were not in
-            prefill: tokens that the pass read, tokens that ordinary decoding would have read
-            instead, emitted tokens, and the number of sequences.
+            prefill: the number of tokens that the pass read, the number of tokens that ordinary
+            decoding would have read instead, the number of emitted tokens, and the number of
+            sequences.
         """
         return self.passes.count(drafts)
 
@@ -233,13 +242,13 @@ class Runtime:
         return self.passes.count_drafts()
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
-        """Count one dense pass of lossless mode in which every sequence gets one token, with no
-        drafts before or after.
+        """Count one dense pass of lossless mode in which every sequence gets one token, and which
+        has no drafts before or after it.
 
         Args:
-            computed: tokens that each sequence had in the cache before the pass. vLLM schedules the
-                pass after a verification before it has seen which drafts were rejected, so rejected
-                drafts are included there.
+            computed: number of tokens that each sequence had in the cache before the pass. This
+                includes rejected drafts if the pass follows a verification, because vLLM schedules
+                such a pass before it has seen which drafts were rejected.
         """
         self.passes.count_plain(computed)
 
@@ -258,9 +267,9 @@ class Runtime:
                 {name: getattr(s, name) for name in changed} for s in (started_with, schedule)
             )
             raise ConfigError(
-                "a running vLLM can change how many pages are kept, but not their layout or "
-                f"head_budgets; it was started with {ours}, got {theirs}; start a new engine for "
-                "this schedule"
+                "a running vLLM engine can change how many pages are kept, but not the page "
+                f"layout or head_budgets; it was started with {ours}, got {theirs}; start a new "
+                "engine for this schedule"
             )
         self._settle()
         self.pages.fill(schedule)
@@ -286,12 +295,12 @@ class Runtime:
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
                 f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; in "
-                "draft_schedule, keep only layers dense that are also dense in meter_schedule: "
-                f"{list(schedule.dense_layers)}"
+                "draft_schedule, leave no layers dense except those that are dense in "
+                f"meter_schedule: {list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:
-        """Return the counts of decode steps since the last call, and reset them; see
+        """Return the counts of decode steps since the last call, and reset the counts; see
         ``control.sparrow_counters``.
         """
         self._settle()
@@ -303,7 +312,9 @@ class Runtime:
         return counts
 
     def acceptance(self) -> dict[str, Any]:
-        """Report the acceptance of drafts since the last call (``control.sparrow_acceptance``)."""
+        """Report the acceptance of drafts since the last call; see
+        ``control.sparrow_acceptance``.
+        """
         cycles = self.passes.take_cycles()
         meter = self.drafting.meter
         if meter is None:
@@ -324,13 +335,13 @@ class Runtime:
         return report
 
     def describe(self) -> dict[str, Any]:
-        """Describe mode, kernels, schedule and layers, in plain types."""
+        """Describe the mode, kernels, schedule and layers, in plain types."""
         stored = self.cache.in_8_bits
         quantization = self.model.quantization
         copies = self.drafting.weights
         guesses = self.decoding.guess_tokens
         settings = self.decoding.to_dict() if self.is_lossless else {}
-        # The schedule may have changed since the start; ``schedule`` is the one in use.
+        # The schedule may have changed since the start; ``schedule`` is the current schedule.
         settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
@@ -351,7 +362,7 @@ class Runtime:
         }
 
     def _settle(self) -> None:
-        """Add the steps decoded under the current schedule to the counts."""
+        """Add the steps that were decoded under the current schedule to the counts."""
         settled = self.rows.take(
             [self.schedule.times(multiple) for multiple in self.budgets],
             self.pages.budget,
@@ -371,8 +382,8 @@ def _acceptance_report(acceptance: Any) -> dict[str, Any]:
 
 
 def find(vllm_config: Any) -> Runtime | None:
-    """Return the runtime shared by the attention layers of this worker's model; None if no layer
-    decodes with Sparrow.
+    """Return the runtime that the attention layers of this worker's model share. Return None if no
+    layer decodes with Sparrow.
     """
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     runtimes = (getattr(getattr(layer, "impl", None), "runtime", None) for layer in layers.values())

@@ -2,8 +2,8 @@
 
 ``check_names`` runs before memory is allocated, and looks for every private name and parameter of
 vLLM that Sparrow replaces or uses. ``run`` follows the warm-up. It runs decode steps of every layer
-with the layer's own KV cache, and a few steps of the model, and compares their results with known
-ones. Both functions raise a ConfigError that names the difference in one sentence.
+with the layer's own KV cache, and a few steps of the whole model, and compares the results with
+known results. Both functions raise a ConfigError that names the difference in one sentence.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -34,7 +34,9 @@ from sparrow.vllm.lossless.drafter import Drafter
 
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
-"""The check's sparse decode steps keep ``PAGES_BY_SCORE`` of ``RANKED_PAGES`` pages by score."""
+"""The sparse decode steps of the check rank ``RANKED_PAGES`` pages, and keep ``PAGES_BY_SCORE`` of
+them by score.
+"""
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
 """Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, which
@@ -42,17 +44,18 @@ gives most of the weight to few tokens. Each query is the best of ``CANDIDATES``
 ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
-"""The largest difference allowed between a layer's outputs and those computed in float32, for
-values between -1 and 1, by the dtype of the queries. Keys and values are exact in all dtypes, so
-the kernels' rounding is the only source of error.
+"""The largest difference that is allowed between a layer's outputs and outputs computed in float32,
+by the dtype of the queries. Values are between -1 and 1. Keys and values are exact in all dtypes,
+so the only source of error is rounding in the kernels.
 """
 STEP_TOKENS = 160
 """Maximum length of the sequence with which the model is checked."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""Bounds on the distance between log-probs and those of a dense pass, relative to the latter's
-spread, by the size of the model's dtype in bytes. Passes of different shapes round differently.
-``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit weights.
+"""Bounds on the distance between log-probs and those of a dense pass, by the size of the model's
+dtype in bytes. The distance is relative to the spread of the dense log-probs. It is not 0 because
+passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
+weights.
 """
 
 
@@ -60,7 +63,8 @@ spread, by the size of the model's dtype in bytes. Passes of different shapes ro
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Return the owner of ``module:name`` or ``module:Class.name``, the name, and the object.
+    """Find ``module:name`` or ``module:Class.name``. Return the owner of the name, the name itself,
+    and the object to which it refers.
 
     Raises ImportError, AttributeError: this vLLM has no such name.
     """
@@ -93,7 +97,9 @@ def check_name(target: str, parameters: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """A name in vLLM that Sparrow uses unchanged, with the parameters or fields that it needs."""
+    """A name in vLLM that Sparrow uses unchanged, with the parameters or fields that Sparrow
+    needs.
+    """
 
     target: str
     parameters: tuple[str, ...] = ()
@@ -212,15 +218,15 @@ WITH_ADAPTERS = (
     Read("vllm.lora.model_manager:LoRAModelManager.lora_slots"),
     Read("vllm.lora.layers:LogitsProcessorWithLoRA"),
 )
-"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces; the last ones in
-lossless mode with LoRA.
+"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces.
+``WITH_ADAPTERS`` is for lossless mode with LoRA.
 """
 
 
 def check_names(
     patches: Iterable[Any], is_lossless: bool, on_cpu: bool, has_adapters: bool
 ) -> None:
-    """Look for every name and parameter that Sparrow will use in this process.
+    """Check that every name and parameter that Sparrow will use in this process exists.
 
     Args:
         patches: the patches that the engine will apply (``patches.Patch``).
@@ -258,10 +264,10 @@ def _refusal(what: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences that a check found, all of them within their bounds."""
+    """The largest differences that a check found. All of them are within their bounds."""
 
     layers: float  # largest difference in attention outputs
-    steps: float  # largest difference in log-probs, relative to their spread
+    steps: float  # largest difference in log-probs, relative to the spread of log-probs
 
 
 @torch.inference_mode()
@@ -269,7 +275,7 @@ def run(worker: Any, runtime: Any) -> Differences:
     """Check the kernels, graphs and cache of a worker before the worker serves requests. Every
     worker runs the same check.
 
-    The check clears the cache blocks that it used. The counters include its steps.
+    The check clears the cache blocks that it used. The counters include the steps of the check.
 
     Raises ConfigError: the engine computes a wrong result.
     """
@@ -320,7 +326,7 @@ def _bytes_of(layer: Any) -> Tensor:
 
 def check_addresses(drafter: Drafter) -> None:
     """Check the CUDA graphs of draft steps. Raises ConfigError: a graph was captured with a tensor
-    that has moved since.
+    that has been moved since.
     """
     now = drafter.addresses()
     for name, address in drafter.captured_over.items():
@@ -337,7 +343,8 @@ def check_addresses(drafter: Drafter) -> None:
 class Known:
     """Keys, values and queries of one layer for which the result of attention is known."""
 
-    key_KTD: Tensor  # float32, multiples of 1/4 from -1 to 1, which are exact in every dtype
+    # float32; the values are multiples of 1/4 from -1 to 1, which are exact in every dtype
+    key_KTD: Tensor
     value_KTD: Tensor
     key_scale_K: (
         Tensor  # factors by which keys and values are multiplied before the layer stores them
@@ -360,18 +367,19 @@ class Place:
 
 
 def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
-    """Store known keys and values in every layer's cache as the engine does, and decode from them.
+    """Store known keys and values in the cache of every layer, as the engine does, and run decode
+    steps that read them.
 
-    With every page kept, the outputs must equal those of plain attention over the keys and values.
-    With few pages kept, they must equal those of ``attention.reference``, which computes its own
-    landmarks. Nothing may be stored outside the tokens' blocks.
+    If every page is kept, the outputs must equal those of plain attention over the keys and values.
+    If few pages are kept, the outputs must equal those of ``attention.reference``, which computes
+    its own landmarks. Nothing may be stored outside the blocks of the tokens.
 
     Args:
-        layers: the layers in the order of the model; layers that run only vLLM's own attention are
+        layers: the layers, in the order of the model. Layers that run only vLLM's own attention are
             skipped.
         model: vLLM's ``ModelConfig``.
 
-    Returns the largest difference of an output; 0 without layers to check.
+    Returns the largest difference of an output, or 0 if there are no layers to check.
 
     Raises ConfigError: a layer fails one of these checks.
     """
@@ -408,8 +416,8 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
 
 
 def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
-    """Choose blocks for more pages than are kept, counting down from the last block; every second
-    block is used if there are enough.
+    """Choose blocks for more pages than are kept. Blocks are taken from the end of the cache
+    backwards; if there are enough, only every second block is used.
     """
     blocks, _, N, _ = keys.shape
     P = layout.page_size
@@ -429,7 +437,7 @@ def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
 
 
 def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed: int) -> Known:
-    """Sample keys, values and queries whose scores vary so much that few tokens have most of the
+    """Sample keys, values and queries. Their scores vary so much that few tokens have most of the
     weight.
     """
     impl = layer.impl
@@ -443,7 +451,7 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
     key_scale_K = value_scale_K = torch.ones(K, device=device)
     if impl.fp8_scales is not None:
         scales = impl.fp8_scales.values
-        if runtime.is_lossless:  # vLLM stores the tokens, with its own scales
+        if runtime.is_lossless:  # vLLM stores the tokens here, with its own scales
             scales = CacheScales(layer._k_scale, layer._v_scale)
         key_scale_K = key_scale_K * scales.k
         value_scale_K = value_scale_K * scales.v
@@ -455,9 +463,10 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """Choose, for each row and kv head, the query whose page scores differ most among C candidates.
+    """For each row and kv head, choose among C candidates the query whose page scores differ most
+    from each other.
 
-    With such queries, the kernel and the reference rank the pages equally in spite of rounding.
+    With such queries, the kernel and the reference rank pages in the same order, despite rounding.
     """
     C, B, H, _ = query_CBHD.shape
     K, T, _ = key_KTD.shape
@@ -476,7 +485,9 @@ def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
 def _store(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, dtype: torch.dtype
 ) -> None:
-    """Store the tokens and their landmarks; the newest token is stored as in a decode step."""
+    """Store the tokens and their landmarks. The newest token is stored as it would be in a decode
+    step.
+    """
     for layer, own in zip(layers, known, strict=True):
         key_TKD = (own.key_KTD * own.key_scale_K[:, None, None]).transpose(0, 1)
         value_TKD = (own.value_KTD * own.value_scale_K[:, None, None]).transpose(0, 1)
@@ -508,9 +519,9 @@ def _decode(
     """Run one decode step of every layer, with rows of different lengths; the last ``tokens`` tokens
     of each are new.
 
-    Returns the largest difference of an output from the known one.
+    Returns the largest difference between an output and the known output.
 
-    Raises ConfigError: an output differs from the known one.
+    Raises ConfigError: an output differs from the known output by more than rounding explains.
     """
     from sparrow.vllm.backend import Step
 
@@ -647,14 +658,15 @@ class _Sequence:
 
 
 def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> float:
-    """Decode a sequence as the engine does, with every page kept, and compare its log-probs with
+    """Decode a sequence as the engine does, but with every page kept. Compare its log-probs with
     those of a dense pass over the same tokens.
 
-    In lossless mode the decoding is one cycle: drafts, which run as CUDA graphs if the engine
-    captures them, and a pass that verifies them. The log-probs of that pass are then compared with
-    those of a dense prefill.
+    In lossless mode, one cycle is decoded. It consists of drafts, which run as CUDA graphs if the
+    engine captures such graphs, and a pass that verifies the drafts. The log-probs of this pass are
+    then compared with those of a dense prefill.
 
-    Returns the largest distance (``distance``); 0 where this worker has no log-probs to compare.
+    Returns the largest distance (see ``distance``), or 0 if this worker has no log-probs to
+    compare.
 
     Raises ConfigError: the log-probs differ by more than rounding explains.
     """
@@ -666,7 +678,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is not None:
         k = min(n for n in setup.draft_choices(runtime.decoding) if n)
     groups = cache.kv_cache_groups
-    half = (cache.num_blocks - 1) // (2 * len(groups))  # blocks per sequence in each group
+    # number of blocks per sequence in each group
+    half = (cache.num_blocks - 1) // (2 * len(groups))
     room = min(
         STEP_TOKENS,
         config.model_config.max_model_len,
@@ -713,12 +726,12 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     for number, group in enumerate(groups):
         for layer in layers:
             if layer.layer_name in group.layer_names:
-                # The kernels' blocks may be smaller than the scheduler's.
+                # The blocks of the kernels may be smaller than those of the scheduler.
                 parts = len(layer.kv_cache) // cache.num_blocks
                 emptied = [block * parts + part for block in used[number] for part in range(parts)]
                 _bytes_of(layer)[emptied] = 0
 
-    if not decoded or not expected:  # vLLM may compute a step's logits in another worker
+    if not decoded or not expected:  # vLLM may have computed the logits of a step in another worker
         return 0.0
     bound = LOG_PROB_BOUNDS[config.model_config.dtype.itemsize]
     if speculator is None:
@@ -741,7 +754,7 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> flo
 
 def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
     """Return the root mean square difference of log-probs, relative to the standard deviation of
-    the expected ones; infinity if a log-prob is finite in only one of the two tensors.
+    the expected log-probs. Return infinity if a log-prob is finite in only one of the two tensors.
     """
     V = min(found_TV.shape[-1], expected_TV.shape[-1])
     found, expected = (x[..., :V].double().log_softmax(-1) for x in (found_TV, expected_TV))
@@ -769,8 +782,8 @@ def _unmetered(runtime: Any) -> Iterator[None]:
 
 @contextmanager
 def _logits_of(model: Any) -> Iterator[list[Tensor]]:
-    """Collect copies of the logits that ``compute_logits`` returns inside the context, made before
-    a sampler changes them.
+    """Collect copies of the logits that ``compute_logits`` returns inside the context. The copies
+    are made before a sampler changes the logits.
     """
     kept: list[Tensor] = []
     own = vars(model).get("compute_logits")

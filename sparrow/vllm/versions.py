@@ -1,4 +1,4 @@
-"""Versions of vLLM: which are supported, and how they differ.
+"""Versions of vLLM: which of them are supported, and how they differ.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26"
-"""Versions that Sparrow runs in, as the extra ``vllm`` of pyproject.toml installs them.
-
-Earlier versions keep the cache in another layout, and their rejection sampling is slightly biased.
+"""Versions of vLLM that Sparrow supports, the same as in the ``vllm`` extra of pyproject.toml.
+Earlier versions store the cache in another layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
 PROVEN = {
@@ -31,15 +30,16 @@ PROVEN = {
     "0.32": "2.11",
     "0.33": "2.11",
 }
-"""Versions of vLLM found exact on GPUs in both modes, with the torch that each ran with
-(``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
+"""Versions of vLLM with which Sparrow was found to be exact on GPUs in both modes, each with its
+version of torch (``benchmarks/results/vllm_versions``). Other versions also start if their
+self-check passes.
 """
 
 
 def check(on_cpu: bool) -> None:
-    """Check that Sparrow runs in the vLLM of this process.
+    """Check that Sparrow supports the vLLM of this process.
 
-    Raises ConfigError: Sparrow does not run in this version, or not on a CPU.
+    Raises ConfigError: Sparrow does not run in this version, or does not run in it on a CPU.
     """
     import vllm
 
@@ -56,7 +56,9 @@ def check(on_cpu: bool) -> None:
 
 
 def known() -> str:
-    """Describe this vLLM and torch, and the versions with which Sparrow was found to be exact."""
+    """Describe the versions of vLLM and torch in this process, and the versions with which Sparrow
+    was found to be exact.
+    """
     import vllm
 
     torches = sorted(set(PROVEN.values()))
@@ -67,14 +69,15 @@ def known() -> str:
 
 
 def drafts_have_own_noise() -> bool:
-    """Return whether vLLM draws drafts with different noise from the tokens that replace rejected
-    ones, as it has done since 0.30.
+    """Return whether vLLM uses different noise to draw drafts and to draw the tokens that replace
+    rejected drafts, as it has done since 0.30.
     """
     return "is_drafting" in _parameters_of_gumbel_sample()
 
 
 def draft_logits_argument() -> str:
-    """Name the parameter of ``gumbel_sample`` for the tensor where it stores the logits.
+    """Return the name of the parameter of ``gumbel_sample`` for the tensor in which it stores the
+    logits.
 
     vLLM 0.28 and later store the model's logits (``logits_cache``). Earlier versions divide by the
     temperature first.
@@ -90,7 +93,7 @@ def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
 
 
 def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a layer's cache on CUDA, ``[blocks, K, N, 2 D]`` with any strides, into two views
+    """Split the cache of a layer on CUDA, ``[blocks, K, N, 2 D]`` with any strides, into two views
     ``[blocks, K, N, D]``.
     """
     keys, values = kv_cache.chunk(2, dim=-1)
@@ -98,8 +101,8 @@ def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """Make the same two views of a layer's cache on CPU, where vLLM stores a block's keys
-    transposed, ``[D, N]``.
+    """Make the same two views of the cache of a layer on a CPU, where vLLM stores the keys of a
+    block transposed, ``[D, N]``.
 
     Raises ConfigError: the kernels for this instruction set pack keys in another order.
     """

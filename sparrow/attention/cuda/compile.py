@@ -1,5 +1,5 @@
-"""Compile CUDA C++ on the user's machine with the NVRTC that comes with torch, and launch it on
-torch's stream.
+"""Compile CUDA C++ on the user's machine with the NVRTC that comes with torch, and launch the
+kernel on torch's stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kernel:
     ) -> None:
         driver, _ = _bindings()
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes torch create the context
+            torch.cuda.current_stream()  # this call makes torch create the CUDA context
             target = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
             code, _ = compiled(file, tuple(defines.items()), target)
             self._module = _call(driver.cuModuleLoadData, code)
@@ -64,7 +64,9 @@ class Kernel:
         self._launch = driver.cuLaunchKernelEx
 
     def __call__(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
-        """Launch on the current stream; this launch may begin before the preceding one has ended."""
+        """Launch on the current stream. The launch may begin before the preceding launch has
+        ended.
+        """
         config = self._config
         config.gridDimX = programs
         config.blockDimX = threads
@@ -77,8 +79,8 @@ class Kernel:
 def compiled(
     file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str
 ) -> tuple[bytes, str]:
-    """Compile ``file`` for ``target`` (such as ``sm_90``), without a GPU; return the machine code
-    and the compiler's log.
+    """Compile ``file`` for ``target`` (such as ``sm_90``), which does not need a GPU. Return the
+    machine code and the compiler's log.
     """
     _, nvrtc = _bindings()
     folder = Path(__file__).parent

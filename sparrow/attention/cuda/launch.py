@@ -1,6 +1,7 @@
-"""Launcher for the CUDA kernel: its limits, the division of a batch, and its arguments.
+"""Launcher for the CUDA kernel, with the kernel's limits, the division of a batch, and the kernel's
+arguments.
 
-Shapes as in ``attention/decode.py``.
+Shapes: as in ``attention/decode.py``.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ MAX_GROUP = 16
 MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
-SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
-# Triton is faster below this many items per multiprocessor, because it ranks a row with several
-# programs.
+SHARED = 16  # number of words in program.cuh's struct ``Shared``, in addition to 3 words per warp
+# If there are fewer items per multiprocessor than this, Triton is faster, because it ranks a row
+# with several programs.
 FEW_ITEMS = 0.3
 
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Launch parameters that determine how a decode step is divided into programs."""
+    """Launch parameters, which determine how a decode step is divided into programs."""
 
-    warps: int  # warps per program, a power of 2
-    stages: int  # pages in flight per warp
-    resident: int  # programs that should fit on a multiprocessor
-    # approximate number of parts per row; with 1, only rows far longer than the mean are divided
+    warps: int  # number of warps per program, a power of 2
+    stages: int  # number of pages in flight per warp
+    resident: int  # number of programs that should fit on a multiprocessor
+    # approximate number of parts per row; if 1, only rows far longer than the mean are divided
     parts: int = 1
     part_pages: int = 8  # minimum number of kept pages per part
-    # whether every part of a row ranks the row's pages; otherwise, the first part does, and the
-    # others wait for its list
+    # whether every part of a row ranks the row's pages; otherwise, the first part ranks them, and
+    # the other parts wait for its list
     each_ranks: bool = False
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
-        """Compute the shared memory of a program whose rows have up to ``capacity`` pages; each key
-        takes ``key_bytes``, including its scale.
+        """Compute the shared memory, in bytes, of a program whose rows have up to ``capacity``
+        pages. Each key has ``key_bytes`` bytes, including its scale.
         """
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
         pages = capacity * 4 + capacity // 4
@@ -64,11 +65,12 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division to request when a step is planned. If a row's other parts wait for its
-        first part, that part starts earlier and never waits.
+        """Return the division to request when a step is planned. If the first part of a row ranks
+        pages for the row's other parts, it starts before them and never waits.
         """
         if self.parts > 1:
-            # Resident programs are not limited: parts are as small as their number allows.
+            # The number of resident programs is not limited, so parts are as small as their number
+            # allows.
             extra = (self.parts - 1) * items
             resident = 2**30
         else:
@@ -97,12 +99,12 @@ def choose_config(
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
     else:
-        # At 1 to 1.5 items per multiprocessor, whole rows would leave a third of the
+        # With 1 to 1.5 items per multiprocessor, undivided rows would leave a third of the
         # multiprocessors idle.
         parts = 4 if items <= 1.5 * limits.multiprocessors else 1
         config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
-    # Smaller elements get more stages and larger heads fewer warps, which keeps the number of bytes
-    # in flight.
+    # Smaller elements get more stages, and larger heads get fewer warps, so that the number of
+    # bytes in flight stays the same.
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)
     if head_dim * dtype.itemsize > 256:
         config = replace(config, warps=config.warps // 2)
@@ -111,7 +113,7 @@ def choose_config(
         needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)
         return needed <= (limits.shared_memory + 1024) // config.resident - 1024
 
-    # The results of up to 16 queries or more, in float32, take the place of the pages in flight.
+    # The float32 results of the queries are stored in the buffers of the pages in flight.
     least = -(-max(16, queries) // (8 * dtype.itemsize))
     while config.stages > least and not fits(config):
         config = replace(config, stages=config.stages - 1)
@@ -126,7 +128,9 @@ def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def few_rows(kv_heads: int, device: torch.device) -> int:
-    """Return the largest number of rows for which Triton's launches are faster than this kernel."""
+    """Return the largest number of rows for which the Triton kernels are faster than this
+    kernel.
+    """
     return int(FEW_ITEMS * device_limits(device).multiprocessors) // kv_heads
 
 
@@ -203,14 +207,14 @@ def run(
     reuse_plan: bool = False,
     config: CudaConfig | None = None,
 ) -> Tensor:
-    """Compute one decode step (see ``sparrow.attention.paged_decode``); tests pass ``config`` to
+    """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
     With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
     ``triton.store_tokens`` permits this early start, and nothing but the newest tokens may depend
     on that launch.
     """
-    assert workspace is not None  # ``check`` refuses None
+    assert workspace is not None  # ``check`` has refused None
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -269,8 +273,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Launches:
-    """The two launches of a decode step, plan and attention, with their arguments; benchmarks time
-    each separately.
+    """The two launches of a decode step, plan and attention, with their arguments. Each has its own
+    method, so that benchmarks can time it separately.
     """
 
     def __init__(
@@ -298,7 +302,7 @@ class Launches:
 
     @property
     def defines(self) -> dict[str, int]:
-        """Macros for which the kernel is compiled."""
+        """Macros with which the kernel is compiled."""
         b = self.batch
         c = self.config
         return dict(

@@ -21,28 +21,29 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 MAX_PAGES = 16384
-SCORE_BYTES = 2**27  # scratch memory for the scores of one chunk of positions
-# Tile sizes for heads of 256 bytes. For the output and the queries' gradients: keys per loop
-# iteration, warps and pipeline stages. For the keys' and values' gradients: query rows per
-# iteration, keys per program, warps and stages.
+SCORE_BYTES = 2**27  # bytes of scratch memory for the scores of one chunk of positions
+# Tile sizes for heads of 256 bytes. FORWARD_TILES (for the output) and QUERY_TILES (for the
+# queries' gradients) contain the keys per loop iteration, warps and pipeline stages. KEY_TILES (for
+# the keys' and values' gradients) contains the query rows per iteration, keys per program, warps
+# and stages.
 FORWARD_TILES = (64, 4, 3)
 QUERY_TILES = (64, 4, 2)
 KEY_TILES = (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
-    """Pages that each position keeps."""
+    """The pages that each position keeps."""
 
     # int32 [B * K, tiles, N]; bit i is set if position ``tile * BT + i`` keeps the page
     masks: Tensor
-    # int64 [B * K, tiles, N]; the pages that any position of the tile keeps, in order, with their
-    # masks
+    # int64 [B * K, tiles, N]; the pages that at least one position of the tile keeps, in order,
+    # with their masks
     lists: Tensor
     counts: Tensor  # int32 [B * K, tiles]; number of pages in each tile's list
 
 
 class Kept(NamedTuple):
-    """Results that a repeated call does not need to recompute."""
+    """Results that a repeated call can reuse."""
 
     selection: Selection
     out: Tensor
@@ -50,7 +51,7 @@ class Kept(NamedTuple):
 
 
 class _Context(Protocol):
-    """State that autograd carries from the forward to the backward pass."""
+    """State that autograd passes from the forward pass to the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     options: tuple[PageLayout, float]
@@ -72,7 +73,7 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Attend from every position to the pages that decoding would have read; see
+    """Let every position attend to the pages that it would have read during decoding; see
     ``sparrow.attention.teacher_forced``.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
@@ -123,7 +124,7 @@ class _TeacherForced(torch.autograd.Function):
 
 
 class Call:
-    """Kernel launches of one call, for arguments that ``teacher_forced`` has checked."""
+    """The kernel launches of one call, whose arguments ``teacher_forced`` has checked."""
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Return how many rows of two tensors to load per step of a loop: fewer than ``rows`` if
-        rows are wide or shared memory is small.
+        """Return how many rows of two tensors a loop should load per step. This is fewer than
+        ``rows`` if rows are wide or shared memory is small.
         """
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
@@ -190,16 +191,16 @@ class Call:
     def select(
         self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None, tokens: int = 1
     ) -> Selection:
-        """Select the pages of every position, one chunk of positions at a time; decode steps have
-        ``tokens`` tokens.
+        """Select the pages of every position, one chunk of positions at a time. Each decode step
+        has ``tokens`` tokens.
         """
         layout = self.layout
         device = self.q.device
         N = self.N
         P = layout.page_size
         K = self.K
-        # A chunk has as many positions as the scratch memory for scores allows, rounded down to a
-        # power of 2.
+        # The scratch memory for scores limits the number of positions in a chunk, which is rounded
+        # down to a power of 2.
         room = 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)
         C = max(32, min(triton.next_power_of_2(self.T), room))
 
@@ -297,7 +298,9 @@ class Call:
         return selection
 
     def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Compute the output, and the base-2 log-sum-exp ``[B, H, T]`` of each position."""
+        """Compute the output, and the base-2 log-sum-exp of each position and head,
+        ``[B, H, T]``.
+        """
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
@@ -326,8 +329,8 @@ class Call:
     def query_gradient(
         self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of the queries, and ``delta`` ``[B, H, T]``: the dot product of each
-        position's output and the output's gradient.
+        """Compute the gradient of the queries, and ``delta`` ``[B, H, T]``, the dot product of each
+        position's output with the gradient of that output.
         """
         d_q = torch.zeros_like(self.q)
         delta = torch.empty_like(lse)
@@ -402,8 +405,8 @@ class Call:
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """List, for each run of pages, the positions that keep any page of the run; return the ends
-        of the lists, ``[B * K * runs]``, and the concatenated lists.
+        """For each run of pages, list the positions that keep at least one page of the run. Return
+        where each list ends, ``[B * K * runs]``, and the concatenated lists.
         """
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)

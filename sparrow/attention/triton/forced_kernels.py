@@ -1,12 +1,13 @@
-"""Triton kernels for the output and the gradients of teacher-forced page attention, for pages that
-``forced_select`` has chosen.
+"""Triton kernels for the output and the gradients of teacher-forced page attention. The pages were
+chosen by ``forced_select``.
 
 Queries are divided into tiles of BT consecutive positions times the G heads of a group. For each
-page, a bit mask specifies the positions of a tile that keep the page (``masks``: bit i is the
-tile's i-th position). The pages that any position of a tile keeps are listed, and the tile's
-program reads exactly these pages. For the gradients of keys and values, the same bits are turned
-into lists of the positions that keep any page of a run of adjacent pages, and one program per run
-reads exactly these positions. There are no atomic additions, so results are bitwise deterministic.
+page and tile, a bit mask specifies the positions of the tile that keep the page (``masks``: bit i
+is the tile's i-th position). Each tile has a list of the pages that at least one of its positions
+keeps, and the tile's program reads exactly these pages. For the gradients of keys and values, the
+same bits are turned into a list for each run of adjacent pages. It contains the positions that keep
+at least one page of the run, and one program per run reads exactly these positions. There are no
+atomic additions, so results are bitwise deterministic.
 
 Everything is indexed by position in the sequence; columns before a row's start and after its end
 are never read.
@@ -24,8 +25,8 @@ from sparrow.attention.triton.kernels import load_rows
 
 @triton.jit
 def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Count the listed pages that end before a tile begins; the rest of the list consists of the
-    tile's own pages.
+    """Count the listed pages that end before a tile begins. The remaining pages of the list contain
+    the tile's own tokens.
     """
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
@@ -33,8 +34,8 @@ def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
-    """Return the positions of the tokens of NP listed pages, concatenated, and the masks of the
-    positions that keep them, which are empty for entries beyond ``end``.
+    """Return the positions of the tokens in NP listed pages, concatenated. Also return the masks of
+    the positions that keep these tokens; masks of entries beyond ``end`` are empty.
     """
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
     mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
@@ -65,7 +66,7 @@ def _attend(
     P: tl.constexpr,
     NP: tl.constexpr,
 ):
-    # Entries are loaded one step early, so that the software pipeline has no dependent loads.
+    # List entries are loaded one step early, so that the software pipeline has no dependent loads.
     slot = begin + tl.arange(0, NP)
     entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
     for _ in range(begin, end, NP):
@@ -125,10 +126,10 @@ def forward_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Compute the attention of one tile to the tile's pages, and the base-2 logarithm of each row's
-    softmax denominator.
+    """Compute the attention of one tile to the pages in its list, and the base-2 logarithm of each
+    row's softmax denominator.
     """
-    tile = TILES - 1 - tl.program_id(0)  # tiles with the longest history run first
+    tile = TILES - 1 - tl.program_id(0)  # tiles with the most preceding tokens run first
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     size = tl.load(length + b).to(tl.int32)
@@ -289,8 +290,8 @@ def query_gradient_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Compute the gradient of one tile's queries from the same pages, and ``delta``, the dot
-    product of each row's output and the output's gradient.
+    """Compute the gradient of one tile's queries from the pages in its list. Also compute
+    ``delta``, the dot product of each row's output with the gradient of that output.
     """
     tile = TILES - 1 - tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
@@ -377,7 +378,7 @@ def query_gradient_kernel(
 def _readers(
     masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr
 ):
-    """Return the pages that positions of ROWS tiles keep, as bits ``[ROWS, BT, runs]``: bit i is
+    """Return which pages the positions of ROWS tiles keep, as bits ``[ROWS, BT, runs]``. Bit i is
     the i-th page of a run.
     """
     tile = row + tl.arange(0, ROWS)
@@ -406,7 +407,9 @@ def reader_count_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Count the positions that keep any page of each run: ``[B, K, RUNS]``."""
+    """Count, for each run, the positions that keep at least one page of the run:
+    ``[B, K, RUNS]``.
+    """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -433,8 +436,8 @@ def reader_list_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """List, for each run, the positions that keep any page of the run, in order; the low PAGES bits
-    of an entry specify the pages.
+    """List, for each run, the positions that keep at least one page of the run, in order. The low
+    PAGES bits of an entry specify which pages the position keeps.
     """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
@@ -454,7 +457,9 @@ def reader_list_kernel(
 
 @triton.jit
 def _add(total, lost, part, COMPENSATED: tl.constexpr):
-    """Return ``total + part`` and, if COMPENSATED, the rounding error of the sum (Kahan)."""
+    """Return ``total + part`` and, if COMPENSATED, the rounding error of the sum (Kahan
+    summation).
+    """
     if COMPENSATED:
         part -= lost
         before = total
@@ -511,11 +516,11 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Compute the gradients of one run's keys and values, in a loop over the positions that keep
-    any page of the run, BT at a time.
+    """Compute the gradients of one run's keys and values. A loop goes over the positions that keep
+    at least one page of the run, BT positions at a time.
 
-    Every position keeps the first page, and the rounding error of its sums would grow with the
-    length, so float32 sums are compensated.
+    Float32 sums are compensated: every position keeps the first page, so the rounding error of that
+    page's sums would grow with the length.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)

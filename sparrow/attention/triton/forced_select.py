@@ -1,7 +1,7 @@
-"""Triton kernels that select pages for teacher forcing: bits for each position, and a list of pages
-for each tile of positions.
+"""Triton kernels that select pages for teacher forcing. The result consists of bits for each
+position, and a list of pages for each tile of positions.
 
-Shapes as in ``forced_kernels``; C positions in a chunk.
+Shapes: as in ``forced_kernels``, and C positions in a chunk.
 """
 
 import triton
@@ -30,8 +30,8 @@ def landmark_kernel(
     TILE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Compute the mean keys ``[B, K, N, D]`` of full pages, and zeros for other pages. With FP8,
-    means are rounded to e4m3 values but stored in the keys' dtype.
+    """Compute the mean keys of full pages, ``[B, K, N, D]``; entries of other pages are zero. With
+    FP8, means are rounded to e4m3 values, but stored in the keys' dtype.
     """
     item = tl.program_id(1).to(tl.int64)
     b = item // K
@@ -58,8 +58,8 @@ def landmark_kernel(
 
 @triton.jit
 def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """Return each tile row's position and head (clamped to valid values), the bit of its position
-    in masks, and whether the row is valid.
+    """For each row of a tile, return its position and head (clamped to valid values), the bit that
+    its position has in masks, and whether the row is valid.
     """
     row = tl.arange(0, BT * GP)
     position = tile * BT + row // GP
@@ -70,8 +70,8 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def selecting_position(position, prompt, STEP: tl.constexpr):
-    """Return the position whose query selects the pages for ``position``: the first one of its
-    decode step, which has STEP tokens.
+    """Return the position whose query selects the pages for ``position``. This is the first
+    position of the same decode step; a decode step has STEP tokens.
     """
     since_prompt = position - prompt
     return tl.where(since_prompt < 0, position, position - since_prompt % STEP)
@@ -108,7 +108,8 @@ def score_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute the scores ``[B, K, C, pages]`` of C positions, starting with ``first``.
+    """Compute the scores ``[B, K, C, pages]`` of C positions, starting with ``first``. Scores are
+    summed over the group, because the sum ranks pages in the same order as the mean.
 
     Tiles whose positions all keep every page are skipped.
     """
@@ -164,7 +165,9 @@ def select_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute ``select_pages`` as bits ``[B, K, C, BLOCK / 32]``: the pages each position keeps."""
+    """Compute ``select_pages``: the pages that each position keeps, as bits
+    ``[B, K, C, BLOCK / 32]``.
+    """
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     position = first + tl.program_id(0)
@@ -207,8 +210,8 @@ def tile_kernel(
     WORDS: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """Turn a chunk's bits into each page's mask over a tile's positions, and list the pages whose
-    mask is not empty.
+    """Turn a chunk's bits into masks: one mask per page, with a bit for each position of a tile.
+    Also list the pages whose mask is not empty.
 
     A list entry contains the page in its lower half and the mask in its upper half.
     """

@@ -1,17 +1,18 @@
 """Triton kernels for page-sparse decoding: rank pages, and attend to the kept pages.
 
 A row's kept pages are a list of page ids in sequence order. The "kept tokens" are the tokens of
-these pages, concatenated: a single index runs over them whatever the page size, and only the last
-page may be partly filled. A row's length and top_k are read on the device, and the grid depends on
-shapes alone, so a captured CUDA graph remains valid when lengths and budgets change. ``pages.py``
-specifies what the kernels compute.
+these pages, concatenated. A single index runs over the kept tokens, whatever the page size, and
+only the last page may be partly filled. A row's length and top_k are read on the device, and the
+grid depends on shapes alone, so a captured CUDA graph remains valid when lengths and budgets
+change. ``pages.py`` specifies what the kernels compute.
 
-A row has T new tokens. The first one's query ranks the pages; all C = G * T queries of an item read
-the kept pages, and each sees the new tokens up to its own. These are the last of the kept tokens.
+A row has T new tokens. The query of the first new token ranks the pages. All C = G * T queries of
+an item read the kept pages, and each query sees the new tokens up to its own token. The new tokens
+are the last of the kept tokens.
 
-Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, C = G * T queries of
-an item, CP at least C, D head dim, P page size, N pages, M blocks in a row of the block table. An
-item is a pair of a sequence and a kv head. A block of the cache consists of PER_BLOCK = block
+Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, C = G * T queries
+of an item (padded to CP), D head dim, P page size, N pages, M blocks in a row of the block table.
+An item is a pair of a sequence and a kv head. A block of the cache consists of PER_BLOCK = block
 tokens / P pages; page id = block * PER_BLOCK + page within the block.
 """
 
@@ -25,8 +26,8 @@ from sparrow.attention.triton.score import page_scores, ranking_query
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
 # The search for the threshold splits the range of scores this many times, which is enough for
-# ordinary scores. Difficult cases (ties, or an outlier that stretches the range) continue on the
-# scores' bit patterns, for at most 21 more steps.
+# ordinary scores. In difficult cases (ties, or an outlier that widens the range), the search
+# continues on the scores' bit patterns, for at most 21 more steps.
 FLOAT_STEPS = tl.constexpr(12)
 
 
@@ -40,8 +41,8 @@ def _split_work(work, split, used, TILE: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, expected):
-    """Count this program's arrival, and return whether it is the last of ``expected`` programs; the
-    last program sees the stores of all others.
+    """Count this program's arrival, and return whether it is the last of ``expected`` programs to
+    arrive. The last program sees what all other programs have stored.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -52,7 +53,9 @@ def _arrives_last(counter, expected):
 
 @triton.jit
 def _order(bits):
-    """Map the bits of a float to an int32 that preserves the order of floats, or map back."""
+    """Map the bits of a float to an int32 so that the order of floats is preserved; the same
+    function maps back.
+    """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -67,7 +70,7 @@ def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
     """Load one row of ``D`` elements from each block, at the address ``base_T1`` plus the block's
-    offset; zeros pad rows to ``DP``, and replace rows that are not ``inside``.
+    offset. Rows are padded to ``DP`` with zeros, and rows that are not ``inside`` are zeros.
     """
     d = tl.arange(0, DP)
     rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
@@ -103,10 +106,11 @@ def _score(
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
     """Find the ranked pages above the threshold, the pages tied at the threshold, and how many of
-    the tied pages to keep so that ``budget`` pages are kept.
+    the tied pages must be kept for a total of ``budget`` pages.
 
-    The threshold is found in steps. Each step counts how many scores reach each of two guesses,
-    until exactly ``budget`` scores reach a guess or only one possible value is left.
+    The threshold is found in steps, each of which counts how many scores reach each of two guesses.
+    The search ends when exactly ``budget`` scores reach a guess, or when only one possible value is
+    left.
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
@@ -131,7 +135,7 @@ def above_and_tied(score, is_ranked, ranked, budget):
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         second = tl.minimum(tl.maximum(second, first), high - 1)
-        # One sum holds both counts: its upper half counts the keys that reach the second guess.
+        # One sum contains both counts: its upper half counts the keys that reach the second guess.
         count = tl.sum(tl.where(key >= second, 0x10001, tl.where(key >= first, 1, 0)), 0)
         at_first = count & 0xFFFF
         at_second = count >> 16
@@ -159,8 +163,8 @@ def _select_block(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace the scores in ``row`` with the ids of the kept pages, in order; ``BLOCK`` is at least
-    ``pages``.
+    """Replace the scores in ``row`` with the ids of the kept pages, in order. ``BLOCK`` must be at
+    least ``pages``.
 
     Among pages tied at the threshold, the earlier pages are kept.
     """
@@ -176,7 +180,7 @@ def _select_block(
     before = tl.cumsum(both, 0) - both
     tied_before = before >> 16
     position = (before & 0xFFFF) + tl.minimum(tied_before, need)
-    tl.debug_barrier()  # every thread has read its scores before the list overwrites them
+    tl.debug_barrier()  # all threads must have read their scores before the list overwrites them
     ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(
         ids + position, block * PER_BLOCK + n % PER_BLOCK, mask=kept | (tied & (tied_before < need))
@@ -194,8 +198,8 @@ def _select(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Call ``_select_block`` with a width that fits the row, so that short rows in a wide table are
-    cheap.
+    """Call ``_select_block`` with a width that fits the row, so that short rows are cheap even in a
+    wide table.
     """
     if (BLOCK > 256) & (pages <= 256):
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
@@ -216,7 +220,7 @@ def _queries(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Load the queries of an item, those of the first new token first."""
+    """Load the queries of an item, starting with those of the first new token."""
     c = tl.arange(0, CP)
     d = tl.arange(0, DP)
     return tl.load(
@@ -251,13 +255,13 @@ def _attend(
     PER_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute softmax attention over kept tokens ``begin .. end - 1`` of ``tokens``; return the
-    unnormalised output, the sum and the maximum (base-2 logits) per query.
+    """Compute softmax attention over the kept tokens ``begin .. end - 1`` of ``tokens``. Return the
+    unnormalised output and, for each query, the softmax sum and the maximum logit (in base 2).
 
-    ``ids`` are the page ids of a list or, if all pages are kept, the blocks of the block table;
-    ``begin`` is the start of a page. Keys and values in e4m3 are multiplied in the queries' dtype
-    without their scales. Keys and values in int8 are multiplied by their scales first, which is
-    exact in the queries' dtype.
+    ``ids`` are the page ids of a list or, if all pages are kept, the blocks of the block table.
+    ``begin`` must be the start of a page. Keys and values in e4m3 are converted to the queries'
+    dtype and used without their scales. Keys and values in int8 are first multiplied by their
+    scales, which is exact in the queries' dtype.
     """
     maximum = tl.full((CP,), -1e30, tl.float32)
     total = tl.zeros((CP,), tl.float32)
@@ -267,7 +271,7 @@ def _attend(
         inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
         if TILE % P == 0:
             n = first // P + r // P
-            token = r % P  # the same in every tile; only an address's block changes
+            token = r % P  # the same in every tile, since only the block changes
         else:
             n = (first + r) // P
             token = (first + r) % P
@@ -380,11 +384,11 @@ def rank_kernel(
     SCORE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Score the pages of each item in several programs, and select pages in the last of them to
-    finish.
+    """Score the pages of each item in several programs. The last of these programs to finish
+    selects the pages.
 
-    With ``rank_before_wait``, the preceding launch only stores the newest tokens, and ranking does
-    not wait for that launch. ``key_scales`` are the scales of int8 keys, and None for other keys.
+    With ``rank_before_wait``, ranking does not wait for the preceding launch, which must only store
+    the newest tokens. ``key_scales`` are the scales of int8 keys; None for keys in other dtypes.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -432,7 +436,7 @@ def rank_kernel(
     if split == 0:
         if key_scales is not None:
             key_scales += head * stride_scale_head
-        # Since T <= P, new tokens fill one page at most.
+        # Since T <= P, the new tokens fill at most one page.
         whole = tokens_in_row // P * P
         complete_page(
             k_cache + head * stride_head,
@@ -494,10 +498,10 @@ def attend_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to one part of an item's kept tokens per program.
+    """Compute attention; each program attends to one part of an item's kept tokens.
 
-    The last program of an item to finish adds all parts in order, so the result does not depend on
-    timing.
+    The last program of an item to finish adds up all parts in order, so the result does not depend
+    on timing.
     """
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY

@@ -1,7 +1,7 @@
 """Launchers for the Triton kernels: check everything that can be checked without the device, choose
 tile sizes, and launch.
 
-Shapes as in ``attention/decode.py``; T tokens.
+Shapes: as in ``attention/decode.py``; in ``store_tokens``, T is the number of tokens to store.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def run(
     reuse_plan: bool = False,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """Compute one decode step (see ``sparrow.attention.paged_decode``); tests pass ``config`` to
-    override the chosen configuration.
+    """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
+    override the configuration that would be chosen.
 
     With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
     ``store_tokens`` permits this early start, and nothing but the newest tokens may depend on that
     launch.
     """
-    assert workspace is not None  # ``check`` refuses None
+    assert workspace is not None  # ``check`` has refused None
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -58,7 +58,9 @@ def run(
 
 
 class Launches:
-    """The kernels of a decode step, with their arguments; benchmarks time each kernel separately."""
+    """The kernels of a decode step, with their arguments. Each has its own method, so that
+    benchmarks can time it separately.
+    """
 
     def __init__(
         self, batch: DecodeBatch, workspace: DecodeWorkspace, config: LaunchConfig | None = None
@@ -92,8 +94,8 @@ class Launches:
             SINK=layout.sink_pages,
             RECENT=layout.recent_pages,
         )
-        # From Hopper on, a launch may begin before the preceding one has ended, and then wait for
-        # it on the device.
+        # From Hopper on, a launch may begin before the preceding launch has ended, and then wait on
+        # the device for its end.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
@@ -106,7 +108,7 @@ class Launches:
         divide(self.batch, self.workspace, division)
 
     def rank(self, rank_before_wait: bool = False) -> None:
-        """Fill the workspace's lists of kept pages."""
+        """Rank pages, and fill the workspace's lists of kept pages."""
         b = self.batch
         w = self.workspace
         c = self.config
@@ -170,7 +172,8 @@ class Launches:
             **self.constants,
             **self.options,
             num_warps=c.attend_warps,
-            num_stages=2 * c.attend_stages + 1,  # page ids are loaded one step before their tile
+            # page ids are loaded one step before the tile they belong to
+            num_stages=2 * c.attend_stages + 1,
             maxnreg=c.registers,
         )
 
@@ -217,13 +220,13 @@ def store_tokens(
     scales: CacheScales | None = None,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in the token's slot (-1 means no slot); the caches have
-    the layout described in ``DecodeBatch``.
+    """Store each token's keys and values in its slot, except for tokens whose slot is -1.
+    ``DecodeBatch`` describes the layout of the caches.
 
-    A float8_e4m3fn cache needs ``scales`` and ``clipped``, int64 ``[1]``. Keys and values beyond
-    448 times their scale are clamped, and ``clipped`` counts the tokens this happened to. For an
-    int8 cache, ``scales`` is written as well. If the next launch on the stream is a decode step
-    that reuses its plan, that step ranks pages while the tokens are being stored.
+    A float8_e4m3fn cache needs ``scales``, and ``clipped``, int64 ``[1]``. Keys and values beyond
+    448 times their scale are clamped, and ``clipped`` counts the tokens to which this happens. For
+    an int8 cache, ``scales`` is written as well. If the next launch on the stream is a decode step
+    that reuses its plan, that step may rank pages while the tokens are still being stored.
     """
     (T,) = slot_mapping_T.shape
     (_, K, D) = key_TKD.shape

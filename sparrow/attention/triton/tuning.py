@@ -1,4 +1,4 @@
-"""Launch configurations for an H200, adapted to the limits of other devices;
+"""Launch configurations for an H200, which are adapted to the limits of other devices.
 ``benchmarks/decode_kernels.py`` times them.
 
 Nothing is tuned at run time; ``sparrow tune`` chooses among variants of these configurations (see
@@ -17,21 +17,21 @@ from sparrow.attention.decode import DeviceLimits
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch parameters that determine how a decode step is divided into programs."""
+    """Launch parameters, which determine how a decode step is divided into programs."""
 
-    score_pages: int  # landmarks per tile
-    score_stages: int  # tiles of landmarks in flight
-    rank_splits: int  # programs that score the pages of an item
-    rank_warps: int  # warps per ranking program
-    attend_tokens: int  # tokens per tile of keys and values
-    attend_stages: int  # tiles of keys and values in flight
-    # attention programs beyond one per item; a multiple of the number of KV heads
+    score_pages: int  # number of landmarks per tile
+    score_stages: int  # number of tiles of landmarks in flight
+    rank_splits: int  # number of programs that score the pages of an item
+    rank_warps: int  # number of warps per ranking program
+    attend_tokens: int  # number of tokens per tile of keys and values
+    attend_stages: int  # number of tiles of keys and values in flight
+    # number of attention programs beyond one per item; a multiple of the number of KV heads
     extra_programs: int
-    attend_warps: int  # warps per attention program
+    attend_warps: int  # number of warps per attention program
     part_tokens: int  # minimum number of kept tokens per part
-    # maximum registers per attention thread, low enough for the resident programs to fit
+    # maximum number of registers per attention thread, low enough for the resident programs to fit
     registers: int
-    resident_programs: int  # attention programs that run at the same time
+    resident_programs: int  # number of attention programs that run at the same time
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
         return ONE
 
     def last_wave(resident: int) -> float:
-        """Return the average occupancy of the waves of programs; the last wave may be nearly
-        empty.
+        """Return the average occupancy of the waves in which programs run. It is low if the last
+        wave is nearly empty.
         """
         return filled / resident / math.ceil(filled / resident)
 
@@ -70,11 +70,12 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of programs for further parts of rows: one for each multiprocessor without
-    an item or, if there are more items than multiprocessors, about two per multiprocessor.
+    """Return the number of programs in addition to one per item, which compute further parts of
+    rows. This is one for each multiprocessor without an item or, if there are more items than
+    multiprocessors, about two per multiprocessor.
 
-    A grid larger than the device can run at once is distributed unevenly, even if most of its
-    programs have nothing to do.
+    More programs would not help: a grid that is larger than the device can run at once is
+    distributed unevenly, even if most of its programs have nothing to do.
     """
     room = multiprocessors - items if items <= multiprocessors else 2 * multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
@@ -90,14 +91,15 @@ def choose(
     query_bytes: int = 512,
 ) -> LaunchConfig:
     """Choose the configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
-    ``head_bytes``, a power of 2. Each item has ``queries`` of ``query_bytes``, padding included.
+    ``head_bytes`` bytes, which must be a power of 2. Each item has ``queries`` queries of
+    ``query_bytes`` bytes, including padding.
 
     The choice depends on shapes alone, so it remains correct when a captured graph is replayed.
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
-    # Tiles have at most 128 rows. For heads so narrow that this limit applies, more tiles are in
-    # flight instead.
+    # Tiles have at most 128 rows. If heads are so narrow that this limit applies, more tiles are
+    # kept in flight instead.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
         score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),
@@ -116,9 +118,9 @@ def choose(
 
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
-    """Return an upper bound of the shared memory of an attention program: keys and values in
-    flight, queries, their weights for one tile, and page ids. At least 16 KiB are left for all but
-    keys and values.
+    """Return an upper bound on the shared memory of an attention program: the keys and values in
+    flight, the queries, their weights for one tile, and page ids. At least 16 KiB are reserved for
+    everything except keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2
@@ -128,8 +130,8 @@ def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_byte
 def _fit(
     config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int, limits: DeviceLimits
 ) -> LaunchConfig:
-    """Reduce the number of tiles in flight, then the size of tiles, until the buffers fit."""
-    spare = limits.shared_memory - 16 * 1024  # 16 KiB are for page ids and reductions
+    """Reduce the number of tiles in flight, and then the size of tiles, until the buffers fit."""
+    spare = limits.shared_memory - 16 * 1024  # 16 KiB are reserved for page ids and reductions
     while attend_bytes(config, head_bytes, queries, query_bytes) > limits.shared_memory:
         if config.attend_stages > 1:
             config = replace(config, attend_stages=config.attend_stages - 1)

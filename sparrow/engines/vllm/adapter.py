@@ -1,4 +1,4 @@
-"""A LoRA adapter for all requests of an audited engine."""
+"""Apply a LoRA adapter to all requests of an audited engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def take_adapter(options: dict[str, Any]) -> Any:
-    """Remove ``adapter``, the folder of a LoRA adapter in PEFT's format, from the options of
-    ``vllm.LLM``, and add the options that it needs.
+    """Take ``adapter``, the folder of a LoRA adapter in PEFT's format, out of the options of
+    ``vllm.LLM``, and add the options that this adapter requires.
 
     Returns:
         vLLM's ``LoRARequest``, or None if the options name no adapter.

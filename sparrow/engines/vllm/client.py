@@ -24,31 +24,31 @@ from sparrow.schedule import SparsitySchedule
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
-CHUNK_BYTES = 2**30  # weights are passed to other processes in files of about this size
+CHUNK_BYTES = 2**30  # approximate size of the files in which weights are passed to other processes
 
 
 class Client(ABC):
-    """An ``Engine`` (see ``sparrow.engines.base``) that controls the workers of one vLLM instance,
-    which was started with a schedule.
+    """An ``Engine`` (see ``sparrow.engines.base``) that controls the workers of one vLLM instance.
+    The instance must have been started with a schedule.
     """
 
     schedule: SparsitySchedule
 
     def connect(self, context: int) -> None:
-        """Query the schedule and mode of the workers; ``context`` is the greatest length of a
+        """Ask the workers for their schedule and mode. ``context`` is the maximum length of a
         sequence, in tokens.
         """
         self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         self._is_lossless = self._described[0]["mode"] == "lossless"
-        self.counters()  # reset the counts of vLLM's own warm-up steps
+        self.counters()  # drop the counts of vLLM's own warm-up steps
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Refuse prompts and sampling settings that vLLM cannot serve.
 
         Raises PromptError: see ``Sampling.check``. ConfigError: top-k or top-p is set in lossless
-        mode, in which drafts would ignore the setting.
+        mode, where drafts would ignore the setting.
         """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
@@ -64,14 +64,14 @@ class Client(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Drop the prefix cache; return False if running requests still use it."""
+        """Drop the prefix cache. Return False if running requests still use the cache."""
 
     def describe(self) -> dict[str, Any]:
         """Return the backend, schedule and layers that the first worker reports."""
         return self.rpc("sparrow_describe")[0]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; a LoRA must be merged into full weights.
+        """See ``Engine.update_weights``. A LoRA must first be merged into full weights.
 
         Raises ConfigError: the model has no weight of that name.
         """
@@ -80,7 +80,7 @@ class Client(ABC):
         self._forget_cached()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; CUDA graphs are not captured again.
+        """See ``Engine.set_schedule``. CUDA graphs are not captured again.
 
         Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
         was started.
@@ -90,7 +90,7 @@ class Client(ABC):
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """Drop cached prefixes after new weights were loaded, and let the next prompts set the
+        """After new weights were loaded, drop cached prefixes, and let the next prompts set the
         scales of an fp8 KV cache again.
         """
         self.drop_prefixes()
@@ -124,14 +124,14 @@ class Client(ABC):
 def tally(
     described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> Counters:
-    """Add up the counts of all workers of one vLLM instance since the last call.
+    """Add up the counts, since the last call, of all workers of one vLLM instance.
 
     Args:
         described: the result of ``sparrow_describe`` in each worker.
         rpc: calls a method of every worker.
     """
     counts = rpc("sparrow_counters")
-    # Pipeline stages have different layers, while tensor-parallel workers count the same ones.
+    # Pipeline stages have different layers, while tensor-parallel workers count the same layers.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read = sum(count["tokens_read"] for count in counts) // copies
@@ -144,7 +144,8 @@ def tally(
         return Counters(read, held, preemptions, rows=rows, dense_rows=sum(dense))
 
     acceptance = rpc("sparrow_acceptance")[0]
-    # Every worker takes part in every draft and sees all logits, so one worker's counts suffice.
+    # Every worker takes part in every draft and sees all logits, so the counts of one worker
+    # suffice.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance, acceptance.get("metered"))
     drafts, metered = (
@@ -168,8 +169,8 @@ def tally(
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
     """Yield paths of safetensors files with the weights, for other processes on this machine.
 
-    A file is deleted when the next one is requested. With ``whole``, there is only one file, which
-    an engine that quantises its weights needs.
+    A file is deleted when the next one is requested. With ``whole``, there is only one file, as an
+    engine that quantises its weights requires.
     """
     chunk: dict[str, Tensor] = {}
     size = 0
@@ -188,8 +189,8 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
 
 @contextlib.contextmanager
 def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
-    """Save weights of ``size`` bytes to a temporary safetensors file in shared memory, or on disk
-    if there is too little shared memory, as in many containers.
+    """Save weights of ``size`` bytes to a temporary safetensors file in shared memory. If there is
+    too little shared memory, as in many containers, save them on disk.
     """
     from safetensors.torch import save_file
 
@@ -207,11 +208,11 @@ def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
 def rollout(
     prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any
 ) -> Rollout:
-    """Build a rollout from ids and log-probs ``[T, 1 + n]``: those of the sampled token, then those
-    of the most likely tokens, best first.
+    """Build a rollout from ids and log-probs ``[T, 1 + n]``. In each row, the sampled token comes
+    first, followed by the most likely tokens, best first.
 
-    Raises EngineError: a response ended neither by itself nor at its length limit, for example
-    because it was aborted.
+    Raises EngineError: a response ended for a reason other than its end-of-sequence token or the
+    length limit, for example because it was aborted.
     """
     if end not in ("stop", "length"):
         raise EngineError(

@@ -1,4 +1,4 @@
-"""``VLLMEngine``: the sparse actor in vLLM, inside this process.
+"""``VLLMEngine``, which runs the sparse actor with vLLM inside this process.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -32,19 +32,21 @@ from sparrow.vllm import config, patches, plugin
 
 
 class VLLMEngine(Client):
-    """An engine that samples with vLLM. vLLM's scheduler runs in this process and, with a single
-    device, so does its model.
+    """An engine that samples with vLLM. vLLM's scheduler runs in this process. If there is a single
+    device, vLLM's model also runs in this process.
 
     Args:
-        model: directory or Hugging Face name of a checkpoint.
+        model: folder or Hugging Face name of a checkpoint.
         schedule: the schedule of a lossy actor, or a ``Decoding``; ``set_schedule`` can later
             change the page counts, but not the page layout.
         options: further arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
-            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``;
-            ``adapter``, the folder of a LoRA adapter, applies it to all requests.
+            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
+            The option ``adapter`` is the folder of a LoRA adapter, which is applied to all
+            requests.
 
     Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model
-    under a schedule. EngineError: vLLM does not start, for example for lack of memory.
+    under a schedule. EngineError: vLLM does not start, for example because there is too little
+    memory.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
@@ -95,12 +97,13 @@ class VLLMEngine(Client):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        self._scheduler: Any = None  # set if it chooses drafts and there is one training process
+        # vLLM's scheduler, if it chooses drafts and there is only one training process
+        self._scheduler: Any = None
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
             core: Any = (
                 self.llm.llm_engine.engine_core
-            )  # vLLM has no public access to its scheduler
+            )  # vLLM offers no public access to its scheduler
             self._scheduler = core.engine_core.scheduler
             self._scheduler.keeps_choices = True
 
@@ -146,8 +149,8 @@ class VLLMEngine(Client):
         self._scheduler.replay(choices)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; if the model is in this process, weights are not copied
-        through the host.
+        """See ``Engine.update_weights``. If the model is in this process, weights are not copied
+        through host memory.
 
         Raises ConfigError: the model has no weight of that name.
         """
@@ -164,8 +167,8 @@ class VLLMEngine(Client):
 
     @contextlib.contextmanager
     def _given_up_if_interrupted(self) -> Iterator[None]:
-        """Abort the requests of ``generate`` if the call ends early, for example by Ctrl-C;
-        otherwise the next call would continue them.
+        """Abort the requests of ``generate`` if the call ends early, for example because of Ctrl-C.
+        Otherwise, the next call would continue these requests.
         """
         try:
             yield
@@ -177,8 +180,8 @@ class VLLMEngine(Client):
             raise
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``; moves the weights to the host and drops the KV cache. Does nothing
-        on a CPU.
+        """See ``Engine.sleep``. Moves the weights to host memory and drops the KV cache; does
+        nothing on a CPU.
         """
         if self._has_memory and not self._asleep:
             self.llm.sleep(level=1)
@@ -186,13 +189,13 @@ class VLLMEngine(Client):
 
     def wake(self) -> None:
         if self._asleep:
-            # torch caches the memory that training has freed, and vLLM could not use it
+            # torch keeps the memory that training has freed, and vLLM could not use that memory
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """See ``Engine.close``; a sleeping engine can be closed as well."""
+        """See ``Engine.close``. A sleeping engine can be closed as well."""
         self.wake()
         from vllm.platforms import current_platform
 
@@ -212,8 +215,8 @@ class VLLMEngine(Client):
 
 @contextlib.contextmanager
 def _undone_if_refused() -> Iterator[None]:
-    """Clean up vLLM's state in this process if vLLM does not start; the trainer's process groups
-    are kept.
+    """If vLLM does not start, clean up its state in this process, but keep the trainer's process
+    groups.
     """
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -227,10 +230,10 @@ def _undone_if_refused() -> Iterator[None]:
 
 
 def check_discoverable() -> None:
-    """Check that vLLM's other processes will load the plugin, which they find only by its entry
+    """Check that vLLM's other processes will load the plugin. They can find it only by its entry
     point.
 
-    Raises ConfigError: these processes would not load the plugin.
+    Raises ConfigError: the other processes would not load the plugin.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (
@@ -243,8 +246,8 @@ def check_discoverable() -> None:
 
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    """Build a rollout from vLLM's completion, whose lists contain the sampled token and then the
-    most likely tokens, best first.
+    """Build a rollout from vLLM's completion, whose lists contain the sampled token, followed by
+    the most likely tokens, best first.
     """
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
@@ -255,7 +258,7 @@ def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
 
 
 def start(asked: Asked) -> VLLMEngine:
-    """Start vLLM in this process, with the user's options for ``vllm.LLM``."""
+    """Start vLLM in this process, with the options for ``vllm.LLM`` that the user has set."""
     options = options_of(asked)
     if asked.sleeps and "adapter" in options:
         raise ConfigError(
@@ -269,8 +272,8 @@ def start(asked: Asked) -> VLLMEngine:
 
 
 def options_of(asked: Asked) -> dict[str, Any]:
-    """Return the options for ``vllm.LLM``: those of the user, and the dtype of the precision.
-    Raises ConfigError: the user's options include a dtype.
+    """Return the options for ``vllm.LLM``: the user's options, and the dtype that corresponds to
+    the precision. Raises ConfigError: the user's options include a dtype.
     """
     options = asked.spec.options
     if "dtype" in options:

@@ -1,4 +1,5 @@
-"""``VLLMServer``: the sparse actor in a ``vllm serve`` process, reached over HTTP with token ids.
+"""``VLLMServer``, which runs the sparse actor in a ``vllm serve`` process. Requests are sent over
+HTTP, as token ids.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -29,13 +30,13 @@ from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
-CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue more
-ANSWER_S = 600.0  # maximum wait for the answer to a request other than a prompt
+CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue further requests
+ANSWER_S = 600.0  # maximum time to wait for the answer to a request other than a prompt
 CHECK_S = 15.0
 STALL_S = 300.0
-"""While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds, and a
-server without progress for ``STALL_S`` seconds is given up. There is no limit for a server that
-answers but does not count tokens.
+"""While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds. If there
+is no progress for ``STALL_S`` seconds, waiting ends with an error. There is no time limit for a
+server that answers but does not count tokens.
 """
 
 
@@ -46,15 +47,15 @@ class VLLMServer(Client):
 
     Args:
         url: the server's address, such as ``http://localhost:8000``.
-        schedule: the schedule of a lossy actor, or a ``Decoding``. If the page counts differ from
-            the server's, the server's are changed at once. The mode and the other settings of
-            lossless mode were fixed when the server was started: the mode must match, and so must
-            each setting that differs from its default.
-        controls: whether this client sets schedules and weights; exactly one of the processes that
-            share a server does.
+        schedule: the schedule of a lossy actor, or a ``Decoding``. If its page counts differ from
+            the server's, the server's page counts are changed at once. The mode and the other
+            settings of lossless mode were fixed when the server was started, so the mode must
+            match, and so must each setting that differs from its default.
+        controls: whether this client sets the server's schedule and weights; exactly one of the
+            processes that share a server should do so.
 
     Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in
-    another mode, has different settings of lossless mode, or cannot be controlled.
+    another mode, has other settings of lossless mode, or cannot be controlled.
     """
 
     _prompts_path = "/inference/v1/generate"
@@ -98,10 +99,11 @@ class VLLMServer(Client):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
 
-        Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
+        Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``
+        seconds.
         """
         self.check(prompts, sampling)
-        # The server puts the sampled token first and then cuts the list to the requested length.
+        # The server puts the sampled token first, and then cuts the list to the requested length.
         common: dict[str, Any] = dict(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -162,10 +164,10 @@ class VLLMServer(Client):
                 await asyncio.gather(*requests, return_exceptions=True)
 
     def _generated(self) -> int | None:
-        """Return the number of tokens that the server has read and written since it was started; -1
-        if it does not answer, and None if it does not count tokens.
+        """Return the number of tokens that the server has read and written since it was started.
+        Return -1 if the server does not answer, and None if it does not count tokens.
 
-        vLLM does not count tokens with ``--disable-log-stats``.
+        vLLM does not count tokens if it runs with ``--disable-log-stats``.
         """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
@@ -189,8 +191,8 @@ class VLLMServer(Client):
             self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``; the client that controls the server reports the counts of all
-        clients, and the other clients report zeros.
+        """See ``Engine.counters``. The client that controls the server reports the counts of all
+        clients; the other clients report zeros.
         """
         return super().counters() if self._controls else Counters(0, 0)
 
@@ -211,18 +213,18 @@ class VLLMServer(Client):
         return json.loads(answer)["success"] if answer else True
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``; needs ``--enable-sleep-mode``."""
+        """See ``Engine.sleep``. The server must run with ``--enable-sleep-mode``."""
         if self._controls:
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        # torch caches the memory that training has freed, and the server could not use it
+        # torch keeps the memory that training has freed, and the server could not use that memory
         torch.cuda.empty_cache()
         if self._controls:
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
-        """Do nothing; the server is stopped by whoever started it."""
+        """Do nothing: whoever started the server also stops it."""
 
     def _request(
         self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S
@@ -251,7 +253,7 @@ def _content(answer: httpx.Response) -> bytes:
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` and return its result. If this thread already runs an event loop, as in a
-    notebook, ``work`` runs in a thread of its own.
+    notebook, ``work`` runs in a separate thread.
     """
     try:
         asyncio.get_running_loop()
@@ -262,8 +264,8 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """An error status with which the server answered a request; the message contains the request's
-    path and the server's answer.
+    """An error for a request that the server answered with an error status. The message contains
+    the path of the request and the server's answer.
     """
 
     def __init__(self, status: int, path: str, text: str) -> None:
@@ -279,8 +281,8 @@ class HTTPStatusError(EngineError):
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
-    """Build a ``Rollout`` from one answer, with the sampled token and then the most likely ones at
-    each position.
+    """Build a ``Rollout`` from one answer. At each position, the answer contains the sampled token,
+    followed by the most likely tokens.
     """
 
     def entries(position: dict[str, Any]) -> list[dict[str, Any]]:
@@ -296,15 +298,15 @@ def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollo
 
 
 def _token_id(entry: dict[str, Any]) -> int:
-    # vLLM 0.32 sends token ids as numbers, older versions as strings such as "token_id:17".
+    # vLLM 0.32 sends token ids as numbers; older versions send strings such as "token_id:17".
     return (
         entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
     )
 
 
 def start(asked: Asked) -> VLLMServer:
-    """Connect to the server for this process; if there are fewer servers than processes, processes
-    share them.
+    """Connect to the server for this process. If there are fewer servers than processes, several
+    processes share a server.
 
     Raises ConfigError: there are more servers than processes.
     """

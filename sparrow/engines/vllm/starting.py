@@ -1,4 +1,6 @@
-"""One-sentence errors for a vLLM engine that does not start: vLLM's reason, and what to do."""
+"""One-sentence errors for a vLLM engine that does not start. The sentence says why vLLM does not
+start, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,19 @@ REMEDIES = (
     ("background process", "see its error message above"),
     ("initialization failed", "see its error message above"),
 )
-"""Phrases in vLLM's reason, in lower case, and the remedy for each; the first match is used."""
+"""Phrases that vLLM's reason may contain, in lower case, and the remedy for each of them. The first
+match is used.
+"""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""Sentences in vLLM's message that begin like this give advice, and are not part of the reason."""
+"""Sentences of vLLM's message that begin with these words are advice, and not part of the
+reason.
+"""
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Turn an exception from vLLM while an engine starts into an EngineError, and log its traceback
-    at level DEBUG. Exceptions of other types pass unchanged.
+    """If vLLM raises an exception while an engine starts, turn it into an EngineError, and log its
+    traceback at level DEBUG. Exceptions of other types pass unchanged.
     """
     try:
         yield
@@ -53,7 +59,7 @@ def starting() -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
-    """Return the reason for the error and its remedy in one sentence."""
+    """Return one sentence with the reason for the error and the remedy."""
     reason = _reason(error)
     found = (remedy for words, remedy in REMEDIES if words in reason.lower())
     remedy = next(found, "change the engine's options")
@@ -61,7 +67,7 @@ def sentence(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Extract the reason from an error's text, without the advice of vLLM and torch."""
+    """Extract the reason from an error's text, without the advice that vLLM and torch add."""
     if isinstance(error, ValidationError):
         found = error.errors()[0]
         name = ".".join(map(str, found["loc"]))
@@ -78,7 +84,9 @@ def _reason(error: Exception) -> str:
 
 
 def _continued(sentence: str) -> str:
-    """Change the first letter of a sentence, if necessary, to let it follow a semicolon."""
+    """Change the first letter of a sentence to lower case, if necessary, so that the sentence can
+    follow a semicolon.
+    """
     first = sentence[:1]
     second = sentence[1:2]
     return first.lower() + sentence[1:] if second.islower() else sentence

@@ -1,4 +1,5 @@
-"""vLLM without Sparrow, in this process or behind HTTP: for audits, not for training.
+"""vLLM without Sparrow, either in this process or behind HTTP. These engines are for audits, not
+for training.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -25,8 +26,8 @@ from sparrow.vllm import config
 
 
 class StockEngine(VLLMEngine):
-    """An engine that samples with vLLM in this process, started with the user's ``options`` for
-    ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``) and without Sparrow.
+    """An engine that samples with vLLM in this process, without Sparrow. It is started with the
+    user's ``options`` for ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``).
 
     Raises ConfigError: vLLM is missing. EngineError: vLLM does not start.
     """
@@ -42,7 +43,8 @@ class StockEngine(VLLMEngine):
             ) from error
         self._adapter = take_adapter(options)
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
-        # vLLM loads Sparrow's plugin here as well, so the plugin's variables must be unset.
+        # vLLM loads Sparrow's plugin here as well, so the plugin's environment variables must be
+        # unset.
         plain = {
             config.MODE_ENVIRONMENT: None,
             config.ENVIRONMENT: None,
@@ -73,7 +75,7 @@ class StockEngine(VLLMEngine):
 
         wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
-        # vLLM's type hints also allow missing or flat lists, which do not occur with these options.
+        # vLLM's type hints also allow missing or flat lists, but neither occurs with these options.
         outputs: list[Any] = list(
             self.llm.generate(requests, wanted, use_tqdm=False, lora_request=self._adapter)
         )
@@ -89,7 +91,8 @@ class StockEngine(VLLMEngine):
 
 
 class StockServer(VLLMServer):
-    """An engine that samples from a running vLLM server without Sparrow, using token ids.
+    """An engine that samples from a running vLLM server without Sparrow. Requests contain token
+    ids.
 
     Raises EngineError: no server answers.
     """
@@ -111,8 +114,8 @@ class StockServer(VLLMServer):
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; uses the completions route, which every server has, and returns
-        no top lists.
+        """See ``Engine.generate``. This engine uses the completions route, which every server has,
+        and returns no top lists.
         """
         self.check(prompts, sampling)
         bodies: list[dict[str, Any]] = [
@@ -137,8 +140,8 @@ class StockServer(VLLMServer):
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
         """See ``ListScorer.top_lists``.
 
-        Raises EngineError: the server refuses the request, for example because the lists are longer
-        than it allows.
+        Raises EngineError: the server refuses the request, for example because it does not allow
+        such long lists.
         """
         bodies: list[dict[str, Any]] = [
             {
@@ -167,8 +170,8 @@ class StockServer(VLLMServer):
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
     """Build a ``Rollout`` from one answer of the server.
 
-    Raises EngineError: the answer contains no token ids, which servers before vLLM 0.10.2 do not
-    send.
+    Raises EngineError: the answer contains no token ids. Servers before vLLM 0.10.2 do not send
+    any.
     """
     tokens = choice.get("token_ids")
     if tokens is None:
@@ -191,8 +194,8 @@ def _whole(sampled: Rollout) -> list[int]:
 
 
 def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -> TopLists:
-    """Build lists of the ``n`` most likely tokens at each position, with the log-probs of the
-    response.
+    """Build lists of the ``n`` most likely tokens at each position, and include the log-probs of
+    the response.
 
     Raises EngineError: a list has fewer than ``n`` tokens.
     """
@@ -215,7 +218,7 @@ def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -
 
 
 def start(asked: Asked) -> StockEngine:
-    """Start vLLM in this process, with the user's options for ``vllm.LLM`` and without Sparrow."""
+    """Start vLLM in this process, without Sparrow and with the user's options for ``vllm.LLM``."""
     return StockEngine(asked.checkpoint, **options_of(asked))
 
 

@@ -1,9 +1,9 @@
-"""The LoRA adapters of draft steps.
+"""LoRA adapters in draft steps.
 
-vLLM maps the tokens of a pass to adapters on the device before the pass begins. Verification has
-several tokens per sequence and a draft step has one, so the mapping of the pass before it does not
-fit a draft step. vLLM also maps sequences to adapters, for the output layer; draft steps use this
-mapping in every layer.
+Before a pass begins, vLLM maps the tokens of the pass to adapters on the device. A verification has
+several tokens per sequence, while a draft step has one, so the mapping for a verification does not
+fit the draft steps that follow. vLLM also maps sequences to adapters, for the output layer. Draft
+steps use this second mapping in every layer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ with an entry for each adapter that is in use.
 
 
 class DraftAdapters:
-    """The adapters of one worker's draft steps.
+    """The adapters in the draft steps of one worker.
 
-    The layers' tensors keep their addresses, because CUDA graphs refer to them. Their values are
-    put back after the drafts, because vLLM keeps them while the batch stays the same.
+    The tensors of the layers keep their addresses, because CUDA graphs refer to them. After the
+    drafts, their previous values are restored, because vLLM continues to use these values as long
+    as the batch stays the same.
 
     Args:
-        manager: vLLM's ``LoRAModelManager``, which from now on refuses adapters that change the
+        manager: vLLM's ``LoRAModelManager``. From now on, it refuses adapters that change the
             output layer.
-        rows: the number of sequences that the worker can hold.
+        rows: the maximum number of sequences in the worker.
     """
 
     def __init__(self, manager: Any, rows: int) -> None:
@@ -50,7 +51,8 @@ class DraftAdapters:
         self._vocabulary = manager.vocab_size
         self._sequence_adapters = wrapper._sampler_indices[:rows]
 
-        # The embedding reads the place of each token's adapter rather than a mapping.
+        # Unlike the other layers, the embedding reads the place of each token's adapter, not a
+        # mapping.
         embedding = wrapper._embeddings_indices[:rows]
         self._places = torch.empty_like(embedding)
         self._read = [*_tensors(self._of_tokens, rows), embedding]
@@ -65,7 +67,7 @@ class DraftAdapters:
 
     @contextmanager
     def by_sequence(self) -> Iterator[None]:
-        """Apply the adapter of each sequence to the sequence's row inside the context."""
+        """Inside the context, apply the adapter of each sequence to the row of that sequence."""
         if not self.are_used:
             yield
             return
@@ -81,8 +83,8 @@ class DraftAdapters:
 
     @contextmanager
     def captured(self, with_adapters: bool) -> Iterator[None]:
-        """Capture CUDA graphs inside the context: graphs for batches of at most all adapters that
-        fit, or graphs that leave LoRA out. No row has an adapter meanwhile.
+        """Prepare for capturing CUDA graphs inside the context: either graphs for batches with any
+        number of adapters, or graphs without LoRA. During the capture, no row has an adapter.
         """
         mappings = (self._of_tokens, self._of_sequences)
         for mapping in mappings:
@@ -92,7 +94,7 @@ class DraftAdapters:
         try:
             yield
         finally:
-            self._manager._last_mapping = None  # vLLM sets its mappings again
+            self._manager._last_mapping = None  # makes vLLM set its mappings again
 
 
 def _tensors(mapping: Any, rows: int) -> list[Tensor]:
@@ -101,9 +103,7 @@ def _tensors(mapping: Any, rows: int) -> list[Tensor]:
 
 
 def _refuse_output_layers(manager: Any) -> None:
-    """Let ``manager`` refuse adapters that change the output layer. Raises ConfigError: an adapter
-    does.
-    """
+    """Let ``manager`` raise ConfigError for adapters that change the output layer."""
     outputs = [
         name
         for name, module in manager.modules.items()

@@ -1,7 +1,7 @@
-"""The choice of how many tokens to draft and how much the drafts read: the combination that yielded
-the most tokens per second in similar batches, as measured while the engine runs.
+"""Choose how many tokens to draft and how much the drafts read. The choice is the combination that
+yielded the most tokens per second in similar batches, as measured while the engine runs.
 
-The choice affects only speed; samples follow the policy whatever is drafted.
+The choice affects only speed. Samples follow the policy, whatever is drafted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparrow.vllm.lossless.plan import DraftPlan
 
 
 class DraftChooser:
-    """The chooser of the number of drafts in each cycle (``DraftLength``) and of their budget
+    """Chooses the number of drafts in each cycle (``DraftLength``) and their budget
     (``DraftBudget``), based on measurements of earlier cycles (``Measured``).
 
     Args:
@@ -29,7 +29,8 @@ class DraftChooser:
         self.measured = Measured(budgets)
         self.draft_length = DraftLength(choices, self.measured)
         self.draft_budget = DraftBudget(self.measured)
-        self._budget = self.draft_budget.base  # in use for batches like the latest cycle's
+        # the budget in use for batches like that of the latest cycle
+        self._budget = self.draft_budget.base
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -38,24 +39,24 @@ class DraftChooser:
 
     @property
     def chosen(self) -> Counter[int]:
-        """Numbers of cycles, by number of drafts."""
+        """How many cycles had each number of drafts."""
         return self.draft_length.chosen
 
     @property
     def is_watching(self) -> bool:
-        """True if the latest chosen cycle is to be observed."""
+        """True if the cycle that was chosen last should be observed."""
         return self.draft_length.is_watching
 
     @property
     def repeats(self) -> int:
-        """Number of further cycles without drafts for which no new choice is needed, as long as the
-        number of sequences does not change.
+        """Number of further cycles without drafts that need no new choice, as long as the number of
+        sequences does not change.
         """
         return self.draft_length.repeats
 
     def settled(self, rows: int, length: float) -> int | None:
-        """Return the number of drafts in use for similar batches; None while different numbers are
-        being timed.
+        """Return the number of drafts in use for similar batches. Return None while different
+        numbers of drafts are being timed.
         """
         batch = _batch(rows, length)
         case = self.measured.find(batch, self.draft_budget.in_use(batch))
@@ -64,7 +65,7 @@ class DraftChooser:
     def plan(self, rows: int, length: float, repeated: int = 0) -> DraftPlan:
         """Plan the drafts of the next cycle; see ``choose`` and ``choose_budget``.
 
-        No budget is chosen for a cycle without drafts; the time of such a cycle counts for the
+        No budget is chosen for a cycle without drafts. The time of such a cycle counts for the
         budget in use.
         """
         tokens = self.choose(rows, length, repeated)
@@ -72,12 +73,12 @@ class DraftChooser:
         return DraftPlan(tokens, budget)
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> int:
-        """Choose the number of drafts in the next cycle, for ``rows`` sequences of mean ``length``
-        (tokens).
+        """Choose the number of drafts in the next cycle, which has ``rows`` sequences with a mean
+        length of ``length`` tokens.
 
         Args:
-            repeated: number of cycles without drafts, at most ``repeats``, that have followed the
-                previous choice.
+            repeated: number of cycles without drafts that have followed the previous choice; at
+                most ``repeats``.
         """
         self.draft_length.count_repeated(repeated)
         batch = _batch(rows, length)
@@ -85,8 +86,9 @@ class DraftChooser:
         return self.draft_length.choose(self.measured.case(batch, self._budget))
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
-        """Choose the budget of the drafts in the next cycle, an index of ``budgets``. If ``choose``
-        returned a number above 0, this method is called next, with that number.
+        """Choose the budget of the drafts in the next cycle, and return its index in ``budgets``.
+        If ``choose`` has returned a number above 0, this method must be called next, with that
+        number.
         """
         return self.draft_budget.choose(_batch(rows, length), drafts)
 
@@ -102,16 +104,18 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Record the measurements of a cycle of ``rows`` sequences with the same number of drafts.
+        """Record the measurements of a cycle in which all ``rows`` sequences had the same number of
+        drafts.
 
         Args:
             seconds: time of the drafts and their verification.
             accepted: number of accepted drafts.
-            judged: number of drafts up to and including the first rejected one of each sequence.
-            first: whether the previous cycle had a different number of drafts or budget. The host
-                may have seen the end of that cycle late, which makes this one seem short, so this
-                time can rule out a number of drafts but not speak for it.
-            budget: the budget of the drafts; by default, the one in use for such batches.
+            judged: number of drafts that were judged: in each sequence, those up to and including
+                the first rejected draft.
+            first: whether the previous cycle had a different number or budget of drafts. The host
+                may have seen the end of that cycle late, so this cycle may seem too short. Its time
+                can therefore rule out a number of drafts, but not support it.
+            budget: the budget of the drafts; by default, the budget in use for such batches.
         """
         batch = _batch(rows, length)
         in_use = self.draft_budget.in_use(batch)
@@ -119,8 +123,8 @@ class DraftChooser:
         self.measured.add(case, drafts, seconds, accepted, judged, first)
 
     def in_use(self) -> dict[str, int]:
-        """Return the numbers of drafts in use, by number of sequences and mean length, both rounded
-        to the steps of ``Measured``.
+        """Return the numbers of drafts in use, by number of sequences and mean length, both of
+        which are rounded to the steps of ``Measured``.
         """
         return {
             _name(case.batch): case.in_use
@@ -129,8 +133,8 @@ class DraftChooser:
         }
 
     def budgets_in_use(self) -> dict[str, float]:
-        """Return the budgets for the batches in ``in_use``, as multiples of the draft schedule;
-        batches with the multiple 1 are omitted.
+        """Return the budgets for the batches in ``in_use``, as multiples of the draft schedule.
+        Batches with a multiple of 1 are omitted.
         """
         read = {_name(case.batch): self.budgets[case.budget] for case in self._cases_in_use()}
         return {name: multiple for name, multiple in read.items() if multiple != 1}

@@ -1,7 +1,7 @@
-"""The choice of how much drafts read: the budget that yielded the most tokens per second.
+"""Choose how much drafts read. The choice is the budget that yielded the most tokens per second.
 
-The number of drafts is chosen for the budget in use (``draft_length``). Once that number is
-settled, the neighbouring budgets are tried with the same number.
+The number of drafts is chosen for the budget in use (``draft_length``). Once this number is
+settled, neighbouring budgets are tried with the same number of drafts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from sparrow.vllm.lossless.measured import (
 )
 
 TRY_BUDGETS = 48
-"""The neighbouring budgets are tried after this many cycles with drafts, and again after twice as
-many, four times as many and so on. Dense steps are timed again in different cycles.
+"""Neighbouring budgets are tried after this many cycles with drafts, and again after twice as many
+cycles, four times as many and so on. Dense steps are timed again in other cycles.
 """
 BUDGET_PROBES = 5
-"""Consecutive cycles in a trial of another budget; the first of them is not timed."""
+"""Number of consecutive cycles in a trial of another budget. The first of these cycles is not
+timed.
+"""
 BUDGET_LEAD = 0.02
 """Relative gain in speed above which another budget replaces the one in use."""
 
 
 class DraftBudget:
-    """The chooser of the budget of each cycle's drafts, an index of ``Measured.budgets``."""
+    """Chooses the budget of the drafts in each cycle, as an index into ``Measured.budgets``."""
 
     def __init__(self, measured: Measured) -> None:
         self.base = measured.budgets.index(1.0)
@@ -37,7 +39,9 @@ class DraftBudget:
         self._in_use: dict[Batch, int] = {}
 
     def in_use(self, batch: Batch) -> int:
-        """Return the budget in use for a batch; a new batch starts with that of the nearest batch."""
+        """Return the budget in use for a batch. A new kind of batch starts with the budget of the
+        nearest kind.
+        """
         budget = self._in_use.get(batch)
         if budget is None:
             nearest = min(self._in_use, key=lambda other: distance(other, batch), default=None)
@@ -47,7 +51,7 @@ class DraftBudget:
         return budget
 
     def choose(self, batch: Batch, drafts: int) -> int:
-        """Choose the budget of the next cycle, in which ``drafts`` tokens are drafted."""
+        """Choose the budget for the next cycle, in which ``drafts`` tokens are drafted."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:
@@ -65,7 +69,7 @@ class DraftBudget:
         return budget
 
     def _compare(self, case: Case, others: Iterable[int], drafts: int) -> None:
-        """Switch to one of the ``others`` if drafting was faster with that budget."""
+        """Switch to one of the budgets ``others`` if drafting was faster with that budget."""
         ours = self._measured.speed(case, drafts, typical(case.seconds[drafts]))
         speed = {case: (1 + BUDGET_LEAD) * ours}
         for budget in others:

@@ -1,5 +1,5 @@
-"""The choice of how many tokens to draft: the number that yielded the most tokens per second in
-similar batches.
+"""Choose how many tokens to draft. The choice is the number that yielded the most tokens per second
+in similar batches.
 """
 
 from __future__ import annotations
@@ -18,58 +18,63 @@ from sparrow.vllm.lossless.measured import (
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""Cycles between two comparisons of speed: ``THINK_EVERY`` while drafts are in use, and
-``THINK_DENSE`` while they are not. Each comparison takes time on the host.
+"""Number of cycles from one comparison of speeds to the next: ``THINK_EVERY`` while drafts are in
+use, and ``THINK_DENSE`` while no drafts are in use. Comparisons are rare because they take time on
+the host.
 """
 WATCHED = 2
-"""Number of cycles timed after a comparison when no drafts are in use, since timing takes host time
-as well.
+"""Number of cycles that are timed after a comparison when no drafts are in use. Other cycles are
+not timed, because timing also takes host time.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Numbers of drafts that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many and
-so on, and later every ``TRY_AGAIN_MOST`` cycles. Acceptance may have changed while nothing was
-drafted, but a trial costs about 30 ms for one sequence.
+"""Numbers of drafts that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many
+cycles and so on, and later every ``TRY_AGAIN_MOST`` cycles. They are tried again because acceptance
+may have changed while nothing was drafted. They are not tried often, because a trial costs about 30
+ms for one sequence.
 """
 RETIME = 320
-"""Cycles after which a number of drafts that nearly won is timed again, since the first times of a
-batch are the least reliable.
+"""Number of cycles after which a number of drafts that nearly won is timed again. The first times
+of a batch are the least reliable.
 """
 DENSE_AGAIN = 8
-"""Dense steps are timed again after this many cycles with drafts, after twice as many, four times
-as many and so on. The first times of a batch may have been unusually long, and lossless decoding
-must not be slower than dense decoding.
+"""Dense steps are timed again after this many cycles with drafts, after twice as many cycles, four
+times as many and so on. The reason is that the first times of a batch may have been unusually long,
+and lossless decoding must not be slower than dense decoding.
 """
 DENSE_NEAR = 0.7
-"""Dense steps are timed again only if the fastest of them reached this share of the best speed;
-otherwise they cannot win.
+"""Dense steps are timed again only if the fastest of them reached this share of the best speed.
+Otherwise, they have no chance of being the fastest.
 """
 HOPELESS = 0.95
-"""A number of drafts is not tried if its speed, either predicted or taken from the nearest batch,
-is below this share of the best speed.
+"""A number of drafts is not tried if its speed is below this share of the best speed. The speed is
+either predicted or copied from the nearest batch.
 """
 
 
 class DraftLength:
-    """The chooser of the number of drafts in each cycle.
+    """Chooses the number of drafts in each cycle.
 
     Args:
         choices: numbers of drafts to choose from, including 0 (no drafting).
-        measured: the times and acceptance rates measured so far, on which the choice is based.
+        measured: the times and acceptance rates that were measured so far, on which choices are
+            based.
     """
 
     def __init__(self, choices: Iterable[int], measured: Measured) -> None:
         self.choices = tuple(sorted(choices))
-        self.chosen: Counter[int] = Counter()  # cycles by number of drafts
-        self.is_watching = True  # whether to time the latest chosen cycle
-        # Number of further cycles without drafts for which no new choice is needed, as long as the
-        # number of sequences does not change.
+        self.chosen: Counter[int] = Counter()  # number of cycles, by number of drafts
+        self.is_watching = True  # whether to time the cycle that was chosen last
+        # Number of further cycles without drafts that need no new choice, as long as the number of
+        # sequences does not change.
         self.repeats = 0
         self._repeated_case: Case | None = None  # the case to which ``repeats`` applies
         self._measured = measured
 
     def count_repeated(self, cycles: int) -> None:
-        """Count cycles without drafts that followed the latest choice, at most ``repeats``."""
+        """Count the cycles without drafts that have followed the latest choice; there are at most
+        ``repeats``.
+        """
         if cycles and self._repeated_case is not None:
             self._repeated_case.cycles += cycles
             self.chosen[0] += cycles
@@ -83,7 +88,7 @@ class DraftLength:
         if current is not None:
             case.drafting = case.drafting + 1 if current else 0
         if current and self._dense_is_due(case):
-            # Forget earlier times, which may mislead, before the first of these dense steps.
+            # Before the first of these dense steps, forget earlier times, which may be misleading.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
             choice = 0
@@ -100,7 +105,7 @@ class DraftLength:
         return choice
 
     def _compare(self, case: Case, current: int | None) -> int:
-        """Choose the fastest number of drafts, or a number that is worth timing."""
+        """Choose the fastest number of drafts, or a number of drafts that is worth timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -114,8 +119,8 @@ class DraftLength:
         return choice
 
     def _forget_some_times(self, case: Case, current: int | None) -> None:
-        """Forget the times of the numbers of drafts that lost, or of one that nearly won, when they
-        are due to be timed again.
+        """When numbers of drafts are due to be timed again, forget their times: either those of all
+        numbers that lost, or those of one number that nearly won.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
@@ -130,15 +135,15 @@ class DraftLength:
                 case.seconds.pop(near[cycle // RETIME % len(near)])
 
     def _may_repeat(self, case: Case, cycles: int) -> None:
-        """Allow this many further cycles of such batches to go without drafts and without a new
+        """Allow this many further cycles of such batches to run without drafts and without a new
         choice.
         """
         self.repeats = cycles
         self._repeated_case = case
 
     def _try(self, case: Case, drafts: int) -> int:
-        """Choose this number of drafts or, while the times of its first cycles are still awaited,
-        the fastest known number.
+        """Choose this number of drafts. While the times of its first cycles are not known yet,
+        choose the fastest known number instead.
         """
         if not drafts or len(self._measured.seen(case, drafts)) >= TRIED:
             return drafts
@@ -151,7 +156,8 @@ class DraftLength:
 
     def _dense_is_due(self, case: Case) -> bool:
         cycles = case.drafting
-        since = cycles - (1 << cycles.bit_length() - 1)  # cycles since the last power of two
+        # number of cycles since the last power of two
+        since = cycles - (1 << cycles.bit_length() - 1)
         if cycles < DENSE_AGAIN or since >= DENSE_PROBES:
             return False
         speed = self._measured.expected_speeds(case)
@@ -160,8 +166,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, case: Case) -> list[int]:
-        """List the numbers of drafts that are worth timing, fastest first, followed by the smallest
-        of those never timed, if it is worth a trial.
+        """List the numbers of drafts that are worth timing, fastest first. If the smallest number
+        that was never timed is worth a trial, it is added at the end.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -176,7 +182,8 @@ class DraftLength:
         if len(known) < 2 or len(case.seconds.get(drafts, ())) > 0:
             return [*promising, drafts]
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
-        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # each draft adds the same time
+        # assumes that each draft adds the same time
+        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
         is_hopeless = predicted > 0 and self._measured.speed(case, drafts, predicted) < (
             HOPELESS * max(speed.values())
         )

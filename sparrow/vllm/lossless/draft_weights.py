@@ -1,10 +1,10 @@
-"""An fp8 copy of a model's weights for the drafts of lossless mode; all other steps use the weights
-themselves.
+"""An fp8 copy of a model's weights, which is used for the drafts of lossless mode. All other steps
+use the weights themselves.
 
-A linear layer calls a custom operation that is opaque to torch.compile. The operation decides
-whether to read the copy when it runs or is captured in a CUDA graph: the graphs of draft steps
-contain fp8 products, and vLLM's graphs contain 16-bit products. The arithmetic is that of vLLM's
-``quantization="fp8_per_channel"``, with one scale per output and one per token.
+A linear layer calls a custom operation that is opaque to torch.compile. When the operation runs or
+is captured in a CUDA graph, it decides whether to read the copy. The graphs of draft steps
+therefore contain fp8 products, while vLLM's graphs contain 16-bit products. The arithmetic is that
+of vLLM's ``quantization="fp8_per_channel"``, with one scale per output and one scale per token.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -27,16 +27,17 @@ from sparrow.errors import UnsupportedModel
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SMALLEST_SCALE = 1 / (512 * LARGEST)  # as in vLLM's kernel; gives a row of zeros a valid scale
-ALIGNED = 16  # numbers of rows and columns in the kernel's matrices are multiples of this
+# the same as in vLLM's kernel; gives a row of zeros a valid scale
+SMALLEST_SCALE = 1 / (512 * LARGEST)
+ALIGNED = 16  # the kernel requires matrices whose numbers of rows and columns are multiples of this
 
 _drafting = False
 
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Let linear layers use the copies of their weights, if they have one, inside the context. A
-    process runs one model at a time, so the state is global.
+    """Inside the context, let linear layers use the copies of their weights, if they have copies.
+    The state is global, because a process runs one model at a time.
     """
     global _drafting
     _drafting = True
@@ -47,16 +48,17 @@ def drafting() -> Iterator[None]:
 
 
 def quantize(rows: Tensor, values: Tensor) -> Tensor:
-    """Round each of ``rows`` to fp8 with a separate scale.
+    """Round ``rows`` to fp8, with a separate scale for each row.
 
     Args:
         rows: ``[rows, columns]``, contiguous in memory.
-        values: the output tensor, float8_e4m3fn of the same shape.
+        values: the tensor to which the result is written, float8_e4m3fn of the same shape.
 
     Returns:
         The scales, float32 ``[rows, 1]``.
     """
-    # The kernel needs no temporary memory; once the KV cache is allocated, there may be none left.
+    # The kernel needs no temporary memory, of which none may be left once the KV cache is
+    # allocated.
     if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
     scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
@@ -65,8 +67,8 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: Tensor) -> Tensor:
-    """Round the tokens' activations to fp8 and multiply them by rounded weights; returns ``[T, N]``
-    in the dtype of the activations.
+    """Round the activations of the tokens to fp8, and multiply them by rounded weights. Return
+    ``[T, N]`` in the dtype of the activations.
     """
     x8 = torch.empty(x_TK.shape, dtype=FP8, device=x_TK.device)
     scale_T1 = quantize(x_TK.contiguous(), x8)
@@ -79,8 +81,8 @@ def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: 
 def draft_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor
 ) -> Tensor:
-    """Apply a linear layer to ``x`` ``[..., K]``; drafts use the copy (``values`` and ``scales``)
-    of its ``weight`` ``[N, K]``.
+    """Apply a linear layer to ``x`` ``[..., K]``. Drafts use the copy (``values`` and ``scales``)
+    of the layer's ``weight`` ``[N, K]``.
     """
     if not _drafting:
         return linear(x, weight, bias)
@@ -98,9 +100,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """The multiplication method of one linear layer, with the copy of the layer's weight. The copy
-    is not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when
-    it reloads weights.
+    """The method by which vLLM multiplies in one linear layer, with the copy of the layer's weight.
+    The copy is not a buffer of the layer, because vLLM saves buffers before it sleeps, and replaces
+    them when it reloads weights.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -113,10 +115,11 @@ class DraftLinearMethod(UnquantizedLinearMethod):
 
 
 class DraftWeights:
-    """The copy of the weights for one worker's drafts; it is renewed whenever the weights change.
+    """The copy of the weights for the drafts of one worker. It is renewed whenever the weights
+    change.
 
-    The copy is made after the model is loaded and before it is compiled. Its tensors keep their
-    addresses, because CUDA graphs refer to them.
+    The copy is made after the model is loaded and before the model is compiled. The tensors of the
+    copy keep their addresses, because CUDA graphs refer to them.
 
     Raises UnsupportedModel: no layer of the model can have a copy.
     """
@@ -148,12 +151,14 @@ class DraftWeights:
             return load_weights(*args, **kwargs)
 
         # All ways to load weights call this method, except those that write to the parameters
-        # directly, which ``patches.follow_weights`` covers.
+        # directly. ``patches.follow_weights`` covers the latter.
         model.load_weights = followed
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the weights again, in place, if they may have changed; called before drafts."""
+        """Copy the weights again, in place, if they may have changed. This is called before
+        drafts.
+        """
         if self.is_stale:
             for layer, method in self._copies:
                 method.scales.copy_(quantize(layer.weight, method.values))
@@ -163,8 +168,8 @@ class DraftWeights:
         return len(self._copies)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the copy's memory and the number of linear layers with and without a copy, in
-        plain types.
+        """Describe the memory of the copy, and the number of linear layers with and without a copy,
+        in plain types.
         """
         return {
             "draft_weight_bytes": self.bytes,

@@ -1,7 +1,8 @@
-"""The interface between the speculator and a drafter, which lets drafters other than the sparse
-actor be used.
+"""The interface between the speculator and a drafter. It allows drafters other than the sparse
+actor.
 
-Shapes: B sequences of the batch, S sequences the worker can hold, k drafts, V vocabulary.
+Shapes: B sequences of the batch, S maximum number of sequences in the worker, k drafts, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 class Pass(NamedTuple):
     """vLLM's description of the forward pass that precedes the drafts."""
 
-    batch: Any  # vLLM's input batch; its lengths include the rejected tokens
+    batch: Any  # vLLM's input batch, whose lengths include rejected tokens
     is_prefilling_B: Tensor | None  # bool; None if no sequence is in prefill
-    sampled_B: Tensor  # number of tokens sampled per sequence; 0 after a chunk of a prompt
+    # number of tokens sampled per sequence; 0 for a sequence whose prompt is not complete
+    sampled_B: Tensor
     rejected_B: Tensor  # number of rejected drafts per sequence
     newest_S: Tensor  # the newest token of each sequence, which is not in the cache yet
     temperature_S: Tensor
@@ -29,19 +31,19 @@ class Pass(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A source of the tokens that the next dense pass verifies.
+    """A drafter, which proposes the tokens that the next dense pass verifies.
 
-    Samples follow the policy whatever the drafter proposes, provided that each proposed token was
+    Samples follow the policy, whatever the drafter proposes, as long as each proposed token was
     sampled from ``logits``.
     """
 
     logits: Tensor
-    """float ``[S, k, V]``: the logits from which each draft was sampled, by the sequence's index in
-    the worker. The drafter uses the same tensor for its whole life.
+    """The logits from which each draft was sampled, float ``[S, k, V]``, by the index of the
+    sequence in the worker. The drafter never replaces this tensor by another one.
     """
 
     captured_over: dict[str, int]
-    """The ``addresses`` at the time when CUDA graphs were captured; empty without graphs."""
+    """The result of ``addresses`` when CUDA graphs were captured; empty if there are no graphs."""
 
     drawn_S: Tensor | None
     """The number of each sequence's latest drafts that the drafter has drawn; all others are
@@ -49,10 +51,10 @@ class Drafter(Protocol):
     """
 
     def load(self, model: Any) -> None:
-        """Store the policy's model, and allocate whatever else drafting needs."""
+        """Store the policy's model, and allocate everything else that drafting needs."""
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Draft with this KV cache from now on, discard everything that belongs to an earlier
+        """Use this KV cache for drafts from now on, discard everything that belongs to an earlier
         cache, and fill in ``runtime.drafting``.
         """
 
@@ -64,10 +66,10 @@ class Drafter(Protocol):
         """Capture CUDA graphs of the steps that ``propose`` runs."""
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
-        """Draft the planned number of tokens, which may be 0, and count the pass
+        """Draft the planned number of tokens, which may be 0, and count the dense pass
         (``Runtime.count_pass``).
 
         Returns:
-            int64 ``[B, k]``, of which only the first ``plan.tokens`` columns are meaningful.
+            int64 ``[B, k]``. Only the first ``plan.tokens`` columns are meaningful.
         """
         ...

@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 DEFAULT_ROWS = 256
-"""The most sequences for which CUDA graphs are captured if vLLM chooses ``max_num_seqs`` itself."""
+"""Maximum number of sequences for which CUDA graphs are captured if vLLM itself chooses
+``max_num_seqs``.
+"""
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """List the batch sizes, in tokens, for which to capture CUDA graphs: each number of sequences
-    with 1 token per sequence, and with each choice of drafts.
+    """List the batch sizes, in tokens, for which to capture CUDA graphs. For each number of
+    sequences, there is one size for 1 token per sequence, and one for each choice of the number of
+    drafts.
     """
     counts = [
         1,
@@ -30,10 +33,10 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
     """Tabulate the graphs that a step can use, in order of preference, by the step's number of
-    tokens and of active LoRAs.
+    tokens and number of active LoRAs.
 
-    There is one graph of each kind (full or piecewise, for 1 token per sequence or with drafts):
-    the smallest one that fits the step. vLLM itself offers a step only the smallest graph of all
+    For each kind of graph (full or piecewise, for 1 token per sequence or with drafts), this is the
+    smallest graph that fits the step. vLLM itself offers a step only the smallest graph among all
     kinds. If that graph is for a different number of drafts, the step would run without a full
     graph, or without any graph (vllm-project/vllm#56136).
 

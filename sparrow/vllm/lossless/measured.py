@@ -1,8 +1,8 @@
-"""Measurements of a running engine's batches: times by number of drafts, and acceptance.
+"""Measurements of the batches of a running engine: times by number of drafts, and acceptance.
 
 A case groups batches with the same budget and a similar number of sequences and mean length, each
 rounded to a power of sqrt(2). A new case starts with the times of the nearest existing case, so
-little has to be timed again as sequences grow and end.
+little needs to be timed again as sequences grow and end.
 """
 
 from __future__ import annotations
@@ -17,70 +17,76 @@ from sparrow.decoding import acceptance_at
 
 PROBES = 4
 DENSE_PROBES = 6
-"""A number of drafts is timed for ``PROBES`` cycles, and dense decoding for ``DENSE_PROBES`` steps,
-before their speed is compared. Everything is compared with dense steps, and their times scatter
-most.
+"""Before speeds are compared, each number of drafts is timed for ``PROBES`` cycles, and dense
+decoding for ``DENSE_PROBES`` steps. Dense decoding is timed for longer because everything is
+compared with dense steps, whose times scatter most.
 """
 DENSE_ALIKE = 3
 ALIKE = 1.03
-"""``DENSE_ALIKE`` dense steps are enough if the longest takes at most ``ALIKE`` times as long as
-the shortest.
+"""``DENSE_ALIKE`` dense steps are enough if the longest step takes at most ``ALIKE`` times as long
+as the shortest step.
 """
 TRIED = 2
 UNDER_WAY = 3
-"""The chooser tries a new number of drafts in ``TRIED`` cycles, and then waits ``UNDER_WAY`` cycles
-for their times, so that a number that loses is not used in the meantime. A single time is not
-enough, since it may be long by chance.
+"""The chooser tries a new number of drafts in ``TRIED`` cycles. It then waits for ``UNDER_WAY``
+cycles until their times are known, so that a number that turns out to be slow is not used in the
+meantime. A single time is not enough, because it may be long by chance.
 """
 DENSE_LEAD = 0.06
-"""Relative gain in speed over dense decoding above which drafting is chosen. Times scatter by as
-much when steps wait for the host, and a wrong choice would make lossless decoding slower than
-dense decoding.
+"""Relative gain in speed over dense decoding above which drafting is chosen. When steps wait for
+the host, times scatter by as much as this gain, and a wrong choice would make lossless decoding
+slower than dense decoding.
 """
 GIVE_UP = 0.85
 """The timing of a number of drafts is cut short if its speed, even at the shortest time so far, is
 below this share of the dense speed.
 """
 PRIOR = (9.0, 10.0)
-"""Numbers of accepted and judged drafts that are assumed before there are measurements."""
+"""Number of accepted drafts and number of judged drafts that are assumed before there are
+measurements.
+"""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the acceptance that is expected with a budget not tried yet. The
-weight is large because the five cycles of a trial judge few drafts.
+"""Weight, in judged drafts, of the acceptance that is expected for a budget that was not tried yet.
+The weight is large because few drafts are judged in the five cycles of a trial.
 """
 REACH = 2
-"""Largest distance, in steps, to a case whose times a new case takes over."""
+"""Largest distance, in steps, from a new case to a case whose times it may copy."""
 FORGET = 0.98
-"""Factor by which the weight of earlier accepted and judged drafts falls with each cycle."""
+"""Factor by which the weight of earlier accepted and judged drafts is multiplied in each cycle."""
 KEPT = 12
 """Number of latest times kept for each number of drafts."""
 
 Batch = tuple[int, int]
-"""The number of sequences and their mean length, both in steps of a factor of sqrt(2)."""
+"""The number of sequences and their mean length, both as numbers of steps of a factor of
+sqrt(2).
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """A class of batches: similar numbers of sequences, similar lengths, and the same budget.
+    """A class of batches with similar numbers of sequences, similar lengths, and the same budget.
 
     The keys of the dictionaries are numbers of drafts.
     """
 
     batch: Batch
     budget: int  # an index into ``Measured.budgets``
-    seconds: dict[int, deque[float]] = field(default_factory=dict)  # seconds of the latest cycles
-    # seconds of the first cycle after the number of drafts or the budget changed
+    # times of the latest cycles, in seconds
+    seconds: dict[int, deque[float]] = field(default_factory=dict)
+    # time of the first cycle after the number of drafts or the budget changed, in seconds
     first_seconds: dict[int, float] = field(default_factory=dict)
-    # seconds of a cycle in the nearest case, taken over when this case was new
+    # time of a cycle in seconds, copied from the nearest case when this case was new
     taken_over: dict[int, float] = field(default_factory=dict)
-    begun: Counter[int] = field(default_factory=Counter)  # cycles since each number was first tried
+    # number of cycles since each number of drafts was first tried
+    begun: Counter[int] = field(default_factory=Counter)
     in_use: int | None = None  # the number of drafts that won the latest comparison
     is_being_timed: bool = False  # whether different numbers of drafts are being timed
     cycles: int = 0
-    drafting: int = 0  # cycles since drafts came into use
+    drafting: int = 0  # number of cycles since drafts came into use
 
     @property
     def settled(self) -> int | None:
-        """The number of drafts in use; None while different numbers are being timed."""
+        """The number of drafts in use; None while different numbers of drafts are being timed."""
         return None if self.is_being_timed else self.in_use
 
 
@@ -94,14 +100,14 @@ class Measured:
     def __init__(self, budgets: tuple[float, ...]) -> None:
         self.budgets = budgets
         self.cases: dict[tuple[Batch, int], Case] = {}
-        # numbers of accepted and of judged drafts, by length and budget
+        # number of accepted drafts and number of judged drafts, by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
 
     def find(self, batch: Batch, budget: int) -> Case | None:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """Return the case of these batches; a new case starts with the times and cycle counts of
+        """Return the case of these batches. A new case starts with the times and cycle counts of
         the nearest case that has times.
         """
         case = self.cases.get((batch, budget))
@@ -141,8 +147,9 @@ class Measured:
             verdicts[1] = FORGET * verdicts[1] + judged
 
     def known(self, case: Case) -> dict[int, float]:
-        """Return the seconds per cycle by number of drafts: as timed in this case if it was timed
-        often enough, else as expected from the times that the case took over.
+        """Return the seconds per cycle, by number of drafts. For a number that was timed often
+        enough in this case, this is the measured time. For other numbers, it is the time that is
+        expected from the times that the case copied.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -153,9 +160,9 @@ class Measured:
             factor = timed[fewest] / expected[fewest]
             for drafts in expected.keys() - timed.keys():
                 known[drafts] = factor * expected[drafts]
-                # Longer sequences slow only verification, which adds the same time for any number
-                # of drafts. If cycles became shorter, a cycle without drafts saves less time than
-                # one with drafts.
+                # Longer sequences only slow down verification, and thereby add the same time for
+                # any number of drafts. If cycles have become shorter, a cycle without drafts saves
+                # less time than a cycle with drafts.
                 if more > 0 or drafts > fewest:
                     known[drafts] = min(known[drafts], expected[drafts] + more)
         return known
@@ -175,14 +182,16 @@ class Measured:
         return self.speed(case, drafts, min(seen)) < GIVE_UP * dense
 
     def seen(self, case: Case, drafts: int) -> list[float]:
-        """List all times of cycles with this number of drafts, including that of a first cycle."""
+        """List the times of all cycles with this number of drafts, including the time of a first
+        cycle.
+        """
         first = case.first_seconds.get(drafts)
         return [*case.seconds.get(drafts, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return the numbers of drafts accepted and judged at this length with this budget. Before
-        there are any, they are estimated from the nearest length and budget, with a weight that
-        soon fades.
+        """Return how many drafts were accepted and how many were judged at this length with this
+        budget. At first, these numbers are estimated from the nearest length and budget; the weight
+        of this estimate soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -197,16 +206,16 @@ class Measured:
         return [weight * expected, weight]
 
     def speed(self, case: Case, drafts: int, seconds: float) -> float:
-        """Return a sequence's tokens per second with this number of drafts; the speed of dense
-        decoding is multiplied by ``1 + DENSE_LEAD``.
+        """Return how many tokens per second a sequence gets with this number of drafts. The speed
+        of dense decoding is multiplied by ``1 + DENSE_LEAD``.
         """
         lead = 1.0 if drafts else 1 + DENSE_LEAD
         accepted, judged = self.judged(case.batch[1], case.budget)
         return lead * tokens_per_cycle(accepted / judged, drafts) / seconds
 
     def speeds(self, case: Case) -> dict[int, float]:
-        """Return a sequence's tokens per second by number of drafts, for the numbers timed in this
-        case.
+        """Return how many tokens per second a sequence gets, for each number of drafts that was
+        timed in this case.
         """
         return {
             k: self.speed(case, k, typical(of))
@@ -215,20 +224,22 @@ class Measured:
         }
 
     def expected_speeds(self, case: Case) -> dict[int, float]:
-        """Return a sequence's measured or expected tokens per second, by number of drafts."""
+        """Return how many tokens per second a sequence gets, as measured or expected, by number of
+        drafts.
+        """
         return {k: self.speed(case, k, seconds) for k, seconds in self.known(case).items()}
 
 
 def tokens_per_cycle(acceptance: float, drafts: int) -> float:
-    """Return a sequence's expected number of tokens per cycle if each draft is accepted with this
-    probability (arXiv 2211.17192, eq. 1).
+    """Return the expected number of tokens per cycle and sequence if each draft is accepted with
+    this probability (arXiv 2211.17192, eq. 1).
     """
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """Return the mean of the middle half of the times. If the host sees the end of a cycle late,
-    that cycle seems too long and the next one too short.
+    """Return the mean of the middle half of the times. Extreme times are left out because, if the
+    host sees the end of a cycle late, that cycle seems too long and the next one too short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4
@@ -236,10 +247,12 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def steps_of(value: float) -> int:
-    """Convert a number of sequences or tokens to steps of a factor of sqrt(2)."""
+    """Convert a number of sequences or tokens to a number of steps; each step is a factor of
+    sqrt(2).
+    """
     return round(2 * math.log2(max(value, 1.0)))
 
 
 def distance(batch: Batch, other: Batch) -> int:
-    """Return the distance between two batches in steps."""
+    """Return the distance between two batches, in steps."""
     return max(abs(a - b) for a, b in zip(batch, other, strict=True))

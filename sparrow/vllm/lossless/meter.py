@@ -1,8 +1,8 @@
-"""The measurement of the acceptance of every draft, from logits that verification has on the device
-anyway, so no extra pass is needed.
+"""Measure the acceptance of every draft. No extra pass is needed, because verification has the
+necessary logits on the device anyway.
 
-Shapes: T rows of logits in a verification, with each sequence's rows adjacent; B sequences; S
-sequences the worker can hold; k drafts; V vocabulary.
+Shapes: T rows of logits in a verification, in which the rows of a sequence are adjacent; B
+sequences; S maximum number of sequences in the worker; k drafts; V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparrow.mismatch.drafts import DraftAcceptance
     from sparrow.schedule import SparsitySchedule
 
-BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when needed
+BUCKETS = 1000  # the same as in ``sparrow.mismatch.drafts``, which is loaded only when needed
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _overlap_kernel(
     TEMPER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise the distributions p and q of one draft, and sum min(p, q) over the vocabulary."""
+    """Normalise the distributions p and q for one draft, and sum min(p, q) over the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequence_T + row).to(tl.int64)
     place = tl.load(place_T + row).to(tl.int64)
@@ -86,15 +86,17 @@ def overlap(
     temperature_S: Tensor,
     temper: bool,
 ) -> Tensor:
-    """Return the probability that each draft is accepted, sum_v min(p(v), q(v)), ``[T]`` float32.
+    """Return the probability that each draft is accepted, sum_v min(p(v), q(v)), as float32
+    ``[T]``.
 
     Args:
         target_TV: the policy's logits, processed as for sampling.
         draft_SkV: the logits from which drafts were sampled.
-        sequence_T: first index into ``draft_SkV`` of the logits with which each row is compared.
-        place_T: second index of these logits. A place below 0 means that there is no draft. The
-            result is then NaN, as it is at a temperature of 0.
-        temper: whether the drafts' logits must still be divided by ``temperature_S``.
+        sequence_T: for each row, the first index in ``draft_SkV`` of the logits that it is compared
+            with.
+        place_T: for each row, the second index of these logits. A place below 0 means that there is
+            no draft. The result is then NaN, as it also is at a temperature of 0.
+        temper: whether the logits of drafts still have to be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
     out_T = torch.full((T,), float("nan"), device=target_TV.device)
@@ -118,11 +120,12 @@ def overlap(
 
 
 class Tally:
-    """Acceptance by length, counted on the device until ``settle`` is called.
+    """The acceptance of drafts by length, which is counted on the device until ``settle`` is
+    called.
 
     Args:
         bin_tokens: width of a length bin.
-        max_length: tokens of the longest sequence.
+        max_length: number of tokens of the longest sequence.
     """
 
     def __init__(self, bin_tokens: int, max_length: int, device: torch.device) -> None:
@@ -132,7 +135,7 @@ class Tally:
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(self, value_T: Tensor, position_T: Tensor) -> None:
-        """Count the acceptance of the drafts that follow the tokens at these positions; NaN is not
+        """Count the acceptance of the drafts that follow the tokens at these positions. NaN is not
         counted.
         """
         is_known_T = ~value_T.isnan()
@@ -154,19 +157,19 @@ class Tally:
 
 
 class Metered:
-    """A second schedule whose acceptance is measured by an occasional extra step.
+    """A second schedule, whose acceptance is measured with occasional extra steps.
 
-    The step computes the distribution under this schedule at the position of a cycle's first draft,
-    and verification has the policy's distribution at the same position. The step has no lasting
-    effect, since the drafts overwrite its cache entries.
+    Such a step computes the distribution under this schedule at the position of a cycle's first
+    draft. Verification then has the policy's distribution at the same position. The extra step has
+    no lasting effect, because the drafts overwrite its cache entries.
 
     Args:
         schedule: the schedule, with the page layout of the drafts.
-        every: number of cycles with drafts per such step.
+        every: there is one such step for this many cycles with drafts.
         table: the schedule's page counts by length (see ``PageTables.of``).
-        logits_SV: a buffer for the logits of these steps, with one row for each sequence that the
-            worker can hold, and a last one (index -1) for batch rows without drafts.
-        tally: counts the acceptance under this schedule.
+        logits_SV: a buffer for the logits of these steps. It has one row for each sequence that the
+            worker may have, and a last row (index -1) for batch rows without drafts.
+        tally: the tally that counts the acceptance under this schedule.
     """
 
     def __init__(
@@ -182,15 +185,15 @@ class Metered:
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Mark the logits of these sequences (-1 for rows without one) as outdated, because new
-        drafts follow; returns whether a step of this schedule is due before these drafts.
+        """Mark the logits of these sequences (-1 for rows without a sequence) as outdated, because
+        new drafts follow. Return whether a step of this schedule is due before these drafts.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
         return self._cycles % self._every == 0
 
     def take(self, logits_RV: Tensor, index_R: Tensor) -> None:
-        """Store the logits of a step until verification."""
+        """Store the logits of a step until the verification."""
         self.logits_SV[index_R.long()] = logits_RV.to(self.logits_SV.dtype)
         self._is_fresh_S[index_R.long()] = index_R >= 0
 
@@ -202,7 +205,7 @@ class Metered:
         sequence_T: Tensor,
         temperature_S: Tensor,
     ) -> None:
-        """Count the acceptance in one verification; ``is_first_T`` marks the rows of logits that
+        """Count the acceptance in one verification. ``is_first_T`` marks the rows of logits that
         verify the first draft of a sequence.
         """
         is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
@@ -216,17 +219,17 @@ class Metered:
 class Meter:
     """The acceptance of drafts by length.
 
-    A draft counts if all earlier drafts of its cycle were accepted; a draft after a rejected one
-    was never a candidate for the response. Greedy drafts do not count, as they have no
-    distribution.
+    A draft counts if all earlier drafts of its cycle were accepted, because a draft after a
+    rejected draft was never a candidate for the response. Greedy drafts do not count, because they
+    have no distribution.
 
     Args:
         drafts: a tally for each of ``Runtime.budgets``.
         budget: the initial budget of drafts.
         temper: see ``overlap``.
-        metered: a second schedule to measure, if any.
-        drawn_S: how many drafts of each sequence were drawn from their distribution; later ones are
-            guesses, which do not count. None if all were.
+        metered: a second schedule to measure; None if there is none.
+        drawn_S: the number of drafts of each sequence that were drawn from their distribution.
+            Later drafts are guesses, which are not measured. None if there are no guesses.
     """
 
     def __init__(
@@ -244,7 +247,7 @@ class Meter:
         self.use(budget)
 
     def use(self, budget: int) -> None:
-        """Count drafts under this budget from the next verification on."""
+        """From the next verification on, count drafts under this budget."""
         self._in_use = self._drafts[budget]
 
     def settle(self) -> list[DraftAcceptance]:
@@ -266,10 +269,11 @@ class Meter:
 
         Args:
             first_B1: index of the first row of logits of each sequence, ``[B + 1]``.
-            position_T: position of the token before each row of logits; the length is one more.
-            sequence_T: each row's sequence, as an index among all sequences of the worker.
-            place_T: each row's number within its sequence.
-            sampled_B: number of tokens that each sequence got: its accepted drafts and one more.
+            position_T: position of the token before each row of logits. The length is this position
+                plus one.
+            sequence_T: the sequence of each row, as an index among all sequences of the worker.
+            place_T: the number of each row within its sequence.
+            sampled_B: number of tokens that each sequence got: its accepted drafts plus one token.
         """
         T = len(position_T)
         row_T = torch.searchsorted(

@@ -1,8 +1,9 @@
-"""The scheduler's plan for drafts, and its way to the speculator.
+"""The scheduler's plan for drafts, and how the plan reaches the speculator.
 
-vLLM's scheduler and workers may run in different processes. A worker receives each step as vLLM's
-pickled ``SchedulerOutput``, which has a field for the number of drafts but none for their budget.
-The plan is therefore an extra attribute of that object, which only this module uses.
+vLLM's scheduler and workers may run in different processes. A worker receives each step as a
+pickled ``SchedulerOutput`` of vLLM. This object has a field for the number of drafts, but none for
+their budget. The plan is therefore stored as an extra attribute of the object, which only this
+module uses.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class DraftPlan(NamedTuple):
-    """The plan for the drafts that follow a step."""
+    """A plan for the drafts that follow a step."""
 
-    tokens: int  # drafts per sequence, 0 for none
+    tokens: int  # number of drafts per sequence, 0 for none
     budget: int  # how much the drafts read, as an index into ``Runtime.budgets``
 
 
@@ -25,7 +26,8 @@ class _Planned(NamedTuple):
 
 
 def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
-    """Attach two plans to a step: for the drafts that follow it, and for those that it verifies.
+    """Attach two plans to a step: the plan for the drafts that follow the step, and the plan for
+    the drafts that the step verifies.
 
     Args:
         scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -34,12 +36,12 @@ def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
 
 
 def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
-    """Return the plan for the drafts that follow a step; if the step has no plan, the budget is
+    """Return the plan for the drafts that follow a step. If the step has no plan, the budget is
     that of ``before``.
 
-    A step has no plan in vLLM's warm-up, if the number of drafts does not adapt, or if the
+    A step has no plan during vLLM's warm-up, if the number of drafts does not adapt, or if the
     scheduler repeats its choice. The number of tokens always comes from vLLM's scheduler, which has
-    reserved memory for that many.
+    reserved memory for this number.
     """
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     budget = before.budget if planned is None else planned.drafts.budget

@@ -1,5 +1,5 @@
-"""The scheduler for lossless mode with ``adapt_draft_tokens``: vLLM's scheduler, which additionally
-chooses how many tokens to draft next and how much the drafts read.
+"""The scheduler for lossless mode with ``adapt_draft_tokens``. It is vLLM's scheduler, extended to
+choose how many tokens to draft next and how much the drafts read.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ Choice = tuple[int, float, int]
 
 
 class LosslessScheduler(AsyncScheduler):
-    """A scheduler that, before each step, sets the table in which vLLM looks up the number of
-    drafts (``dynamic_sd_lookup``).
+    """A scheduler that sets the number of drafts before each step. To do so, it changes the table
+    in which vLLM looks this number up (``dynamic_sd_lookup``).
 
-    The budget of the drafts is attached to the step (``plan``). The choices can be recorded and
-    repeated by another engine, since the samples drawn with a given seed depend on them.
+    The budget of the drafts is attached to the step (``plan``). Since the samples that are drawn
+    with a given seed depend on these choices, the choices can be recorded and repeated by another
+    engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        # The choices cannot be read from vLLM's table, which has only ``max_num_seqs`` entries and
-        # begins with 0.
+        # The choices cannot be read from vLLM's table, because it has only ``max_num_seqs`` entries
+        # and begins with 0.
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None
@@ -43,25 +44,27 @@ class LosslessScheduler(AsyncScheduler):
         self.chooser = DraftChooser(choices, decoding.draft_budgets)
         # The latest choice, which still applies to a step that starts without running sequences.
         self._plan = DraftPlan(self.chooser.choices[0], self.chooser.budgets.index(1.0))
-        self._rows = 0  # number of sequences at the latest choice
-        self._repeated = 0  # steps since the latest choice
-        self.keeps_choices = False  # set by a caller that will call ``take_choices``
-        self._choices: list[tuple[int, float]] = []  # one per step since the last ``take_choices``
+        self._rows = 0  # number of sequences when the latest choice was made
+        self._repeated = 0  # number of steps since the latest choice
+        self.keeps_choices = False  # set to True by a caller that will call ``take_choices``
+        # the choice in each step since the last ``take_choices``
+        self._choices: list[tuple[int, float]] = []
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.chooser.choices}
-        # The previous step: its end time, its number of sequences, the number of drafts of each
-        # sequence, and their budget.
+        # The previous step: its end time, its number of sequences, the number of drafts per
+        # sequence, and the budget of the drafts.
         self._last: tuple[float, int, int, int] | None = None
         self._logged: tuple[dict[str, int], dict[str, float]] | None = None
-        self._log_from = 0  # the cycle from which the next line may be logged
+        self._log_from = 0  # the cycle from which on the next line may be logged
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         may_repeat = not self._plan.tokens and self._replayed is None
         repeats = self.chooser.repeats if may_repeat else 0
         if self._repeated < repeats and len(self.running) == self._rows:
-            self._repeated += 1  # such steps wait for the host, so no other work is done here
+            # such steps wait for the host, so this is all the work that is done here
+            self._repeated += 1
             if self.keeps_choices:
                 self._choices.append((0, self.chooser.budgets[self._plan.budget]))
             return super().schedule(*args, **kwargs)
@@ -86,7 +89,7 @@ class LosslessScheduler(AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def take_choices(self) -> list[Choice]:
-        """Return the choices since the last call, in the order of steps, and end any replay."""
+        """Return the choices since the last call, in the order of the steps, and end any replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
                 "Some recorded draft choices were not repeated, because this run differs from the "
@@ -98,7 +101,8 @@ class LosslessScheduler(AsyncScheduler):
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
     def replay(self, choices: Iterable[Choice]) -> None:
-        """Repeat these choices from the next step on, until they end or ``take_choices`` is called.
+        """From the next step on, repeat these choices, until there are none left or
+        ``take_choices`` is called.
 
         Raises ConfigError: a number of drafts or a budget is not among the choices of this engine.
         """
@@ -107,9 +111,10 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
-                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule, because "
-                    f"this engine drafts {self.chooser.choices} tokens at {budgets} times; "
-                    "start it with the settings of the recorded engine"
+                    f"cannot repeat a step with {drafts} drafts that read {multiple} times the "
+                    "draft schedule; for these two numbers, this engine chooses among "
+                    f"{self.chooser.choices} and {budgets}; start it with the settings of the "
+                    "recorded engine"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple))
@@ -118,14 +123,16 @@ class LosslessScheduler(AsyncScheduler):
         )
 
     def _choose(self, rows: int) -> None:
-        """Choose the drafts of the next step, and of some more steps if nothing is drafted."""
+        """Choose how many drafts the next step gets. A choice of none also holds for the next few
+        steps.
+        """
         length = sum([request.num_computed_tokens for request in self.running]) / rows
         self._plan = self.chooser.plan(rows, length, self._repeated)
         self._rows = rows
         self._repeated = 0
 
     def _repeat(self) -> None:
-        """Use the next of the choices to repeat, if there is one left."""
+        """Use the next of the recorded choices, if there is one left."""
         assert self._replayed is not None
         choice = next(self._replayed, None)
         if choice is None:
@@ -138,8 +145,8 @@ class LosslessScheduler(AsyncScheduler):
             self._plan = choice
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Record a step's time if all its sequences had the same number of drafts and the previous
-        step had as many sequences.
+        """Record the time of a step, if all its sequences had the same number of drafts and the
+        previous step had the same number of sequences.
         """
         last = self._last
         self._last = None
@@ -158,24 +165,24 @@ class LosslessScheduler(AsyncScheduler):
         self._last = (now, rows, drafts, budget)
         if last is None or last[1] != rows:
             return
-        # If steps wait for the host, a dense step seems short right after drafts, because they let
-        # the host run ahead. A dense step seems long right before drafts, because the host launches
-        # the next step with its drafts before it sees the end of this one.
+        # If steps wait for the host, a dense step right after drafts seems short, because the
+        # drafts let the host run ahead. A dense step right before drafts seems long, because the
+        # host launches the next step, with its drafts, before it sees the end of the dense step.
         if not drafts and (last[2] or self._plan.tokens):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
             return
-        # With async scheduling, a response may have ended since this step began, and its request no
-        # longer exists.
+        # With async scheduling, a response may have ended since this step began. Its request then
+        # no longer exists.
         left = filter(None, map(self.requests.get, scheduled.num_scheduled_tokens))
         lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
         length = sum(lengths) / len(lengths)
         tokens = sum(emitted)
-        # Each token judges one draft, except the last token of a sequence whose drafts were all
-        # accepted.
+        # Each token is the verdict on one draft, except for the last token of a sequence whose
+        # drafts were all accepted.
         judged = tokens - emitted.count(drafts + 1)
         is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
         self.chooser.observe(

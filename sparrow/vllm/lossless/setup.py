@@ -1,9 +1,9 @@
-"""The setup of lossless mode before a model is loaded: vLLM's configuration, and the checks that
-refuse what lossless mode does not support.
+"""Set up lossless mode before a model is loaded: configure vLLM, and refuse what lossless mode does
+not support.
 
-vLLM's ``speculative_config`` names the model as its own draft model (method ``draft_model``).
-``sparrow.vllm.lossless.speculator`` then replaces vLLM's speculator, which would load a second copy
-of the model.
+In vLLM's ``speculative_config``, the model is its own draft model (method ``draft_model``). vLLM's
+speculator would load a second copy of the model, so ``sparrow.vllm.lossless.speculator`` replaces
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparrow.errors import ConfigError, refuse
 from sparrow.vllm import versions
 from sparrow.vllm.lossless import graphs
 
-ENGINE_KEY = "sparrow"  # Sparrow's settings are in this entry of vLLM's ``additional_config``
+ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that contains Sparrow's settings
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 REFUSED_OPTIONS = {
     "structured_outputs": "the grammar would have to read all drafts on the host",
@@ -35,8 +35,8 @@ def passes_of(draft_tokens: int) -> int:
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the numbers of drafts that a cycle may have: ``draft_tokens`` or, if the number adapts,
-    0, 1/3, 2/3 and all of ``draft_tokens``.
+    """List the numbers of drafts that a cycle may have. This is only ``draft_tokens`` or, if the
+    number adapts, 0, 1/3, 2/3 and all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -47,11 +47,11 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Complete vLLM's ``EngineArgs`` for lossless mode; a second call with the result has no
+    """Complete vLLM's ``EngineArgs`` for lossless mode. A second call with the result has no
     effect.
 
     Raises ConfigError: this version of vLLM does not support lossless mode, or an option conflicts
-    with it.
+    with lossless mode.
     """
     versions.check(on_cpu)
     k = decoding.draft_tokens
@@ -62,8 +62,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # vLLM captures graphs for each of these numbers of drafts; the scheduler chooses one of
-        # them before each step.
+        # vLLM captures graphs for each of these numbers of drafts, and the scheduler chooses one of
+        # the numbers before each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -116,8 +116,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether a speculative_config is that of lossless mode, in which the model is its own
-    draft model.
+    """Return whether a speculative_config is the one that lossless mode sets, in which the model is
+    its own draft model.
     """
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
@@ -146,7 +146,8 @@ def check_supported(vllm_config: Any) -> None:
             "it does not support pipeline parallelism; use tensor parallelism",
         ),
         (
-            # vLLM's workers of a dense model see a size of 1, because their ranks are independent.
+            # The workers of a dense model see a size of 1, because vLLM's data-parallel ranks are
+            # independent then.
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
             "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run "
             "all passes in step, while the drafts of a rank depend on its own requests; start one "
@@ -267,7 +268,7 @@ def check_request(sampling: Any) -> None:
     """Refuse a request (vLLM's ``SamplingParams``) with options that lossless mode does not
     support.
 
-    Raises ValueError: the request has such an option; vLLM's server then answers with HTTP 400.
+    Raises ValueError: the request has such an option. vLLM's server then answers with HTTP 400.
     """
     for name, reason in REFUSED_OPTIONS.items():
         value = getattr(sampling, name, None)
@@ -281,8 +282,9 @@ def check_request(sampling: Any) -> None:
 def without_verified_options(sampling: Any) -> Any:
     """Return a copy of a request (vLLM's ``SamplingParams``) without ``min_p`` and ``logit_bias``.
 
-    vLLM refuses both in speculative decoding, which its V1 model runner verifies without them. The
-    V2 model runner, which lossless mode needs, applies them to the logits of every verified token.
+    vLLM refuses both options in speculative decoding, because its V1 model runner ignores them in
+    verification. The V2 model runner, which lossless mode needs, applies them to the logits of
+    every verified token.
     """
     plain = copy(sampling)
     plain.min_p = 0.0

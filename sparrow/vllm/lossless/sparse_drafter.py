@@ -1,10 +1,11 @@
-"""The sparse actor as a drafter: the policy's model, decoding with a few pages of its KV cache.
+"""The sparse actor as a drafter. It is the policy's own model, which decodes with a few pages of
+its KV cache.
 
 A draft step is one CUDA graph, which also sets up the next step. Drafts write their keys and values
-to the slots of the next tokens, and the dense pass overwrites them.
+to the slots of the next tokens, and the dense pass overwrites these keys and values.
 
-Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
-hold, k drafts, M blocks of the longest sequence, V vocabulary.
+Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S maximum number of sequences
+in the worker, k drafts, M blocks of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""A mask that changes the seeds of drafts. It is used in versions of vLLM that sample a draft and
-the token that replaces a rejected draft with the same noise: samples follow the dense distribution
-only if the two are independent. With ``drafter_invariant`` no token replaces a draft, and the noise
-is the same on purpose (``sparrow.vllm.lossless.verify``).
+"""A mask that changes the seeds of drafts. Some versions of vLLM sample a draft, and the token that
+replaces the draft if it is rejected, with the same noise, but samples follow the dense distribution
+only if these two tokens are independent. The mask is used in such versions. With
+``drafter_invariant``, no token replaces a draft, and the noise is the same on purpose (see
+``sparrow.vllm.lossless.verify``).
 """
 
 
@@ -56,7 +58,7 @@ def _set_up(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write the slots and the page counts of a draft step; rows of length 0 have no slot."""
+    """Write the slots and the page counts of a draft step. Rows of length 0 have no slot."""
     block = tl.load(
         blocks_SM + row * stride + position // TOKENS, mask=held & (length > 0), other=0
     ).to(tl.int64)
@@ -96,7 +98,7 @@ def _begin_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Set up the first draft step, and count the pass before it (see ``propose`` and
+    """Set up the first draft step, and count the dense pass before it (see ``propose`` and
     ``Runtime.count_pass``).
     """
     row = tl.arange(0, ROWS)
@@ -161,8 +163,8 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the tokens sampled in a draft step, count the step, and set up the next one. A single
-    kernel does all of this, since a draft step is so short that every further kernel would add
+    """Store the tokens sampled in a draft step, count the step, and set up the next step. A single
+    kernel does all of this, because a draft step is so short that every further kernel would add
     noticeable time.
 
     ``decoded`` counts rows by length (see ``DecodedRows``). The context ends at ``limit`` tokens.
@@ -179,8 +181,9 @@ def _advance_kernel(
     tl.store(ids_R + row, drawn, mask=held)
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
-    tl.debug_barrier()  # all warps have read the step
-    tl.store(step, (now + 1) % K)  # wraps: the warm-up before captures runs more than k steps
+    tl.debug_barrier()  # all warps must have read ``step`` before it changes
+    # modulo K, because the warm-up before captures runs more than k steps
+    tl.store(step, (now + 1) % K)
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
     )
@@ -195,11 +198,11 @@ class Inputs(NamedTuple):
 
 
 class SparseDrafter:
-    """A ``Drafter`` that runs steps of the policy under the draft schedule.
+    """A ``Drafter`` that runs decode steps of the policy's model under the draft schedule.
 
     Args:
         decoding: the settings of lossless mode.
-        speculator: vLLM's speculator, whose buffers contain the inputs and the drafts; CUDA graphs
+        speculator: vLLM's speculator, whose buffers contain the inputs and the drafts. CUDA graphs
             refer to these buffers by address.
     """
 
@@ -217,7 +220,7 @@ class SparseDrafter:
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._adapters: DraftAdapters | None = None
-        # By whether a sequence has a LoRA adapter, and by the number of rows.
+        # Keys are whether any sequence has a LoRA adapter, and the number of rows.
         self._graphs: dict[bool, dict[int, torch.cuda.CUDAGraph]] = defaultdict(dict)
         self.captured_over: dict[str, int] = {}
         self._step_index = torch.zeros((), dtype=torch.int64, device=device)
@@ -228,20 +231,20 @@ class SparseDrafter:
         }
         speculator.idx_mapping.fill_(-1)
         self._slots_R = torch.full((speculator.max_num_reqs,), -1, dtype=torch.int64, device=device)
-        # Allocated here, so that vLLM includes the buffer when it measures free memory.
+        # The buffer is allocated here, so that vLLM includes it when it measures free memory.
         self._metered_logits: Tensor | None = None
         if decoding.meter_schedule is not None:
             S, _, V = self.logits.shape
             self._metered_logits = self.logits.new_zeros(S + 1, V)
 
     def load(self, model: Any) -> None:
-        """Draft with this model.
+        """Use this model for drafts.
 
         Raises UnsupportedModel: ``draft_weights`` is "fp8", but no layer can have an fp8 copy.
         """
         self._model = model
-        # A copy made here is part of the model's memory for vLLM, which treats it like the weights
-        # in sleep mode.
+        # vLLM counts a copy that is made here as memory of the model, and treats it like the
+        # weights in sleep mode.
         self._weights = DraftWeights(model) if self._copies_weights else None
         if self._vllm.vllm_config.lora_config is not None:
             self._adapters = DraftAdapters(model.lora_manager, self._vllm.max_num_reqs)
@@ -249,7 +252,7 @@ class SparseDrafter:
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
 
-        Raises ConfigError: ``meter_schedule`` would need a different cache.
+        Raises ConfigError: ``meter_schedule`` does not work with this cache.
         """
         self._graphs.clear()
         self.captured_over = {}
@@ -259,7 +262,7 @@ class SparseDrafter:
             x.nbytes for x in (self.logits, self._metered_logits) if x is not None
         )
         runtime.drafting.weights = self._weights
-        # The block size of the kernels, which may be smaller than the scheduler's.
+        # The block size of the kernels, which may be smaller than that of the scheduler.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
         ]
@@ -284,7 +287,7 @@ class SparseDrafter:
         )
 
     def _metered(self, runtime: Runtime) -> Metered | None:
-        """Set up the measurement of ``meter_schedule``; returns None if that schedule is not set."""
+        """Set up the measurement of ``meter_schedule``. Return None if that schedule is not set."""
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
             return None
@@ -315,7 +318,9 @@ class SparseDrafter:
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def capture(self) -> None:
-        """Capture a draft step for every number of rows that vLLM captures, the largest first."""
+        """Capture a draft step for every number of rows for which vLLM captures graphs, starting
+        with the largest.
+        """
         self.captured_over = self.addresses()
         with graph_capture(device=self._vllm.device) as context:
             if self._adapters is None:
@@ -410,8 +415,8 @@ class SparseDrafter:
                 self._draft(B)
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """Run one step under another schedule before the first draft step, which overwrites the
-        step's cache entries.
+        """Run one step under another schedule, before the first draft step. The draft step then
+        overwrites the cache entries of this step.
         """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
@@ -430,7 +435,9 @@ class SparseDrafter:
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:
-        """Build the ``Step`` that layers receive for a sparse step with this number of rows."""
+        """Build the ``Step`` that describes a sparse step with this number of rows to the
+        layers.
+        """
         return Step(
             rows=rows,
             lengths=self._vllm.input_buffers.seq_lens[:rows],
@@ -442,8 +449,8 @@ class SparseDrafter:
         )
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """Run the model on the tokens in the input buffers, which writes their KV entries, and
-        return its logits, with a row for each token.
+        """Run the model on the tokens in the input buffers, and return its logits, with one row per
+        token. This also writes the KV entries of the tokens.
         """
         tokens = step.rows * step.tokens
         buffers = self._vllm.input_buffers
@@ -465,8 +472,8 @@ class SparseDrafter:
         return self._model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """Run one draft step of ``rows`` rows, which also sets up the inputs of the next step. CUDA
-        graphs capture this function.
+        """Run one draft step of ``rows`` rows, and set up the inputs of the next step. CUDA graphs
+        capture this function.
         """
         buffers = self._vllm.input_buffers
         runtime = self._runtime

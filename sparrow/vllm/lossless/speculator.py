@@ -1,13 +1,14 @@
-"""Lossless mode inside a vLLM worker: a drafter proposes tokens and a dense pass verifies them.
+"""Lossless mode inside a vLLM worker: a drafter proposes tokens, and a dense pass verifies them.
 
-One cycle of a batch consists of up to ``draft_tokens`` drafts and one dense pass over the drafts
-and the token before them. vLLM runs that pass, samples from its logits and verifies the drafts as
-it does for any draft model. The sparse actor drafts with the policy's own weights and KV cache:
-drafts write their keys and values to the slots of the next tokens, and the dense pass overwrites
-them. The final cache is therefore dense, and samples follow the dense distribution exactly (arXiv
-2211.17192, 2302.01318).
+One cycle of a batch consists of up to ``draft_tokens`` drafts, and one dense pass over the drafts
+and the token before them. vLLM runs this pass, samples from its logits, and verifies the drafts in
+the same way as the drafts of any draft model. The sparse actor drafts with the policy's own weights
+and KV cache. Drafts write their keys and values to the slots of the next tokens, and the dense pass
+overwrites these keys and values. The final cache is therefore dense, and samples follow the dense
+distribution exactly (arXiv 2211.17192, 2302.01318).
 
-Shapes: B sequences of the batch, S sequences the worker can hold, k drafts, V vocabulary.
+Shapes: B sequences of the batch, S maximum number of sequences in the worker, k drafts, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from sparrow.vllm.runtime import Runtime, find
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """A speculator that drafts with the sparse actor; vLLM's model runner uses it like the
+    """A speculator that drafts with the sparse actor. vLLM's model runner uses it like the
     speculator of a draft model.
 
     ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
-    neither verifies drafts nor produces any. ``reads_history`` is true if drafts are made from
+    neither verifies nor produces drafts. ``reads_history`` is true if drafts are made from
     guesses. ``tokens_SN`` then contains the tokens of every sequence, int32 ``[S, N]``, which vLLM
     updates before it calls ``propose``.
     """
@@ -65,7 +66,7 @@ class SparseSpeculator(DraftModelSpeculator):
 
     def load_model(self, target_model: Any) -> None:
         """Use the target model for drafting. The speculator lists no attention layers of its own,
-        for which vLLM would allocate a second cache.
+        because vLLM would allocate a second cache for them.
 
         Raises UnsupportedModel: the drafter does not support the model.
         """
@@ -80,7 +81,7 @@ class SparseSpeculator(DraftModelSpeculator):
         CUDA graphs with a small cache, and then frees that cache. A graph captured with that cache
         would read and write freed memory.
 
-        Raises ConfigError: layers have different kinds of caches, or a setting does not work with
+        Raises ConfigError: layers have different kinds of cache, or a setting does not work with
         this cache.
         """
         if len(kv_cache_config.kv_cache_groups) != 1:
@@ -106,7 +107,8 @@ class SparseSpeculator(DraftModelSpeculator):
             self.drafter.capture()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Set the plan for the drafts after a step, and whether the step involves any drafts.
+        """Set the plan for the drafts that follow a step, and record whether the step involves any
+        drafts.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -132,11 +134,12 @@ class SparseSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> Tensor:
-        """Draft the tokens that follow those just sampled; vLLM calls this method after each
-        forward pass. See ``Drafter.propose``, and ``Pass`` for the arguments.
+        """Draft tokens that follow the tokens just sampled. vLLM calls this method after each
+        forward pass. ``Drafter.propose`` describes the result, and ``Pass`` the arguments.
         """
         B = input_batch.num_reqs
-        # vLLM's dummy runs measure memory, and a draft step needs less than the passes before it.
+        # vLLM's dummy runs measure memory, and a draft step needs less memory than the passes
+        # before it.
         if dummy_run:
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]

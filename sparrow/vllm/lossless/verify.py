@@ -1,12 +1,15 @@
-"""Verification for ``drafter_invariant``, with which the sampled tokens do not depend on the drafts.
+"""Verification for the setting ``drafter_invariant``, with which the sampled tokens do not depend
+on the drafts.
 
-The policy samples every token as dense decoding does, with noise from the request's seed and the
-token's position. Drafts were sampled with the same noise, and are accepted up to the first that
-differs (Daliri et al., arXiv 2408.07978). vLLM's own verification accepts a draft based on its
-probabilities under both distributions, and therefore accepts somewhat more drafts.
+The policy samples every token as dense decoding does, with noise that depends on the request's seed
+and the token's position. Drafts were sampled with the same noise, and are accepted up to the first
+one that differs from the policy's token (Daliri et al., arXiv 2408.07978). vLLM's own verification
+accepts a draft based on its probabilities under both distributions. It therefore accepts somewhat
+more drafts.
 
-Shapes: T rows of logits in a verification, with each sequence's rows adjacent; B sequences; S
-sequences the worker can hold; k the most drafts of a sequence; V vocabulary.
+Shapes: T rows of logits in a verification, in which the rows of a sequence are adjacent; B
+sequences; S maximum number of sequences in the worker; k maximum number of drafts per sequence; V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,20 +26,20 @@ from sparrow.vllm import versions
 if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
-# runtimes by the tensor of the drafts' logits, the only object that vLLM passes to verification
+# runtimes, keyed by the tensor of the drafts' logits: vLLM passes no other object to verification
 _runtimes: Any = WeakTensorKeyDictionary()
 
 
 def register(draft_logits: Tensor, runtime: Runtime) -> None:
-    """Associate drafts with these logits with the runtime, whose settings determine how they are
+    """Associate the logits of drafts with the runtime whose settings determine how these drafts are
     verified.
     """
     _runtimes[draft_logits] = runtime
 
 
 def runtime_of(draft_logits: Tensor | None) -> Runtime | None:
-    """Return the runtime of the speculator whose drafts have these logits; None if the speculator
-    is not Sparrow's.
+    """Return the runtime of the speculator whose drafts have these logits. Return None if the
+    speculator is not Sparrow's.
     """
     return None if draft_logits is None else _runtimes.get(draft_logits)
 
@@ -52,19 +55,20 @@ def draw(
     k: int,
     use_fp64: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token from each row of logits, and keep the tokens that dense decoding would have
-    reached.
+    """Sample a token from each row of logits, and keep those tokens that dense decoding would also
+    have sampled.
 
     Args:
         target_TV: the policy's logits, processed as for sampling.
-        input_T: the token before each row of logits: the last sampled token, then the drafts.
+        input_T: the token before each row of logits. In each sequence, this is first the last
+            sampled token, and then the drafts.
         first_B1: index of the first row of each sequence, ``[B + 1]``.
-        position_T: each row's position.
-        sequence_T: each row's sequence, as an index among all sequences of the worker.
+        position_T: the position of each row.
+        sequence_T: the sequence of each row, as an index among all sequences of the worker.
 
     Returns:
-        Tokens ``[B, k + 1]``, and the number of valid ones, int32 ``[B]``: the accepted drafts and
-        one more token.
+        Tokens ``[B, k + 1]``, and the number of valid tokens, int32 ``[B]``. Valid tokens are the
+        accepted drafts and one more token.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(

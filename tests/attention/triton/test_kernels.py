@@ -507,7 +507,7 @@ def test_too_many_new_tokens_are_refused():
     wide = make_case([64], [1], G=16, tokens=5)
     with pytest.raises(ValueError, match="a group of 16 may have up to 4; decode fewer tokens"):
         decode(ONE, wide.batch(), make_workspace(wide))
-    with pytest.raises(ValueError, match="2 sequences with 3 new tokens each need as many queries"):
+    with pytest.raises(ValueError, match="each need one query per new token"):
         decode(ONE, replace(case, tokens=3).batch(), make_workspace(case))
 
 
@@ -1469,7 +1469,7 @@ def test_unsupported_inputs_are_refused():
         budgets=budgets.long(),
     )
     refuse("create a larger workspace", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
-    refuse("the workspace is for 2, 4 and 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
+    refuse("for 2 kv heads, group 4", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     for layer in (
         (int8.k_cache, int8.landmark_cache),
         (case.k_cache, case.landmark_cache, int8.scales.k),
