@@ -232,7 +232,10 @@ def text_metered() -> str:
         f"{name} of {result['measured'][name]:.3f} (predicted: {interval(result['predicted'][name], 3)})"
         for name in ("mean", "p5")
     )
-    return f"With {result['budget']} tokens read, vLLM measured {result['drafts']:,} drafts, with a {' and a '.join(pairs)}.\n"
+    return (
+        f"With {result['budget']} tokens read, vLLM measured {result['drafts']:,} drafts, with a "
+        f"{' and a '.join(pairs)}.\n"
+    )
 
 
 def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> str:
