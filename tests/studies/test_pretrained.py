@@ -8,7 +8,7 @@ from sparrow.schedule import SparsitySchedule
 from tests.conftest import tiny_model
 
 FOLDERS = ("benchmarks", "studies/text", "studies/pretrained")
-MODULES = ("domains", "one_schedule", "texts", "what_is_read")
+MODULES = ("domains", "longer", "one_schedule", "texts", "what_is_read")
 REQUIRED = ("tyro",)
 
 
@@ -85,3 +85,25 @@ def test_variants_begin_with_the_pages_that_all_are_compared_with(study):
     assert [v.budget for v in even] == list(study.what_is_read.EVEN)
     assert {(v.page_size, v.dense_layers, v.score) for v in even} == {(16, (), "mean_key")}
     assert [v.dense_layers for v in every if v.dense_layers] == [(0, 1), (29,)]
+
+
+def test_the_loss_by_position_adds_up_to_the_loss(study):
+    model = tiny_model()
+    ids = torch.randint(
+        model.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        whole = model(input_ids=ids, labels=ids).loss.item()
+    bins = study.longer.loss_by_position(model, ids, [0, 8, 32])
+    assert (8 * bins[0]["nats"] + 24 * bins[1]["nats"]) / 32 == pytest.approx(whole, abs=1e-4)
+
+
+def test_another_base_turns_far_keys_more_slowly(study, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    same = study.longer.with_base(str(tmp_path), None, 4096)
+    assert same.config.max_position_embeddings == 4096
+    changed = study.longer.with_base(str(tmp_path), 1e7, 4096)
+    ratio = changed.model.rotary_emb.inv_freq / same.model.rotary_emb.inv_freq
+    assert torch.equal(same.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert ratio[0] == 1 and (ratio[1:] < 1).all()
