@@ -30,6 +30,15 @@ from acceptance import lossless, lossy, schedule, shape, summary
 DRAFTS = 8
 
 
+def rounded(x: Any) -> Any:
+    """Return nested results with all floats rounded to four digits."""
+    if isinstance(x, dict):
+        return {name: rounded(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [rounded(value) for value in x]
+    return round(x, 4) if isinstance(x, float) else x
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = domain_parser(__doc__, 40)
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048])
@@ -65,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         position = domain.position(DRAFTS)
         for (mode, budget), alpha in zip(every, values, strict=True):
             ks = (DRAFTS,) if mode == "lossless" else ()
-            measured = summary(alpha, position, args.edges, ks) | shape(alpha, position)
+            measured = summary(alpha, position, args.edges, ks)
+            measured |= rounded(shape(alpha, position))
             del measured["by_step"]
             rows.append({**what, "mode": mode, "budget": budget, **measured})
             print(f"{what} {mode} {budget}: {measured['mean'][0]}, {measured['p5'][0]}", flush=True)

@@ -46,7 +46,10 @@ def tail() -> str:
         if row["temperature"] == 1 and fit:
             share = [1 - x for x in (fit["n"] / row["n"], *reversed(fit["fraction_interval"]))]
             correlation = row["correlation"]
-            r = [interval(correlation[of], 2) for of in ("p5 of bins", "tokens")]
+            r = [
+                interval(correlation[of], 2) if of in correlation else "not measured"
+                for of in ("p5 of bins", "tokens")
+            ]
             shape = f"Beta({fit['a']:.2f}, {fit['b']:.2f})"
             distance = interval([fit["ks"], *fit["ks_interval"]], 3)
             cells = [row["domain"], f"{row['budget']:,}", interval(share, 0, "%"), shape, distance]

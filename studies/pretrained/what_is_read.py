@@ -37,7 +37,7 @@ from fewer_bytes import DRAFTS, Variant, measure
 from rounding import int8_cache, rounded_cache, scales_of
 from uneven_bytes import at_bytes
 
-EVEN = (256, 512, 1024, 2048)
+EVEN = (256, 512, 1024, 2048, 3072)
 
 
 def variants(layers: int, budgets: Sequence[int]) -> list[Variant]:
