@@ -6,7 +6,8 @@
 *Lossless*: drafts of whole cycles over a dense cache. *Lossy*: the same positions, with a history
 that is the actor's own from the prompt on. Both are as in ``studies/text/acceptance.py``: compared
 with the dense policy in float32, pages of 16 tokens, no dense layer. Cycles lie where all tokens
-were sampled by the model (chat mathematics), equally many in each length bin.
+were sampled by the model (chat mathematics), equally many in each length bin. The file is written
+after every domain, and a run with the same settings goes on from it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from domains import at_temperature, domain_parser, load, load_model, write
+from domains import at_temperature, domain_parser, earlier, load, load_model, write
 from torch import Tensor
 
 from sparrow.model import actor
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     args = parser.parse_args(argv)
 
-    began = time.monotonic()
+    result = earlier(args)
+    began = time.monotonic() - result.get("seconds", 0)
     drafter = load_model(args.model, attn_implementation=drafts.NAME)
     history = load_model(args.model)
     actor.set_schedule(history, SparsitySchedule.dense(dense_layers=()))
@@ -62,9 +64,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return alphas
 
     every = [(mode, budget) for mode in ("lossless", "lossy") for budget in args.budgets]
-    rows: list[dict[str, Any]] = []
-    result = {}
+    rows: list[dict[str, Any]] = result.get("rows", [])
+    done = {(row["domain"], row["temperature"]) for row in rows}
     for domain in load(args, args.edges, args.cycles, DRAFTS):
+        if (domain.name, domain.temperature) in done:
+            continue
         with (
             at_temperature(drafter, domain.temperature),
             at_temperature(history, domain.temperature),
@@ -79,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             del measured["by_step"]
             rows.append({**what, "mode": mode, "budget": budget, **measured})
             print(f"{what} {mode} {budget}: {measured['mean'][0]}, {measured['p5'][0]}", flush=True)
-        result = write(args, began, rows=rows)  # a run that is cut leaves the domains before
+        result = write(args, began, rows=rows)
     return result
 
 

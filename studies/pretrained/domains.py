@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -149,14 +150,34 @@ def at_temperature(model: PreTrainedModel, temperature: float) -> Iterator[None]
         handle.remove()
 
 
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments on which results depend."""
+    others = ("model", "texts", "conversations", "out", "batch", "implementation", "seconds")
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
+def earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a run that was cut left in ``args.out``; nothing if there is no such file.
+
+    Raises ValueError: its settings were others.
+    """
+    if not args.out.exists():
+        return {}
+    found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8"))
+    if found["settings"] != settings_of(args):
+        raise ValueError(
+            f"{args.out} was measured with other settings, {found['settings']}; use the same, or "
+            "another --out"
+        )
+    return found
+
+
 def write(args: argparse.Namespace, began: float, **results: Any) -> dict[str, Any]:
     """Save results to ``args.out``, with the settings and the seconds since ``began``."""
-    paths = ("model", "texts", "conversations", "out")
-    settings = {name: value for name, value in vars(args).items() if name not in paths}
     seconds = round(time.monotonic() - began, 1)
     model = "SmolLM2-135M-Instruct" if args.model == "smollm2" else Path(args.model).name
     result: dict[str, Any] = plain(
-        {"model": model, "seconds": seconds, "settings": settings, **results}
+        {"model": model, "seconds": seconds, "settings": settings_of(args), **results}
     )
     save(args.out, result)
     return result

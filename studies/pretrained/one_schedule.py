@@ -9,7 +9,8 @@ on a mixture of equally many of each; the acceptance that it measures is that of
 with the sequences' own tokens. Every schedule is then measured on the other half of all domains.
 *Largest* reads, at each length, as many pages as the largest of the domains' schedules.
 
-Calibration is without rounds on policy, because the texts are not samples of the actor.
+Calibration is without rounds on policy, because the texts are not samples of the actor. The file is
+written after every schedule, and a run with the same settings goes on from it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from domains import Domain, domain_parser, load, load_model, write
+from domains import Domain, domain_parser, earlier, load, load_model, write
 from torch import Tensor
 
 from sparrow.calibrate import calibrate
 from sparrow.calibrate.search import Acceptance
-from sparrow.errors import ConfigError
 from sparrow.mismatch import (
     percentile_by_bin_interval,
     sequence_bootstrap,
@@ -123,7 +123,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--prompt", type=int, default=128, help="dense tokens of each sequence")
     args = parser.parse_args(argv)
 
-    began = time.monotonic()
+    result = earlier(args)
+    began = time.monotonic() - result.get("seconds", 0)
+    calibrations: list[dict[str, Any]] = result.get("calibrations", [])
+    rows: list[dict[str, Any]] = result.get("rows", [])
     model = load_model(args.model)
     actor.set_schedule(model, SparsitySchedule.dense(dense_layers=()))
     edges = [args.prompt, *range(args.bin_tokens, args.edges[-1] + 1, args.bin_tokens)]
@@ -132,36 +135,42 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for domain in domains:
         found[domain.name], held_out[domain.name] = halves(domain)
     share = len(domains)
-    groups = {name: [domain] for name, domain in found.items()} | {
-        MIXTURE: [Domain(d.name, 1, d.ids[::share], d.start[::share]) for d in found.values()]
-    }
     layout = SparsitySchedule.dense(page_size=16, bin_tokens=args.bin_tokens, dense_layers=())
     trials = [layout.replace(top_k=(k,)) for k in args.trials]
+    schedules = {
+        of["on"]: layout.replace(top_k=tuple(ALL_PAGES if k == "all" else k for k in of["pages"]))
+        for of in calibrations
+    }
 
-    schedules: dict[str, SparsitySchedule] = {}
-    calibrations = []
-    for name, group in groups.items():
-        try:
-            result = calibrate(
-                Measured(model, group, args), trials, args.target, min(args.trials), args.refine
-            )
-        except ConfigError as error:
-            print(f"{name}: {error}", flush=True)
-            continue
-        schedules[name] = result.schedule
-        pages = ["all" if b.top_k >= ALL_PAGES else b.top_k for b in result.bins]
-        calibrations.append({"on": name, "pages": pages, "passes": len(result.curves)})
-        print(f"{name}: {pages} after {len(result.curves)} passes", flush=True)
-    by_domain = {name: kept for name, kept in schedules.items() if name != MIXTURE}
-    schedules[LARGEST] = largest(by_domain)
+    def search(name: str, group: Sequence[Domain]) -> None:
+        if name in schedules:
+            return
+        measured = Measured(model, group, args)
+        calibration = calibrate(measured, trials, args.target, min(args.trials), args.refine)
+        schedules[name] = calibration.schedule.replace(provenance={})
+        pages = ["all" if k >= ALL_PAGES else k for k in calibration.schedule.top_k]
+        calibrations.append({"on": name, "pages": pages, "passes": len(calibration.curves)})
+        print(f"{name}: {pages} after {len(calibration.curves)} passes", flush=True)
+        write(args, began, calibrations=calibrations, rows=rows)
 
-    rows = []
-    for name, domain in held_out.items():
-        measured = Measured(model, [domain], args)
-        for on, kept in schedules.items():
-            row = {"on": on, "domain": name, **judged(measured(kept), kept, args.target)}
-            rows.append(row)
-            print(f"{on} on {name}: p5 {row['p5']}, reads {row['tokens_read']}", flush=True)
+    def judge() -> None:
+        for name, domain in held_out.items():
+            done = {row["on"] for row in rows if row["domain"] == name}
+            if left := {on: kept for on, kept in schedules.items() if on not in done}:
+                measured = Measured(model, [domain], args)
+                for on, kept in left.items():
+                    row = {"on": on, "domain": name, **judged(measured(kept), kept, args.target)}
+                    rows.append(row)
+                    print(f"{on} on {name}: p5 {row['p5']}, reads {row['tokens_read']}", flush=True)
+                    write(args, began, calibrations=calibrations, rows=rows)
+
+    for name, domain in found.items():
+        search(name, [domain])
+    schedules[LARGEST] = largest({name: schedules[name] for name in found})
+    judge()
+    mixed = [Domain(d.name, 1, d.ids[::share], d.start[::share]) for d in found.values()]
+    search(MIXTURE, mixed)
+    judge()
     return write(args, began, calibrations=calibrations, rows=rows)
 
 

@@ -113,13 +113,8 @@ def calibrated() -> str:
     """Tabulate the pages that calibration chose on each domain, by length."""
     result = load("pretrained_schedules")
     width = result["settings"]["bin_tokens"]
-    most = max(len(found["pages"]) for found in result["calibrations"])
-    last = result["settings"]["edges"][-1] // width
-    rows = []
-    for found in result["calibrations"]:
-        pages = [found["pages"][0]] * (most - len(found["pages"])) + found["pages"]
-        rows.append([found["on"], *pages])
-    ends = [f"up to {(last - most + 1 + i) * width:,}" for i in range(most)]
+    rows = [[found["on"], *found["pages"][:-1]] for found in result["calibrations"]]
+    ends = [f"up to {(i + 1) * width:,}" for i in range(len(rows[0]) - 1)]
     return table(["calibrated on", *ends], rows)
 
 

@@ -107,3 +107,17 @@ def test_another_base_turns_far_keys_more_slowly(study, tmp_path):
     ratio = changed.model.rotary_emb.inv_freq / same.model.rotary_emb.inv_freq
     assert torch.equal(same.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     assert ratio[0] == 1 and (ratio[1:] < 1).all()
+
+
+def test_a_run_goes_on_only_with_the_same_settings(study, tmp_path):
+    def given(budget):
+        parser = study.domains.domain_parser("", 4)
+        parser.add_argument("--budget", type=int)
+        paths = ["--texts", "x", "--conversations", "x", "--out", str(tmp_path / "x.json")]
+        return parser.parse_args([*paths, "--budget", str(budget)])
+
+    assert study.domains.earlier(given(512)) == {}
+    written = study.domains.write(given(512), 0, rows=[1, 2])
+    assert study.domains.earlier(given(512))["rows"] == written["rows"] == [1, 2]
+    with pytest.raises(ValueError, match=r"x\.json was measured with other settings, .*512"):
+        study.domains.earlier(given(1024))
