@@ -21,11 +21,12 @@ import tables_verl
 import tables_versions
 from common import ROOT, render
 
-sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text", "cascade")]
+sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text", "cascade", "pretrained")]
 import calibration
 import relative_tau
 import sampled_tail
 import tables_cascade as cascade
+import tables_pretrained as pretrained
 import tables_text as text
 import tables_text_training as text_training
 
@@ -43,6 +44,7 @@ MODULES = (
     text_training,
     fp8,
     cascade,
+    pretrained,
     tables_versions,
     tables_verl,
 )
@@ -63,6 +65,7 @@ NAMES = (
     "selectors",
     "stability-text",
     "verl",
+    "pretrained",
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

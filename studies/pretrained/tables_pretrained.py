@@ -39,11 +39,10 @@ def lossy() -> str:
 
 
 def tail() -> str:
-    """Tabulate what the paper states of the tail, for the lossy actor at temperature 1."""
+    """Tabulate what the paper states of the tail, for the lossy actor."""
     rows = []
-    for row in _rows("lossy"):
-        fit = row.get("beta_tail")
-        if row["temperature"] == 1 and fit:
+    for row in sorted(_rows("lossy"), key=lambda row: row["domain"]):
+        if fit := row.get("beta_tail"):
             share = [1 - x for x in (fit["n"] / row["n"], *reversed(fit["fraction_interval"]))]
             correlation = row["correlation"]
             r = [
@@ -52,9 +51,17 @@ def tail() -> str:
             ]
             shape = f"Beta({fit['a']:.2f}, {fit['b']:.2f})"
             distance = interval([fit["ks"], *fit["ks_interval"]], 3)
-            cells = [row["domain"], f"{row['budget']:,}", interval(share, 0, "%"), shape, distance]
+            cells = [row["domain"], f"{row['temperature']:g}", f"{row['budget']:,}"]
+            cells += [interval(share, 0, "%"), shape, distance]
             rows.append([*cells, *r])
-    head = ["domain", "tokens read", "above 0.999", "fit to all other tokens", "KS distance"]
+    head = [
+        "domain",
+        "temperature",
+        "tokens read",
+        "above 0.999",
+        "fit to all other tokens",
+        "KS distance",
+    ]
     return table([*head, "r of p5 with length", "r of tokens with length"], rows)
 
 
@@ -141,8 +148,4 @@ TABLES = {
     "pretrained lossy": lossy,
     "pretrained tail": tail,
     "pretrained temperatures": temperatures,
-    "pretrained reading": reading,
-    "pretrained caches": caches,
-    "pretrained calibrated": calibrated,
-    "pretrained schedules": schedules,
 }
