@@ -93,7 +93,8 @@ def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafte
 
 def load(args: argparse.Namespace, edges: Sequence[int], cycles: int, drafted: int) -> list[Domain]:
     """Return the domains of ``args.texts`` and ``args.conversations``, ``args.sequences`` of each
-    at most; chat mathematics at every temperature that was sampled.
+    at most: the first conversations, at every temperature that was sampled, and texts spread over
+    all documents.
     """
     found = []
     with np.load(args.conversations) as file:
@@ -103,7 +104,10 @@ def load(args: argparse.Namespace, edges: Sequence[int], cycles: int, drafted: i
                 found.append((CHAT, float(temperature), file[name], file[f"{temperature}/sampled"]))
     with np.load(args.texts) as file:
         for name in file.files:
-            found.append((name, 1.0, file[name], np.ones(file[name].shape, bool)))
+            every = file[name]
+            count = min(args.sequences, len(every))
+            ids = every[np.arange(count) * len(every) // count]
+            found.append((name, 1.0, ids, np.ones(ids.shape, bool)))
     domains = []
     for name, temperature, all_ids, all_sampled in found:
         ids, sampled = all_ids[: args.sequences], all_sampled[: args.sequences]

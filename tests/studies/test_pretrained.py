@@ -121,3 +121,21 @@ def test_a_run_goes_on_only_with_the_same_settings(study, tmp_path):
     assert study.domains.earlier(given(512))["rows"] == written["rows"] == [1, 2]
     with pytest.raises(ValueError, match=r"x\.json was measured with other settings, .*512"):
         study.domains.earlier(given(1024))
+
+
+def test_conversations_come_first_and_texts_are_spread(study, tmp_path):
+    ids = np.arange(6, dtype=np.uint16)[:, None].repeat(40, axis=1)
+    sampled = np.ones(ids.shape, bool)
+    np.savez(tmp_path / "texts.npz", prose=ids)
+    np.savez(tmp_path / "conversations.npz", **{"0.6/ids": ids, "0.6/sampled": sampled})
+    paths = ["--texts", str(tmp_path / "texts.npz"), "--out", "x"]
+    paths += ["--conversations", str(tmp_path / "conversations.npz")]
+    args = study.domains.domain_parser("", 2).parse_args(paths)
+    chat, prose = study.domains.load(args, [0, 16, 32], 4, 2)
+    assert (chat.name, chat.temperature, chat.ids[:, 0].tolist()) == (
+        "chat mathematics",
+        0.6,
+        [0, 1],
+    )
+    assert (prose.name, prose.temperature, prose.ids[:, 0].tolist()) == ("prose", 1.0, [0, 3])
+    assert prose.position(2).shape == (2, 4, 2)
