@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import tiny_model
 
 FOLDERS = ("benchmarks", "studies/text", "studies/pretrained")
-MODULES = ("domains", "longer", "one_schedule", "texts", "what_is_read")
+MODULES = ("domains", "longer", "one_schedule", "rounding", "texts", "what_is_read")
 REQUIRED = ("tyro",)
 
 
@@ -139,3 +140,21 @@ def test_conversations_come_first_and_texts_are_spread(study, tmp_path):
     )
     assert (prose.name, prose.temperature, prose.ids[:, 0].tolist()) == ("prose", 1.0, [0, 3])
     assert prose.position(2).shape == (2, 4, 2)
+
+
+def test_a_llama_rounds_its_cache_inside_the_context_only(study):
+    torch.manual_seed(0)
+    shape = dict(hidden_size=96, intermediate_size=32, num_hidden_layers=2, head_dim=16)
+    heads = dict(num_attention_heads=6, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **shape, **heads)).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        scales = study.rounding.scales_of(model, ids)
+        for context in (
+            study.rounding.int8_cache(model),
+            study.rounding.rounded_cache(model, scales),
+        ):
+            with context:
+                assert 0 < (model(ids).logits - before).abs().max() < 0.1
+            assert torch.equal(model(ids).logits, before)
