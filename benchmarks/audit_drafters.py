@@ -13,40 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common import REASONER, machine, parser, write
-from vllm_versions import AUDITED, FEW_PAGES
+from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, samplings, separate
+from common import REASONER, machine, write
+from vllm_versions import FEW_PAGES
 
-if TYPE_CHECKING:
-    from sparrow.audit.statistics import Tokens
-
-TASK = "trace:lines=24"
-SEEDS = 10
-COUNT = 768  # responses of a seed
-NEW_TOKENS = 128
-LEVEL = 0.01
 DRAFTS = 3  # of EAGLE-3
 ARMS = {"lossless": "lossless, dense", "eagle3": "stock"}
 """The drafters, and the arm with the dense decoding of each one's engine."""
 TEMPERATURES = dict.fromkeys(("lossless", "lossless, dense"), 1.0)
 TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
 """At the higher temperature distributions are flat, and more random drafts are accepted."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The samples of an arm."""
-
-    seeds: list[Tokens]
-    drafts: dict[str, int]  # how many there were, and how many were accepted; empty without any
 
 
 def head(folder: Path) -> dict[str, Any]:
@@ -102,15 +83,12 @@ def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampl
     Args:
         options: of vLLM, as ``sparrow audit --engine`` takes them.
     """
-    # Engines that start at once must neither write the same files nor share a port.
-    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm}/cache"
-    os.environ.pop("VLLM_PORT", None)
+    separate(folder, arm)
 
     from sparrow.audit.run import tokens_of
     from sparrow.audit.statistics import COMMON
     from sparrow.cli import loading
     from sparrow.decoding import Decoding
-    from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
 
     dense = Decoding.lossy("dense")
@@ -122,16 +100,8 @@ def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampl
         asked = json.dumps(head(Path(folder) / "eagle3"))
         spec += f",disable_log_stats=false,speculative_config={asked}"
 
-    model, tokenizer = loading.load_model("reasoner", "bf16")
-    room = loading.prompt_room(loading.context_of(model), spec, NEW_TOKENS)
-    task = loading.load_problems(TASK, (), tokenizer, room)
-    prompts = loading.encode_prompts(loading.draw_prompts(task, count, 0), count, tokenizer, room)
-
-    # The arms of a drafter have different seeds, so that their tokens are independent.
-    first = SEEDS * [*ARMS, *ARMS.values()].index(arm)
-    wanted = [
-        Sampling(NEW_TOKENS, TEMPERATURES[arm], top_n=0, seed=first + seed) for seed in range(seeds)
-    ]
+    model, tokenizer, prompts = loaded(spec, "bf16", count)
+    wanted = samplings(ARMS, arm, seeds, TEMPERATURES[arm])
     engine = loading.load_engine(spec, "reasoner", model, tokenizer, decoding, "bf16", audits=True)
     began = time.monotonic()
     rollouts = [engine.generate(prompts, sampling) for sampling in wanted]
@@ -163,27 +133,10 @@ def drafts_of(engine: Any, arm: str) -> dict[str, int]:
     return {}
 
 
-def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
-    """The verdict on a seed, its smallest p-value, and what it would have seen."""
-    from sparrow.audit.statistics import audit
-
-    verdict = audit(tested, dense, LEVEL, seed=seed)
-    return {
-        "seed": seed,
-        "status": verdict.status,
-        "p": min(finding.corrected for finding in verdict.findings),
-        "detectable share of tokens": verdict.detectable,
-        "tokens": len(tested),
-        "reasons": list(verdict.reasons),
-    }
-
-
 def measure(arguments: argparse.Namespace) -> None:
     import torch
     import vllm
 
-    arms = [arm for drafter in arguments.drafters for arm in (drafter, ARMS[drafter])]
-    spawn = multiprocessing.get_context("spawn")
     result: dict[str, Any] = {
         "model": "reasoner",
         "task": TASK,
@@ -193,39 +146,20 @@ def measure(arguments: argparse.Namespace) -> None:
     }
     if arguments.out.exists():
         result["drafters"] = json.loads(arguments.out.read_text())["drafters"]
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(len(arms), spawn) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         asked = (folder, arguments.options, arguments.seeds, arguments.count)
-        futures = {arm: pool.submit(sample, arm, *asked) for arm in arms}
-        for drafter in arguments.drafters:
-            tested = futures[drafter].result()
-            dense = futures[ARMS[drafter]].result()
-            pairs = zip(tested.seeds, dense.seeds, strict=True)
-            rows = [judged(seed, *pair) for seed, pair in enumerate(pairs)]
-            exact = sum(row["status"] == "exact" for row in rows)
-            found = {
+        for drafter, found in audited(ARMS, arguments.drafters, sample, *asked):
+            result["drafters"][drafter] = {
                 "machine": machine(),
                 "date": time.strftime("%Y-%m-%d"),
                 "vllm": vllm.__version__,
                 "torch": torch.__version__,
-                "exact": exact,
                 "temperature": TEMPERATURES[drafter],
                 "responses": arguments.count,
-                "drafts": tested.drafts,
-                "seeds": rows,
+                **found,
             }
-            result["drafters"][drafter] = found
             write(arguments.out, result)
-            print(f"{drafter}: {exact} of {len(rows)} exact, {found['drafts']}", flush=True)
-
-
-def main() -> None:
-    options = parser(__doc__, "audit_drafters")
-    options.add_argument("--drafters", nargs="+", choices=ARMS, default=tuple(ARMS))
-    options.add_argument("--seeds", type=int, default=SEEDS)
-    options.add_argument("--count", type=int, default=COUNT, help="responses of each seed")
-    options.add_argument("--options", default=AUDITED, help="vLLM's, of every engine")
-    measure(options.parse_args())
 
 
 if __name__ == "__main__":
-    main()
+    measure(command_line(__doc__, "audit_drafters", "drafters", ARMS).parse_args())

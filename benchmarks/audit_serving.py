@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import copy
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -31,16 +30,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
-from audit_drafters import COUNT, LEVEL, NEW_TOKENS, SEEDS, TASK, Sampled, judged
-from common import REASONER, parser, save
+from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, samplings, separate
+from common import REASONER, save
 from lora_check import merge, write_adapter
 from same_run import answers, free_port, wait_for
-from vllm_versions import AUDITED, FEW_PAGES
+from vllm_versions import FEW_PAGES
 
 if TYPE_CHECKING:
     from sparrow.rollout import Rollout, Sampling
@@ -152,15 +150,12 @@ def generate(
 
 def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, count: int) -> Sampled:
     """Sample an arm with every seed, in this process, and rank its tokens densely."""
-    # Engines that start at once must neither write the same files nor share a port.
-    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm.replace(' ', '-')}/cache"
-    os.environ.pop("VLLM_PORT", None)
+    separate(folder, arm)
 
     from sparrow.audit.run import tokens_of
     from sparrow.audit.statistics import COMMON
     from sparrow.cli import loading
     from sparrow.decoding import Decoding
-    from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
 
     dense = Decoding.lossy("dense")
@@ -171,16 +166,11 @@ def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, coun
     elif arm in ARMS:
         decoding = Decoding.lossless(SparsitySchedule.from_dict(FEW_PAGES))
     has_adapters = arm.startswith("LoRA")
-    model, tokenizer = loading.load_model("reasoner", precision)
     asked = f"vllm:{options}" + (f",{WITH_LORA}" if has_adapters else "")
-    room = loading.prompt_room(loading.context_of(model), asked, NEW_TOKENS)
-    task = loading.load_problems(TASK, (), tokenizer, room)
-    prompts = loading.encode_prompts(loading.draw_prompts(task, count, 0), count, tokenizer, room)
+    model, tokenizer, prompts = loaded(asked, precision, count)
     whose = [i % (ADAPTERS + 1) if has_adapters else 0 for i in range(len(prompts))]
 
-    # The arms have different seeds, so that their tokens are independent.
-    first = SEEDS * [*ARMS, *ARMS.values()].index(arm)
-    wanted = [Sampling(NEW_TOKENS, 1.0, top_n=0, seed=first + seed) for seed in range(seeds)]
+    wanted = samplings(ARMS, arm, seeds)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         if arm == "data parallel":
@@ -236,35 +226,19 @@ def measure(arguments: argparse.Namespace) -> None:
         "responses": arguments.count,
         "draft_schedule": FEW_PAGES,
     }
-    processes = [each for arm in arguments.arms for each in (arm, ARMS[arm])]
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(len(processes), spawn) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         model, _ = loading.load_model("reasoner")
         for number in range(1, ADAPTERS + 1):
             write_adapter(model, Path(folder) / f"adapter-{number}", number, RANK, ALPHA, STRENGTH)
         del model
         asked = (folder, arguments.options, arguments.precision, arguments.seeds, arguments.count)
-        futures = {each: pool.submit(sample, each, *asked) for each in processes}
-        for arm in arguments.arms:
-            tested = futures[arm].result()
-            dense = futures[ARMS[arm]].result()
-            pairs = zip(tested.seeds, dense.seeds, strict=True)
-            rows = [judged(seed, *pair) for seed, pair in enumerate(pairs)]
-            exact = sum(row["status"] == "exact" for row in rows)
-            result["arms"][arm] = {"exact": exact, "drafts": tested.drafts, "seeds": rows}
+        for arm, found in audited(ARMS, arguments.arms, sample, *asked):
+            result["arms"][arm] = found
             save(path, result)
-            print(f"{arm}: {exact} of {len(rows)} exact, {tested.drafts}", flush=True)
 
 
 def main() -> None:
-    options = parser(__doc__, "audit_serving")
-    options.add_argument("--arms", nargs="+", choices=ARMS, default=tuple(ARMS))
-    options.add_argument("--seeds", type=int, default=SEEDS)
-    options.add_argument("--count", type=int, default=COUNT, help="responses of each seed")
-    options.add_argument("--options", default=AUDITED, help="vLLM's, of every engine")
+    options = command_line(__doc__, "audit_serving", "arms", ARMS)
     options.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     measure(options.parse_args())
 

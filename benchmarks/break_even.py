@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, SIZES, machine, parser, qwen3, save, write
+from common import SIZES, earlier_runs, machine, parser, qwen3, save, write
 from processes import EngineProcess, in_turn, told_to_start
 
 POINTS = (
@@ -305,14 +305,8 @@ def finished(result: Mapping[str, Any]) -> set[str]:
 def measure(arguments: argparse.Namespace) -> None:
     import vllm
 
-    arguments.out = (arguments.out or RESULTS / f"break_even_{arguments.shape}.json").resolve()
-    out = arguments.out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"shape": arguments.shape, "runs": []}
-    if out.exists():
-        result = json.loads(out.read_text())
-    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; pass another --out"
-
+    out, result = earlier_runs(arguments.out, "break_even", arguments.shape)
+    arguments.out = out
     done = finished(result)
     wanted = [name for name in arguments.drafters if name not in done and name != "none"]
     if not wanted and "none" in done:

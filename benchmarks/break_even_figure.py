@@ -5,14 +5,13 @@ python benchmarks/break_even_figure.py        # writes docs/figures/which-drafte
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from common import ROOT, Row, load
+from common import ROOT, Row, load, parser
 from tables_drafters import NAMES, PUBLISHED, gpu, ratios
 
 from sparrow.report.theme import MATPLOTLIB, MUTED
@@ -70,9 +69,7 @@ def draw(result: Row, path: Path) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = parser(__doc__)
     options.add_argument("--shape", default=SHAPE)
     options.add_argument("--out", type=Path, default=PATH)
     arguments = options.parse_args()

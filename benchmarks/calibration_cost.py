@@ -252,7 +252,7 @@ def scoring_passes() -> str:
     for number, row in enumerate(load("calibration_search")["rounds"]):
         passes = [f"{span(p['top_k'])}: {np.mean(p['sequence_s']):.2f}" for p in row["passes"]]
         rows.append([number, span(row["sampled_under"]), "; ".join(passes)])
-    return table(["round", "sampled with", "pages of each pass: seconds per sequence"], rows)
+    return table(["round", "sampled with", "pages in each pass: seconds per sequence"], rows)
 
 
 TABLES = {"calibration cost": calibration_cost, "scoring passes": scoring_passes}

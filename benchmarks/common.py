@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -41,6 +41,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     )
 }
 """What a mixture of experts has besides, or in place of what other shapes share."""
+SMALL_VOCAB = 4096
+"""The vocabulary of ``small_qwen3``."""
 LINE = 300
 """Characters of a line of a result that lists and objects may fill unbroken."""
 Row = dict[str, Any]
@@ -61,6 +63,18 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
             "--out", type=Path, default=RESULTS / f"{out}.json", help="the JSON file to write"
         )
     return made
+
+
+def add_draft_weights(options: argparse.ArgumentParser) -> None:
+    """Add the option ``--draft-weights`` of scripts that measure lossless mode."""
+    from sparrow.decoding import DraftWeights
+
+    options.add_argument(
+        "--draft-weights",
+        choices=get_args(DraftWeights),
+        default="auto",
+        help="weights that drafts multiply with",
+    )
 
 
 def parse_states(
@@ -115,6 +129,26 @@ def qwen3(shape: str, **changed: Any) -> Any:
     return kind(**settings | EXPERTS.get(shape, {}) | changed)
 
 
+def small_qwen3(is_mixture: bool = False) -> Any:
+    """Return the configuration of the Qwen3 of six layers whose random weights are checked."""
+    small: dict[str, Any] = dict(
+        vocab_size=SMALL_VOCAB,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.03,
+    )
+    if not is_mixture:
+        return qwen3("qwen3-1.7b", **small)
+    return qwen3(
+        "qwen3-30b-a3b", **small, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=512
+    )
+
+
 def tracing(
     path: str | Path, lines: int, count: int, seed: int, device: Any
 ) -> tuple[Any, list[int], list[list[int]]]:
@@ -164,6 +198,24 @@ def last_error(log: Path, code: int) -> str:
 def load(name: str) -> Any:
     """Read a result by its file name."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
+    """Return the file to which a run on a shape is added, and the runs that it has.
+
+    Args:
+        out: the file; by default, ``benchmarks/results/NAME_SHAPE.json``.
+
+    Raises ValueError: the file has runs on another shape.
+    """
+    path = (out or RESULTS / f"{name}_{shape}.json").resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return path, {"shape": shape, "runs": []}
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["shape"] != shape:
+        raise ValueError(f"{path} has runs on {result['shape']}, not {shape}; pass another --out")
+    return path, result
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:

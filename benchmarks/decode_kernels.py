@@ -3,6 +3,8 @@
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
     python benchmarks/decode_kernels.py --families # attention shapes of common models, CUDA beside Triton
     python benchmarks/decode_kernels.py --sweep    # the same shapes in several configurations of the CUDA kernel
+    python benchmarks/decode_kernels.py --tokens   # several new tokens of each sequence at a time, CUDA beside Triton
+    python benchmarks/decode_kernels.py --tuned    # those of the shapes that `sparrow tune` has tuned on this GPU
 
 Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded
 tails, random values and random block order; a CUDA graph runs through the layers, so nothing is
@@ -12,12 +14,13 @@ percentile as spread. "Dense" is the fastest of this project's own kernels with 
 vLLM's FlashAttention is timed beside it where vLLM is installed. The read limit is the bandwidth of
 a kernel that only reads, on this GPU.
 
-Shapes: B sequences, L tokens of each, G query heads per kv head, k pages kept by score, K kv heads,
-D head dim, P page size.
+Shapes: B sequences, L tokens of each, T new tokens of each, G query heads per kv head, k pages kept
+by score, K kv heads, D head dim, P page size.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -28,7 +31,6 @@ from typing import Any, get_args
 import torch
 import triton
 from common import RESULTS, Row, machine, parser, save
-from gpu_timing import read_limit, timed
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import (
@@ -44,9 +46,10 @@ from sparrow.attention import (
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
 from sparrow.attention.cuda.compile import compiled
-from sparrow.attention.decode import DecodeBatch
+from sparrow.attention.decode import DecodeBatch, device_limits
 from sparrow.attention.pages import BUDGET_UNIT, LandmarkDtype, head_top_k
-from sparrow.attention.triton import LaunchConfig
+from sparrow.attention.triton import LaunchConfig, saved, tuning
+from sparrow.attention.triton.timing import read_limit, timed
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 Config = LaunchConfig | CudaConfig | None
@@ -124,6 +127,8 @@ FAMILIES = [
 ]
 FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
+TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
+TURNS = 3  # measurements of the shipped and of the tuned configuration, in turn
 # Batches in other tables that have as many items as some family: sequences, tokens, kv heads,
 # group, head dim, budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
@@ -171,6 +176,12 @@ SWEPT = {
         CudaConfig(8, 1, 1),
     ],
 }
+# Steps over several new tokens: batches, groups with a model that has them, and numbers of tokens.
+# 64 pages, 1,024 tokens, are kept.
+WIDE_BATCHES = [(32, 15_000), (64, 4_096)]
+WIDE_GROUPS = {2: "Qwen3-1.7B", 4: "Qwen3-8B"}
+WIDE_TOKENS = (1, 2, 4, 8)
+WIDE_BUDGET = 61
 INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four standard deviations
 
 
@@ -236,8 +247,9 @@ class Case:
     budgets: Sequence[torch.Tensor] = ()  # per layer, if not all kv heads keep ``top_k``
     triton = False  # whether to run Triton's kernels whatever the number of rows
 
-    def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
+    def __init__(self, pool: Pool, B: int, L: int, G: int, k: int, tokens: int = 1) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
+        self.tokens = tokens
         K = pool.K
         self.choice: Choice = choose(
             "triton" if self.triton else None,
@@ -247,6 +259,7 @@ class Case:
             group=G,
             dtype=pool.k[0].dtype,
             device=pool.k[0].device,
+            tokens=tokens,
         )
         pages, blocks = -(-L // P), pool.k[0].shape[0]
         self.table = torch.zeros(B, MAX_TOKENS // P, dtype=torch.int32, device="cuda")
@@ -254,12 +267,12 @@ class Case:
         self.table[:, :pages] = order.view(B, pages).int()
         self.length = (L - torch.arange(B) % 16).int().cuda()
         self.top_k = torch.full((B,), k, dtype=torch.int32, device="cuda")
-        self.q = torch.randn(B, K * G, D, device="cuda").bfloat16()
+        self.q = torch.randn(B * tokens, K * G, D, device="cuda").bfloat16()
         self.out = torch.empty_like(self.q)
-        self.workspace = DecodeWorkspace(B, K, G, D, self.table.shape[1], "cuda")
+        self.workspace = DecodeWorkspace(B, K, G, D, self.table.shape[1], "cuda", tokens)
         parts = B * K + 1024  # room for any configuration
-        self.workspace.partial = torch.empty(parts, G, D, device="cuda")
-        self.workspace.stats = torch.empty(parts, 2, G, device="cuda")
+        self.workspace.partial = torch.empty(parts, G * tokens, D, device="cuda")
+        self.workspace.stats = torch.empty(parts, 2, G * tokens, device="cuda")
         self.workspace.plan = torch.empty(
             parts // K, *self.workspace.plan.shape[1:], dtype=torch.int32, device="cuda"
         )
@@ -299,10 +312,11 @@ class Case:
             pool.D**-0.5,
             pool.scales[layer],
             self.budgets[layer] if self.budgets else None,
+            self.tokens,
         )
         step: Launches
         if isinstance(config, CudaConfig) or (
-            config is None and self.choice.of(len(self.q)) == "cuda"
+            config is None and self.choice.of(len(self.length)) == "cuda"
         ):
             cuda.check(batch, self.workspace)
             step = cuda.Launches(batch, self.workspace, config)
@@ -498,6 +512,45 @@ def families(limit: float) -> Row:
     return dict(B=B, L=L, families=rows)
 
 
+def tuned(limit: float) -> Row:
+    """Measure Triton's kernels as shipped and as tuned, in shapes that ``sparrow tune`` has tuned on
+    this GPU.
+
+    Raises SystemExit: there are none.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    for K, G, D, model in FAMILIES:
+        choices = saved.read(device, K, G, D, torch.bfloat16, 16)
+        if choices is None:
+            continue
+        pool = family_pool(K, D)
+        for (B, L), k in itertools.product(TUNED_BATCHES, FAMILY_BUDGETS):
+            case = Case(pool, B, L, G, k)
+            case.choice = Choice("triton")
+            shipped = tuning.choose(B * K, K, choices.target.head_bytes, device_limits(device))
+            turns = [(case.time(shipped, "step"), case.time(None, "step")) for _ in range(TURNS)]
+            row = dict(
+                model=model,
+                K=K,
+                G=G,
+                D=D,
+                B=B,
+                L=L,
+                k=k,
+                variant=str(choices.of(B)),
+                limit_us=case.bytes(case.top_k) / limit * 1e6,
+                shipped_us=[before["us"] for before, _ in turns],
+                tuned_us=[after["us"] for _, after in turns],
+            )
+            rows.append(row)
+            print(row, flush=True)
+        del pool, case
+    if not rows:
+        raise SystemExit("no shape is tuned on this GPU; run sparrow tune --shape 8,4,128 first")
+    return dict(tuned=rows)
+
+
 def sweep(limit: float) -> Row:
     """Measure the shipped configuration and those in ``SWEPT``."""
     B, L = FAMILY_BATCH
@@ -521,6 +574,44 @@ def sweep(limit: float) -> Row:
                 print(f"{K} {G} {D}, {k} pages: {row['of_limit']:.1%} {config}", flush=True)
         del pool, case
     return dict(sweep=rows)
+
+
+def several_tokens(limit: float) -> Row:
+    """Measure steps over several new tokens of each sequence with the CUDA kernel and with Triton's,
+    beside the default kernel's step over one.
+    """
+    pool, rows = Pool(TOKENS // 2, LAYERS), []
+    sizes = [(B, L, G, T) for B, L in WIDE_BATCHES for G in WIDE_GROUPS for T in WIDE_TOKENS]
+    cases = [Case(pool, B, L, G, WIDE_BUDGET, T) for B, L, G, T in sizes]
+    defaults = [case.choice.of(len(case.length)) for case in cases]
+    compile_wide(cases)
+    for size, case, default in zip(sizes, cases, defaults, strict=True):
+        about = dict(zip("BLGT", size, strict=True), model=WIDE_GROUPS[size[2]])
+        row: Row = about | dict(default=default, limit_us=case.bytes(case.top_k) / limit * 1e6)
+        for kernel in ("cuda", "triton"):
+            case.choice = Choice(kernel)
+            times = sparse_only(case, limit, **about, kernel=kernel)
+            row[kernel] = {name: times[name] for name in ("us", "p10", "p90")}
+        if case.tokens == 1:
+            one = row[default]["us"]
+        for kernel in ("cuda", "triton"):
+            row[kernel]["ratio"] = row[kernel]["us"] / one
+            print(f"    {kernel}: {row[kernel]['ratio']:.3f} times one token", flush=True)
+        rows.append(row)
+    return dict(k=WIDE_BUDGET, rows=rows)
+
+
+def compile_wide(cases: Sequence[Case]) -> None:
+    """Compile the kernels of both implementations for these cases, in threads."""
+    steps: dict[str, list[Any]] = {}
+    for kernel in ("cuda", "triton"):
+        for case in cases:
+            case.choice = Choice(kernel)
+        steps[kernel] = [case.step(None, 0) for case in cases]
+    with ThreadPoolExecutor() as executor:
+        list(executor.map(compile_for, steps["cuda"]))
+        # Triton compiles on the first launch; the plans are those of its steps, the last ones made.
+        list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
 
 
 def compile_for(step: cuda.Launches) -> None:
@@ -613,6 +704,16 @@ def main() -> None:
         action="store_true",
         help="only these shapes, in several configurations of the CUDA kernel",
     )
+    options.add_argument(
+        "--tokens",
+        action="store_true",
+        help="only several new tokens of each sequence at a time, with both kernels",
+    )
+    options.add_argument(
+        "--tuned",
+        action="store_true",
+        help="only shapes that sparrow tune has tuned on this GPU, as shipped and as tuned",
+    )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()
     Case.triton = args.triton
@@ -624,8 +725,12 @@ def main() -> None:
         name, result = "head_budgets", head_budgets(limit, args.head_budgets)
     elif args.families:
         name, result = "decode_families", families(limit)
+    elif args.tokens:
+        name, result = "wide", several_tokens(limit)
     elif args.sweep:
         name, result = "decode_sweep", sweep(limit)
+    elif args.tuned:
+        name, result = "tune", tuned(limit)
     elif args.landmarks:
         name, result = "landmarks", landmarks(limit)
     else:

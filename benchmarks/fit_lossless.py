@@ -114,7 +114,7 @@ def fitted() -> str:
             "cycles",
             "mean absolute error",
             "largest error",
-            "the same, shape left out of the fit",
+            "largest error if the shape is left out of the fit",
         ],
         rows,
     )

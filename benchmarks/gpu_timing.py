@@ -1,16 +1,12 @@
-"""Timing of GPU work, replayed in CUDA graphs or launched by the host, and the limit set by memory
-bandwidth.
-"""
+"""Timing of GPU work that the host launches; ``sparrow.attention.triton.timing`` times CUDA graphs."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
@@ -26,51 +22,3 @@ def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times)
-
-
-@triton.jit
-def read_kernel(x, out, count, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + offset, mask=offset < count, other=0)
-    tl.store(out + tl.program_id(0), tl.sum(value, 0))
-
-
-def timed(
-    launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2
-) -> dict[str, float]:
-    """Return microseconds per launch: median and spread over replays of a graph with all of
-    ``launches``.
-    """
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for launch in launches:
-                launch()
-    graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-    for begin, end in events:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = sorted(
-        begin.elapsed_time(end) * 1e3 / (rounds * len(launches)) for begin, end in events
-    )
-    return dict(
-        us=statistics.median(times), p10=times[replays // 10], p90=times[-1 - replays // 10]
-    )
-
-
-def read_limit() -> float:
-    """Return the bytes per second of a kernel that reads 8 GB once and writes almost nothing."""
-    x = torch.randint(0, 9, (2**31,), dtype=torch.int32, device="cuda")
-    out = torch.empty(2**31 // 4096, dtype=torch.int32, device="cuda")
-    best = 0.0
-    for block, warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8)):
-        grid = (triton.cdiv(x.numel(), block),)
-        launch = lambda: read_kernel[grid](x, out, x.numel(), block, num_warps=warps)  # noqa: B023, E731
-        best = max(best, x.nbytes / timed([launch], replays=8, rounds=1)["us"] * 1e6)
-    return best

@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import parser, save
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from common import SMALL_VOCAB, parser, save, small_qwen3
+from transformers import Qwen3ForCausalLM
 
 LENGTHS = (700, 17, 300, 1601, 33, 512, 64, 1024, 90, 150, 48, 800)
 WHOSE = (0, 1, 2, 2, 0, 1, 1, 2, 0, 2, 0, 1)
@@ -46,7 +46,6 @@ RANK = 16
 ALPHA = 32
 STRENGTH = 0.1
 """The standard deviation of the weights of B. Those of A have variance 1 / inputs."""
-VOCAB = 4096
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -77,22 +76,7 @@ class Found:
 
 def random_model(folder: Path) -> None:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.03,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(small_qwen3()).to(torch.bfloat16).save_pretrained(folder)
 
 
 def write_adapter(
@@ -146,7 +130,7 @@ def merge(model: Any, folder: Path) -> None:
 
 def prompts() -> list[list[int]]:
     draws = np.random.default_rng(0)
-    return [draws.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    return [draws.integers(0, SMALL_VOCAB, length).tolist() for length in LENGTHS]
 
 
 @contextlib.contextmanager

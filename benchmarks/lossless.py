@@ -32,12 +32,12 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from common import write
+from common import add_draft_weights, parser, write
 from rollout import LOGPROBS, POINTS, PROMPT, Bench, recorded
 from rollout_trace import SLOTS, most_cached, responses, simulate, states
 
 from sparrow import SparsitySchedule
-from sparrow.decoding import Decoding, DraftWeights, acceptance_at
+from sparrow.decoding import Decoding, acceptance_at
 from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
@@ -353,58 +353,51 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=POINTS, required=True)
-    parser.add_argument("--variant", choices=["stock", "lossless"], required=True)
-    parser.add_argument("--parts", default="points", help="any of points, trace, whole")
-    parser.add_argument(
+    command = parser(__doc__)
+    command.add_argument("--shape", choices=POINTS, required=True)
+    command.add_argument("--variant", choices=["stock", "lossless"], required=True)
+    command.add_argument("--parts", default="points", help="any of points, trace, whole")
+    command.add_argument(
         "--requests", type=int, default=96, help="requests of the trace that is generated in full"
     )
-    parser.add_argument(
+    command.add_argument(
         "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
     )
-    parser.add_argument(
+    command.add_argument(
         "--draft-tokens",
         type=int,
         default=12,
         help="the maximum; 0, a third and two thirds of it are also choices",
     )
-    parser.add_argument(
+    command.add_argument(
         "--cases",
         nargs="+",
         default=["61:0.95", "61:0.945", "61:0.9"],
         metavar="PAGES:ACCEPTANCE",
         help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
     )
-    parser.add_argument(
+    command.add_argument(
         "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read in full"
     )
-    parser.add_argument(
+    command.add_argument(
         "--landmarks",
         choices=get_args(LandmarkDtype),
         default="auto",
         help="dtype of stored landmarks",
     )
-    parser.add_argument(
-        "--draft-weights",
-        choices=get_args(DraftWeights),
-        default="auto",
-        help="weights that drafts multiply with",
-    )
-    parser.add_argument(
+    add_draft_weights(command)
+    command.add_argument(
         "--cache",
         choices=["auto", "fp8"],
         default="auto",
         help="dtype of the KV cache, in stock vLLM as well",
     )
-    parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument(
+    command.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
+    command.add_argument(
         "--profile", action="store_true", help="profile the kernels of lossless mode at 64 x 15000"
     )
-    parser.add_argument("--out", required=True)
-    measure(parser.parse_args())
+    command.add_argument("--out", required=True)
+    measure(command.parse_args())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
     [--draft-weights fp8]
-        [--cache fp8] [--mixture] --out FILE
-    python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
+        [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
+    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``;
@@ -27,13 +27,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
+from common import add_draft_weights, parser, qwen3
 from fp8_check import sampled
 from scipy import stats
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm_check import (
     SAMPLED,
@@ -49,7 +50,7 @@ from vllm_check import (
 )
 
 from sparrow import SparsitySchedule
-from sparrow.decoding import Decoding, DraftWeights
+from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Sampling
@@ -83,6 +84,7 @@ def equal(arguments: argparse.Namespace) -> None:
         draft_tokens=DRAFT_TOKENS,
         adapt_draft_tokens=False,
         draft_weights=arguments.draft_weights,
+        guess_tokens=arguments.guess_tokens,
     )
     alone = arguments.tensor_parallel == 1
     shared = options(
@@ -290,7 +292,8 @@ def samples(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     note = notes(arguments.out)
     torch.manual_seed(3)
-    config = Qwen3Config(
+    config = qwen3(
+        "qwen3-1.7b",
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=256,
@@ -301,9 +304,6 @@ def samples(arguments: argparse.Namespace) -> None:
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         initializer_range=0.1,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
     )
     with tempfile.TemporaryDirectory() as folder:
         model = Qwen3ForCausalLM(config)
@@ -318,7 +318,10 @@ def samples(arguments: argparse.Namespace) -> None:
         expected = enumerated(truth, sample_prompt())
         kept = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
         decoding = Decoding.lossless(
-            kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False
+            kept,
+            draft_tokens=TOKENS - 1,
+            adapt_draft_tokens=False,
+            guess_tokens=arguments.guess_tokens,
         ).to_dict()
         share = -(-arguments.count // arguments.processes)
         parts = [
@@ -345,35 +348,33 @@ def samples(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["equal", "samples", "invariant"])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument(
-        "--draft-weights",
-        choices=get_args(DraftWeights),
-        default="auto",
-        help="weights that drafts multiply with, for equal",
-    )
-    parser.add_argument(
+    command = parser(__doc__)
+    command.add_argument("what", choices=["equal", "samples", "invariant"])
+    command.add_argument("--dtype", default="bfloat16")
+    command.add_argument("--tensor-parallel", type=int, default=1)
+    add_draft_weights(command)
+    command.add_argument(
         "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, for equal"
     )
-    parser.add_argument(
+    command.add_argument(
         "--mixture", action="store_true", help="a mixture of experts, for equal and invariant"
     )
-    parser.add_argument("--count", type=int, default=1_000_000)
-    parser.add_argument(
+    command.add_argument(
+        "--guess-tokens", type=int, default=0, help="guesses per pass, for equal and samples"
+    )
+    command.add_argument("--count", type=int, default=1_000_000)
+    command.add_argument(
         "--processes",
         type=int,
         default=8,
         help="processes that draw samples, each with its engine on the same GPU",
     )
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    command.add_argument("--out", type=Path, required=True)
+    arguments = command.parse_args()
+    if arguments.what == "invariant" and arguments.guess_tokens:
+        command.error("invariant takes no --guess-tokens; leave it out, or check equal or samples")
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
-        parser.error(
+        command.error(
             f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"
         )
     {"equal": equal, "samples": samples, "invariant": invariant}[arguments.what](arguments)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from break_even import fitting, pair
-from common import EXPERTS, RESULTS, machine, parser, qwen3, save, write
+from common import EXPERTS, earlier_runs, machine, parser, qwen3, save, write
 from processes import EngineProcess, in_turn, told_to_start
 from rollout_trace import PROMPT, most_cached, responses, simulate, states
 
@@ -242,14 +242,8 @@ class Child(EngineProcess):
 def measure(arguments: argparse.Namespace) -> None:
     import vllm
 
-    arguments.out = (arguments.out or RESULTS / f"mixture_{arguments.shape}.json").resolve()
-    out = arguments.out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"shape": arguments.shape, "runs": []}
-    if out.exists():
-        result = json.loads(out.read_text())
-    assert result["shape"] == arguments.shape, f"{out} is of {result['shape']}; pass another --out"
-
+    out, result = earlier_runs(arguments.out, "mixture", arguments.shape)
+    arguments.out = out
     model = qwen3(arguments.shape, **changes(arguments.experts, arguments.layers))
     engines: dict[str, Any] = {}
     result["runs"].append(

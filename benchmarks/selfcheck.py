@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from common import parser, save
+from common import SMALL_VOCAB, parser, save
 
-VOCABULARY = 4096  # of that model
 RESPONSE_TOKENS = 24
 RESULT = "result: "
 """Begins the line in which the process of a case prints its result."""
@@ -186,7 +185,7 @@ def start(folder: str, case: Case, result: dict[str, Any]) -> None:
     with checked_twice(result):
         llm = LLM(model=folder, **case.settings)
     prompts = [
-        {"prompt_token_ids": [(31 * n + 7 * row) % VOCABULARY for n in range(300)]}
+        {"prompt_token_ids": [(31 * n + 7 * row) % SMALL_VOCAB for n in range(300)]}
         for row in range(3)
     ]
     sampling = SamplingParams(

@@ -15,7 +15,10 @@ import tables_cost as cost
 import tables_distill as distill
 import tables_fp8 as fp8
 import tables_lossless as lossless
+import tables_mixture
+import tables_never_slower
 import tables_runs as runs
+import tables_serving
 import tables_speed as speed
 import tables_verl
 import tables_versions
@@ -47,6 +50,9 @@ MODULES = (
     pretrained,
     tables_versions,
     tables_verl,
+    tables_serving,
+    tables_mixture,
+    tables_never_slower,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: write for module in MODULES for name, write in module.TABLES.items()
@@ -66,6 +72,7 @@ NAMES = (
     "stability-text",
     "verl",
     "pretrained",
+    "audit",
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

@@ -62,7 +62,7 @@ def limits(requests: str = "240") -> str:
         speedup = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
         rows.append([SHAPES[shape], f"{speedup:.2f}x", *cells])
     head = ["shape", "measured", "predicted", "sparse layers at the read limit"]
-    return table([*head, "only bytes cost time"], rows)
+    return table([*head, "reading bytes is the only cost"], rows)
 
 
 def roofline() -> str:
@@ -94,7 +94,7 @@ def roofline() -> str:
             "steps",
             "mean absolute error",
             "largest error",
-            "the same, shape left out of the fit",
+            "largest error if the shape is left out of the fit",
         ],
         rows,
     )
@@ -113,7 +113,7 @@ def overheads() -> str:
         "per layer",
         "extra per sparse layer",
         "per sequence",
-        "extra for its top-20 lists",
+        "extra for top-20 lists",
         "share of the read bandwidth",
     ]
     cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))

@@ -61,7 +61,7 @@ def attention() -> str:
     )
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
-        "heads per kv head": "{G}",
+        "heads per KV head": "{G}",
         "pages kept": "{k}",
         "16 bits, us": "{step[us]:.0f}",
         "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
@@ -166,7 +166,9 @@ def acceptance_bf16() -> str:
         ]
         for row in load("text_bits_bf16")["rows"]
     )
-    return table(["tokens read", "rounding beyond bfloat16", "mean", "p5", "change of p5"], rows)
+    return table(
+        ["tokens read", "rounding in addition to bfloat16", "mean", "p5", "change in p5"], rows
+    )
 
 
 TABLES = {

@@ -104,9 +104,9 @@ def lossless_fp8_cache() -> str:
     return (
         f"{point[0]} x {point[1]:,} at 1.7B, drafts that read 1,024 tokens, acceptance 0.95: "
         f"stock vLLM {speed:,.0f} tokens/s ({wide[point]:,.0f} with a cache in bfloat16), "
-        f"lossless **{gains[0]:.2f}x** in the first four seconds and {gains[1]:.2f}x after. "
+        f"lossless mode **{gains[0]:.2f}x** in the first four seconds and {gains[1]:.2f}x after that. "
         f"Log-probs differ from those of transformers in float32 by {missed[1]:.3f} on average, "
-        f"those of stock vLLM by {missed[0]:.3f}. {beside_stock(equal)}\n"
+        f"and those of stock vLLM by {missed[0]:.3f}. {beside_stock(equal)}\n"
     )
 
 
@@ -121,9 +121,9 @@ def beside_stock(result: Row) -> str:
         )
     )
     return (
-        f"Greedy decoding: {agreed} tokens come before the first difference from stock vLLM; where "
-        f"{len(gaps)} of 8 responses diverge, the float32 model puts {min(gaps):.3f} to "
-        f"{max(gaps):.3f} nats between the two tokens. With a seed, {repeated} responses repeat bit for bit."
+        f"Greedy decoding: {agreed} tokens come before the first difference from stock vLLM. "
+        f"{len(gaps)} of 8 responses diverge; there, the float32 model's log-probs of the two tokens differ by "
+        f"{min(gaps):.3f} to {max(gaps):.3f} nats. With a seed, {repeated} responses repeat bit for bit."
     )
 
 
@@ -173,7 +173,7 @@ def lossless_exact_draft_weights() -> str:
     repeated = result["responses that a seed repeats"]
     return (
         f"Log-probs differ from those of transformers in float32 by {min(missed):.4f} to {max(missed):.4f} on "
-        f"average; those of transformers in bfloat16 by {min(yardstick):.4f} to {max(yardstick):.4f}. With a "
+        f"average, and those of transformers in bfloat16 by {min(yardstick):.4f} to {max(yardstick):.4f}. With a "
         f"seed, {repeated} responses repeat bit for bit.\n"
     )
 
@@ -218,9 +218,9 @@ def lossless_rollout() -> str:
 def lossless_whole() -> str:
     stock, ours = (load(f"lossless_whole{variant}")["whole"][0] for variant in ("_stock", ""))
     return (
-        f"{ours['requests']} requests, {ours['tokens']:,} tokens, the longest {ours['longest']:,}: stock "
-        f"{stock['seconds']:.1f} s, lossless {ours['seconds']:.1f} s, **{stock['seconds'] / ours['seconds']:.2f}x**; "
-        f"{stock['steps']:,} steps against {ours['steps']:,} cycles.\n"
+        f"{ours['requests']} requests, {ours['tokens']:,} tokens, at most {ours['longest']:,} per response: stock "
+        f"vLLM took {stock['seconds']:.1f} s ({stock['steps']:,} steps), lossless mode took "
+        f"{ours['seconds']:.1f} s ({ours['steps']:,} cycles), **{stock['seconds'] / ours['seconds']:.2f}x**.\n"
     )
 
 
@@ -388,7 +388,7 @@ def lossless_training() -> str:
         "rollouts",
         "reward, last 5 of 30 steps, seeds 0 to 2",
         "mean",
-        "p5, actor and trainer",
+        "p5 between actor and trainer",
         "KL",
     ]
     return table([*head, "tokens per cycle", "rollout per step"], rows)

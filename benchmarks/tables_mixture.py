@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from statistics import mean
 
 from common import EXPERTS, RESULTS, Row, table
 from tables_versions import SPEED, gpu, log_probs, verdict
 
+from sparrow import SparsitySchedule
+from sparrow.cost import MACHINES, SHAPES, VLLM_H200, decode_step
+from sparrow.cost.lossless import Drafting, lossless_step
+
 NAMES = {"qwen3-30b-a3b": "30B-A3B"}
 CHECK = "mixture_check"
 UNMEASURED = "No measurement has been published yet.\n"
 MODES = ("lossless", "lossy")
+DRAFTS = (4, 8)
 
 
 def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
@@ -36,7 +42,7 @@ def runs() -> list[Row]:
         path = RESULTS / f"mixture_{shape}.json"
         if path.exists():
             for run in json.loads(path.read_text())["runs"]:
-                found.append(run | {"shape": NAMES[shape]})
+                found.append(run | {"shape": NAMES[shape], "shape id": shape})
     return [run for run in found if "stock" in run["engines"]]
 
 
@@ -48,6 +54,11 @@ def described(run: Row) -> list[str]:
 
 def at(row: Row) -> tuple[int, int]:
     return row["batch"], row["length"]
+
+
+def over(row: Row | None, stock: Row) -> str:
+    """Format the tokens per second of a row over those of stock vLLM, if it was measured."""
+    return "" if row is None else f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}x"
 
 
 def of_point(run: Row, mode: str, point: tuple[int, int]) -> dict[int | str, Row]:
@@ -63,24 +74,21 @@ def speed(found: list[Row]) -> str:
     for run in found:
         for stock in run["engines"]["stock"]["points"]:
             point = at(stock)
-            base = stock["tokens_per_s"]
-
-            def over(row: Row | None, base: float = base) -> str:
-                return "" if row is None else f"{row['tokens_per_s'] / base:.2f}x"
-
             drafted = of_point(run, "lossless", point)
-            fixed = [f"{k}: {over(row)}" for k, row in drafted.items() if k not in (0, "adapt")]
+            fixed = [
+                f"{k}: {over(row, stock)}" for k, row in drafted.items() if k not in (0, "adapt")
+            ]
             chosen = drafted.get("adapt")
             rows.append(
                 [
                     *described(run),
                     f"{point[0]} x {point[1]:,}",
-                    f"{base:,.0f}",
-                    over(of_point(run, "lossy", point).get(0)),
-                    over(drafted.get(0)),
+                    f"{stock['tokens_per_s']:,.0f}",
+                    over(of_point(run, "lossy", point).get(0), stock),
+                    over(drafted.get(0), stock),
                     ", ".join(fixed),
-                    over(chosen),
-                    over(chosen["settled"] if chosen else None),
+                    over(chosen, stock),
+                    over(chosen["settled"] if chosen else None, stock),
                 ]
             )
     head = [
@@ -96,6 +104,37 @@ def speed(found: list[Row]) -> str:
         "chosen, first 4 s",
         "after",
     ]
+    return table(head, rows)
+
+
+@if_measured
+def predicted(found: list[Row]) -> str:
+    """Tabulate the gains that the cost model predicts beside those that were measured."""
+    overheads = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    machine = MACHINES["h200"]
+    rows = []
+    for run in found:
+        shape = SHAPES[run["shape id"]]
+        if run["experts"] != shape.experts.count or gpu({"machine": run["gpu"]}) != "H200":
+            continue
+        lossy = SparsitySchedule.preset(run["schedule"])
+        drafts = SparsitySchedule.fixed(run["draft pages"], dense_layers=())
+        for stock in run["engines"]["stock"]["points"]:
+            point = at(stock)
+            lengths = [point[1]] * point[0]
+            dense = decode_step(shape, machine, lengths, None, overheads).seconds
+            sparse = decode_step(shape, machine, lengths, lossy, overheads).seconds
+            drafted = of_point(run, "lossless", point)
+            measured = of_point(run, "lossy", point)[0]
+            cells = [f"{dense / sparse:.2f}x", over(measured, stock)]
+            for k in DRAFTS:
+                drafting = Drafting(k, drafts, run["acceptance"])
+                step = lossless_step(shape, machine, lengths, drafting, overheads).seconds
+                cells += [f"{dense / step:.2f}x", over(drafted[k], stock)]
+            rows.append([run["shape"], f"{point[0]} x {point[1]:,}", *cells])
+    head = ["shape", "sequences x tokens", "lossy: predicted", "measured"]
+    for k in DRAFTS:
+        head += [f"{k} drafts: predicted", "measured"]
     return table(head, rows)
 
 
@@ -140,4 +179,9 @@ def exact() -> str:
     return table([*head, "within twice the yardstick", "`sparrow audit`"], rows)
 
 
-TABLES = {"mixture speed": speed, "mixture rollout": rollout, "mixture exact": exact}
+TABLES = {
+    "mixture speed": speed,
+    "mixture rollout": rollout,
+    "mixture predicted": predicted,
+    "mixture exact": exact,
+}

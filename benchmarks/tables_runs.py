@@ -132,7 +132,7 @@ def failures() -> str:
     ]
     head = [
         "killed",
-        "after this many steps",
+        "steps before the kill",
         "seconds until the run ended",
         "exit code",
         "steps after `--resume`",

@@ -146,7 +146,7 @@ def landmarks() -> str:
     rows = [{**row, "fp8": fp8} for row, fp8 in zip(*stored.values(), strict=True)]
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
-        "heads per kv head": "{G}",
+        "heads per KV head": "{G}",
         "pages kept": "{k}",
         "16 bits, us": "{us:.0f}",
         "of 16-bit limit": lambda row: f"{row['limit_us'] / row['us']:.0%}",
@@ -188,7 +188,7 @@ def attention() -> str:
     """Tabulate the decode kernels alone: a layer with uniform batches."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
-        "heads per kv head": "{G}",
+        "heads per KV head": "{G}",
         "pages kept": "{k}",
         "read limit, us": "{limit_us:.0f}",
         "sparse, us": "{step[us]:.0f}",
@@ -216,7 +216,7 @@ def head_budgets() -> str:
     """Tabulate the decode kernels alone: kv heads with their own budgets, beside equal budgets."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
-        "heads per kv head": "{G}",
+        "heads per KV head": "{G}",
         "pages kept": "{k}",
         "kernel": "{kernel}",
         "equal budgets, us": "{even[us]:.0f}",
@@ -419,7 +419,7 @@ def families() -> str:
         ]
         read = [f"{row['bytes'] / 1e6:,.0f}" for row in (few, many)]
         cells.append([few["model"], f"{K}, {G}, {D}", *read, *shares])
-    head = ["model", "kv heads, group, head dim", "MB read, 61 pages", "221 pages"]
+    head = ["model", "KV heads, group, head dim", "MB read, 61 pages", "221 pages"]
     head += ["61 pages: CUDA", "Triton", "221 pages: CUDA", "Triton"]
     return table(head, cells)
 

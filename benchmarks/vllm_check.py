@@ -26,15 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import parser, save
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from common import SMALL_VOCAB, parser, save, small_qwen3
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
@@ -44,7 +37,6 @@ from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Sampling
 
-VOCAB = 4096
 SMALL = SparsitySchedule(top_k=(4, 6, 8, 12, 16), bin_tokens=256, dense_layers=(0,))
 UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
 LENGTHS = (3000, 17, 700, 1601, 33, 512, 64, 1024)
@@ -53,12 +45,6 @@ GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
-}
-EXPERTS = {
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": dict(enforce_eager=True, compilation_config=None),
@@ -103,26 +89,7 @@ def random_model(
     visible.
     """
     torch.manual_seed(seed)
-    shape: dict[str, Any] = dict(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.03,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any
-    if is_mixture:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **EXPERTS))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model: Any = AutoModelForCausalLM.from_config(small_qwen3(is_mixture))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.fill_(1.5)
@@ -140,7 +107,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCAB, n).tolist() for n in LENGTHS]
+    return [rng.integers(0, SMALL_VOCAB, n).tolist() for n in LENGTHS]
 
 
 def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:

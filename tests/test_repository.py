@@ -1,5 +1,5 @@
-"""What users rely on: one version, CI that runs the command in the README, and tests that are found
-by their path.
+"""What users rely on: a single version number, CI that runs the command in the README, and tests
+whose paths match those of modules.
 """
 
 import re
@@ -88,7 +88,7 @@ def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]
     return missing
 
 
-def test_a_module_has_a_test_at_its_path_or_a_listed_test():
+def test_every_module_has_a_test_at_its_path_or_a_listed_test():
     package, tests = ROOT / "sparrow", ROOT / "tests"
     assert untested(package, tests, ELSEWHERE) == []
     for module, test in ELSEWHERE.items():
@@ -116,7 +116,7 @@ def test_a_large_module_without_a_test_is_reported(tmp_path):
     ]
 
 
-def test_the_changelog_and_the_citation_have_the_current_version():
+def test_changelog_and_citation_contain_the_current_version():
     released = re.findall(
         r"^## \[(\d[^]]*)\] - (\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), flags=re.MULTILINE
     )
@@ -156,7 +156,7 @@ def test_ci_runs_the_remaining_tests_after_the_command_from_the_readme(script):
     ],
     ids=["by default", "with --all", "named by its id"],
 )
-def test_slow_tests_run_only_if_named_or_with_all(everything, arguments, run):
+def test_slow_tests_run_only_if_named_or_with_the_option_all(everything, arguments, run):
     items = [
         SimpleNamespace(name="quick", get_closest_marker=lambda mark: None),
         SimpleNamespace(name="slow", get_closest_marker=lambda mark: mark == "slow"),
@@ -213,5 +213,5 @@ NAMED = re.compile(
     "page",
     [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))],
 )
-def test_files_named_on_a_page_exist(page):
+def test_files_mentioned_on_a_page_exist(page):
     assert [name for name in NAMED.findall(read(page)) if not (ROOT / name).exists()] == []

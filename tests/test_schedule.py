@@ -114,7 +114,7 @@ def schedules(draw, bins: int = 6, **layout):
 # --- length to pages ---
 
 
-def test_published_edges_fall_on_full_pages():
+def test_published_bins_end_at_page_boundaries():
     schedule = SparsitySchedule(top_k=tuple(range(20)))
     for length, expected in {
         1: 0,
@@ -139,12 +139,12 @@ def test_published_edges_fall_on_full_pages():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 60_000))
-def test_the_bin_is_the_first_whose_edge_in_pages_is_not_reached(length):
+def test_a_length_belongs_to_the_first_bin_whose_edge_in_pages_it_does_not_reach(length):
     bins = [i for i in range(20) if -(-length // 16) < 125 * (i + 1)]
     assert SparsitySchedule(top_k=tuple(range(20))).pages(length) == (bins[0] if bins else 19)
 
 
-def test_page_end_counts_the_current_page_as_full():
+def test_page_end_rounds_lengths_up_to_full_pages():
     assert SparsitySchedule.fixed(1).page_end([0, 1, 15, 16, 17, 1984, 1985]).tolist() == [
         0,
         16,
@@ -157,7 +157,7 @@ def test_page_end_counts_the_current_page_as_full():
     assert SparsitySchedule.fixed(1, page_size=1).page_end(7) == 7
 
 
-def test_pages_have_the_shape_of_the_lengths():
+def test_page_counts_have_the_shape_of_the_lengths():
     schedule = SparsitySchedule(top_k=(3, 5), bin_tokens=64)
     many = schedule.pages([[1, 48], [49, 500]])
     assert many.dtype == np.int64 and many.tolist() == [[3, 3], [5, 5]]
@@ -166,11 +166,11 @@ def test_pages_have_the_shape_of_the_lengths():
 
 @settings(deadline=None, max_examples=50)
 @given(schedules(), lengths)
-def test_pages_never_shrink_with_length(schedule, some):
+def test_page_counts_never_decrease_with_length(schedule, some):
     assert (np.diff(schedule.pages(sorted(some))) >= 0).all()
 
 
-def test_multiplying_a_schedule_includes_pages_that_are_always_read():
+def test_multiplying_a_schedule_scales_the_total_including_pages_always_read():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
     )  # beside a sink page and two recent ones
@@ -180,7 +180,7 @@ def test_multiplying_a_schedule_includes_pages_that_are_always_read():
     assert table.times(2).page_layout == table.page_layout
 
 
-def test_tokens_read_is_the_budget_or_everything():
+def test_tokens_read_are_limited_by_the_budget_and_the_length():
     schedule = SparsitySchedule(
         top_k=(2, 29), bin_tokens=160
     )  # kept: 2 + 3 = 5 pages, then 29 + 3 = 32
@@ -196,7 +196,7 @@ def test_tokens_read_is_the_budget_or_everything():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_table_is_reproduced(name):
+def test_each_preset_matches_the_published_table(name):
     first, tenth, last, total = PUBLISHED[name]
     model, _, target = name.rpartition("-")
     schedule = SparsitySchedule.preset(model, float(target))
@@ -209,12 +209,12 @@ def test_the_published_table_is_reproduced(name):
     assert SparsitySchedule.load(name) == schedule
 
 
-def test_the_published_tables_are_reproduced_in_full():
+def test_all_entries_of_two_presets_match_the_published_tables():
     assert list(SparsitySchedule.preset("qwen3-4b").top_k) == QWEN3_4B_086
     assert list(SparsitySchedule.preset("Qwen3-14B", 0.86).top_k) == QWEN3_14B_086
 
 
-def test_an_unknown_preset_lists_the_published_presets():
+def test_the_error_about_an_unknown_preset_lists_the_published_ones():
     with pytest.raises(
         ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; published ones: "
     ) as error:
@@ -225,7 +225,7 @@ def test_an_unknown_preset_lists_the_published_presets():
 # --- load and JSON ---
 
 
-def test_load_accepts_every_form(tmp_path):
+def test_schedules_can_be_loaded_in_every_accepted_form(tmp_path):
     assert SparsitySchedule.load("dense").is_dense
     assert SparsitySchedule.load("fixed:29") == SparsitySchedule(top_k=(29,))
     assert not SparsitySchedule.load("fixed:29").is_dense
@@ -244,7 +244,7 @@ def test_load_accepts_every_form(tmp_path):
     "spec",
     ["dens", "fixed:", "fixed:-1", "fixed:2.5", "fixed:²", "qwen3-4b", "fixed:" + "9" * 5000],
 )
-def test_load_refuses_anything_else_and_lists_the_accepted_forms(spec):
+def test_other_forms_of_schedules_are_refused_with_a_list_of_accepted_forms(spec):
     with pytest.raises(ConfigError) as error:
         SparsitySchedule.load(spec)
     message = str(error.value)
@@ -262,7 +262,7 @@ def test_schedules_survive_a_json_round_trip(schedule):
     assert SparsitySchedule.from_dict(schedule.to_dict()) == schedule
 
 
-def test_json_writes_a_dense_bin_as_all_and_may_omit_defaults():
+def test_dense_bins_are_written_as_all_in_json_and_defaults_may_be_omitted():
     assert json.loads(SparsitySchedule(top_k=(3, ALL_PAGES)).to_json())["top_k"] == [3, "all"]
     assert SparsitySchedule.from_json('{"top_k": [3, "all"]}') == SparsitySchedule(
         top_k=(3, ALL_PAGES)
@@ -302,7 +302,7 @@ def test_invalid_values_of_a_schedule_are_refused(fields, message):
         SparsitySchedule.from_dict(fields)
 
 
-def test_a_changed_copy_is_also_validated():
+def test_a_changed_copy_of_a_schedule_is_validated_as_well():
     schedule = SparsitySchedule(top_k=(1, 2))
     assert schedule.replace(page_size=8).page_size == 8 and schedule.page_size == 16
     with pytest.raises(ConfigError, match="falls from 2 in bin 0 to 1 in bin 1"):
@@ -372,7 +372,7 @@ def test_a_schedule_with_duplicate_keys_is_refused():
         SparsitySchedule.from_json('{"top_k": [1], "page_size": 8, "top_k": [2]}')
 
 
-def test_a_schedule_sets_the_dtype_of_landmarks():
+def test_a_schedule_can_set_the_dtype_of_landmarks():
     schedule = SparsitySchedule.from_dict({"top_k": [1], "landmark_dtype": "fp8_e4m3"})
     assert (
         SparsitySchedule.from_json(schedule.to_json())
@@ -388,7 +388,7 @@ def test_a_schedule_sets_the_dtype_of_landmarks():
 
 
 @pytest.mark.parametrize("name", ["page_size", "sink_pages", "recent_pages", "bin_tokens"])
-def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
+def test_schedules_with_enormous_numbers_are_refused(name):
     with pytest.raises(
         ConfigError, match=rf"{name} must be a whole number in 0\.\.1073741824, got {2**60}"
     ):
@@ -405,7 +405,7 @@ def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
     assert largest.tokens_read(2**62) == (3 * ALL_PAGES - 1) * 2**16  # in 64 bits
 
 
-def test_a_schedule_file_that_is_not_utf_8_is_refused_by_name(tmp_path):
+def test_a_schedule_file_that_is_not_utf_8_is_refused(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_bytes(b'{"top_k": [1], "provenance": {"by": "Andr\xe9"}}')
     with pytest.raises(
@@ -437,7 +437,7 @@ UNEVEN = SparsitySchedule(
 )
 
 
-def test_budgets_are_whole_numbers_of_256ths():
+def test_head_budgets_are_rounded_to_multiples_of_1_256th():
     third = SparsitySchedule((1,), dense_layers=(), head_budgets=((1 / 3, 5 / 3), (1, 1)))
     assert third.head_budgets == ((85 / 256, 427 / 256), (1.0, 1.0))
     assert (
@@ -448,7 +448,7 @@ def test_budgets_are_whole_numbers_of_256ths():
     assert SparsitySchedule((1,)).sparse_budget_units.tolist() == [[256]]
 
 
-def test_tokens_read_is_the_mean_over_sparse_layers_and_heads():
+def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
     # 10 pages on average: 0, 5, 15 and 20 by score, and three more; all cut at what there is.
     assert UNEVEN.tokens_read(600) == (3 + 8 + 18 + 23) / 4 * 16
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
@@ -466,7 +466,7 @@ def test_tokens_read_is_the_mean_over_sparse_layers_and_heads():
     )  # all layers are dense
 
 
-def test_the_dense_length_is_that_of_the_head_with_the_smallest_budget():
+def test_the_dense_length_depends_on_the_head_with_the_smallest_budget():
     layout = SparsitySchedule((6, 13, 20), bin_tokens=64, page_size=8, dense_layers=())
     assert layout.replace(head_budgets=((1, 1),)).dense_up_to == layout.dense_up_to == 128
     assert layout.replace(head_budgets=((0.9, 1.1),)).dense_up_to == 64  # 13 pages become 12
@@ -536,13 +536,13 @@ def test_head_budgets_on_the_device_match_the_schedule(top_k, relative, length):
 
 @settings(deadline=None, max_examples=50)
 @given(schedules(), lengths)
-def test_the_table_matches_the_schedule(schedule, some):
+def test_the_lookup_table_matches_the_schedule(schedule, some):
     looked_up = ScheduleTable(schedule).top_k(torch.tensor(some))
     assert looked_up.dtype == torch.int32
     assert looked_up.tolist() == schedule.pages(some).tolist()
 
 
-def test_the_table_keeps_the_shape_and_accepts_int32():
+def test_the_lookup_table_keeps_the_shape_of_lengths_and_accepts_int32():
     length = torch.tensor([[1, 48], [49, 500]], dtype=torch.int32)
     assert ScheduleTable(SparsitySchedule(top_k=(3, 5), bin_tokens=64)).top_k(length).tolist() == [
         [3, 3],
@@ -550,14 +550,14 @@ def test_the_table_keeps_the_shape_and_accepts_int32():
     ]
 
 
-def test_the_length_up_to_which_everything_is_read_by_hand():
+def test_the_length_up_to_which_everything_is_read_matches_a_hand_calculation():
     def layout(*top_k):
         return SparsitySchedule(top_k, bin_tokens=64, page_size=8, dense_layers=(0,))
 
     assert layout(ALL_PAGES).dense_up_to == inf
     assert (
         layout(0, ALL_PAGES).dense_up_to == 0
-    )  # a whole bin after a sparse one holds keys that sparse reading shaped
+    )  # a dense bin after a sparse one contains keys computed with sparse reads
     assert (
         layout(5, 13, 20).dense_up_to == 128
     )  # 8 pages of 8 are bin 0, 16 bin 1, and 23 are short of 24
@@ -568,7 +568,7 @@ def test_the_length_up_to_which_everything_is_read_by_hand():
     assert (layout(5, 13, 20).tokens_read(lengths) == lengths).all()
 
 
-def test_page_layouts_agree_between_schedule_and_attention():
+def test_schedule_and_attention_define_the_same_page_layout():
     """``PageLayout`` cannot share a definition with a schedule, because the schedule does not
     import torch.
     """

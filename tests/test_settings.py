@@ -161,7 +161,7 @@ def test_every_command_checks_its_settings():
     assert not unchecked, f"these numbers have no range: {sorted(unchecked)}"
 
 
-def test_an_inherited_field_is_checked():
+def test_the_range_of_an_inherited_field_is_checked():
     @dataclass(frozen=True)
     class Longer(RolloutConfig):
         extra: Count = 1

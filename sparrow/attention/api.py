@@ -165,8 +165,9 @@ def paged_decode(
             preceding launch is still storing the newest tokens.
         tokens: number of new tokens of each sequence (T). The query of the first one selects the
             pages that all of them read, each page once; each token also reads the new tokens up to
-            itself (see ``decode_several``). ``triton`` takes up to one page of new tokens, and up
-            to 64 queries per kv head; ``cuda`` takes one token.
+            itself (see ``decode_several``). Both kernels take up to one page of new tokens.
+            ``triton`` takes up to 64 queries per kv head (G * T), and ``cuda`` up to 32, or 16 with
+            head dim 256.
 
     Returns:
         ``out``, in the shape and dtype of ``q_BHD``.
@@ -216,6 +217,7 @@ class Choice:
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
+    is_tuned: bool = False  # whether ``triton`` uses choices of ``sparrow tune``
 
     def of(self, rows: int) -> Implementation:
         """Return the implementation that decodes a batch of ``rows`` rows."""
@@ -223,7 +225,8 @@ class Choice:
 
     def __str__(self) -> str:
         few = f", triton for up to {self.few_rows} rows" if self.few_rows else ""
-        return f"{self.implementation}{few}"
+        tuned = " as tuned by sparrow tune" if self.is_tuned else ""
+        return f"{self.implementation}{few}{tuned}"
 
 
 def choose(
@@ -236,15 +239,17 @@ def choose(
     dtype: torch.dtype,
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
+    tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation that decodes a model of these sizes on ``device``: the requested
-    one or, if none is requested, the fastest.
+    """Choose the implementation that decodes a model of these sizes on ``device``, with ``tokens``
+    new tokens of each sequence at a time: the requested one or, if none is requested, the fastest.
 
     The CUDA kernel is the default where it is supported, except for batches with so few rows that
     it would leave most multiprocessors idle. For those, the Triton kernels are faster because
     several programs share the ranking of a row.
 
-    Raises ConfigError: the requested implementation does not support the model or the device.
+    Raises ConfigError: the requested implementation does not support the model or the device, or
+    the choices that ``sparrow tune`` saved for it cannot be read.
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(
@@ -259,14 +264,18 @@ def choose(
 
     from sparrow.attention import cuda
 
-    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device)
+    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device, tokens)
     if asked == "cuda" and reason:
         raise ConfigError(reason)
-    if asked is not None:
-        return Choice(asked)
-    if reason:
-        return Choice("triton")
-    return Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
+    implementation = asked or ("triton" if reason else "cuda")
+    few_rows = 0 if asked or reason else cuda.few_rows(kv_heads, device)
+    if implementation != "triton" and not few_rows:
+        return Choice(implementation)
+
+    from sparrow.attention.triton import saved
+
+    choices = saved.read(device, kv_heads, group, head_dim, dtype, page_size)
+    return Choice(implementation, few_rows, is_tuned=choices is not None)
 
 
 def update_landmarks(

@@ -228,18 +228,18 @@ def _tests(
     theirs = None if dense is None else _values(dense, rng)
     for name, unit in _NAMES.items():
         if name not in ours or (theirs is not None and name not in theirs):
-            notes.append(f"{name}: no context occurs twice, so none can be compared")
+            notes.append(f"{name} (no context occurs twice)")
             continue
         their = None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
         yield _compared(name, "all", unit, _mean(ours[name], tested.sequence), their)
 
     if tested.place is None:
-        notes.append("positions in the draft cycle are unknown, so tokens are only tested together")
+        notes.append("single positions in the draft cycle (they are unknown)")
     else:
         for place, where in places(tested.place, tested.sequence).items():
             few = len(np.unique(tested.sequence[where]))
             if few < LEAST_SEQUENCES:
-                notes.append(f"{place}: not tested, since only {few} sequences reach it")
+                notes.append(f"{place} (only {few} sequences reach it)")
                 continue
             for name in _AT_PLACES:
                 # Only the tested arm has positions; the dense arm's rounding is measured over all
@@ -253,7 +253,7 @@ def _tests(
     if (reported := _reported(tested, dense)) is not None:
         yield reported
     else:
-        notes.append("log-probs are not compared, since none were reported")
+        notes.append("reported log-probs (there are none)")
 
 
 _SHARES = ("u1 (likely tokens)", "u2 (both ends)", "u3", "u4")

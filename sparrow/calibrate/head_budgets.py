@@ -123,9 +123,8 @@ def find(
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
         raise ConfigError(
-            "no head budgets were found, because acceptance does not drop when any single layer is "
-            f"sparse and keeps {unit * UNITS} pages by score; sample longer responses, or try smaller "
-            "budgets"
+            "no head budgets were found, because acceptance does not drop when a single layer keeps "
+            f"only {unit * UNITS} pages by score; sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
     listener("head budgets: measuring the attention that is left unread")

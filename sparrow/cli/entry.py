@@ -24,10 +24,11 @@ from sparrow.cli.commands.eval import Eval
 from sparrow.cli.commands.measure import Measure
 from sparrow.cli.commands.report import Report
 from sparrow.cli.commands.train import Train
+from sparrow.cli.commands.tune import Tune
 from sparrow.errors import ConfigError, SparrowError
 
 COMPLETED = ("bash", "zsh", "fish")  # shells whose completions work without another package
-COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Audit | Report
+COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Tune | Audit | Report
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from sparrow.schedule import ALL_PAGES
 if TYPE_CHECKING:
     import numpy as np
 
+    from sparrow.attention.triton.saved import Choices
     from sparrow.audit.statistics import Finding, Verdict
     from sparrow.calibrate import Calibration
     from sparrow.mismatch import BinMismatch, MismatchReport
@@ -135,7 +136,7 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
         [row(f) for f in shown],
     )
     if hidden := len(verdict.findings) - len(shown):
-        print(f"{hidden} more tests, by place in the draft cycle, found nothing")
+        print(f"tests of single positions in the draft cycle that found no difference: {hidden}")
     for note_ in verdict.notes:
         print(f"not tested: {note_}")
     print(f"{verdict.status}, at a significance level of {verdict.level:g}")
@@ -296,4 +297,37 @@ def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
         (b.start, b.end, (b.p5, b.lower, b.upper), (b.ceiling, b.ceiling_lower, b.ceiling_upper))
         for b in calibration.bins
     )
-    print(f"dense beyond {calibration.bins[-1].end} tokens, which were not measured; wrote {out}")
+    end = calibration.bins[-1].end
+    print(f"lengths beyond {end} tokens were not measured and stay dense; wrote {out}")
+
+
+def print_tuned(choices: Choices, out: Path) -> None:
+    """Print the results of ``sparrow tune``."""
+    target = choices.target
+    _print_columns(
+        f"Triton kernels on {target.gpu}: {target.kv_heads} kv heads, group {target.group}, head "
+        f"dim {target.head_dim}, cache in {target.cache_dtype}",
+        (
+            "sequences",
+            "pages",
+            "as shipped, us",
+            "tuned, us",
+            "time saved",
+            "of read limit",
+            "was",
+        ),
+        [
+            (
+                str(cell.batch),
+                str(m.pages),
+                f"{m.shipped_us:.1f}",
+                f"{m.tuned_us:.1f}",
+                f"{1 - m.tuned_us / m.shipped_us:.0%}",
+                f"{m.limit_us / m.tuned_us:.0%}",
+                f"{m.limit_us / m.shipped_us:.0%}",
+            )
+            for cell in choices.cells
+            for m in cell.measured
+        ],
+    )
+    print(f"wrote {out}")

@@ -129,7 +129,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     """Read a ``config.json`` from its path or from the folder that contains it."""
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"there is no model config at {path}; pass a config.json or its folder")
+        raise ConfigError(
+            f"there is no model config at {path}; pass a config.json or the folder that contains it"
+        )
     try:
         return {
             "_name_or_path": path.parent.name,

@@ -43,6 +43,7 @@ class Counters:
     rows: int = 0
     dense_rows: int = 0
     passes: int = 0  # sparse passes over guesses, each of which yielded one draft or more
+    guessed: int = 0  # drafts that are guesses and not the result of a sparse pass
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -74,7 +75,7 @@ class Counters:
     @property
     def drafts_per_pass(self) -> float:
         """Tokens drafted per sparse pass over guesses; 0 without guesses."""
-        return self.drafted / self.passes if self.passes else 0.0
+        return (self.drafted - self.guessed) / self.passes if self.passes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in plain JSON types, under ``kv`` and, if there were cycles, under
@@ -93,6 +94,7 @@ class Counters:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
             metrics["drafts"] = {name: getattr(self, name) for name in names}
             if self.passes:
+                metrics["drafts"]["passes"] = self.passes
                 metrics["drafts"]["drafts_per_pass"] = self.drafts_per_pass
             metrics["drafts"] |= _plain(self.acceptance)
             if self.metered.drafts:

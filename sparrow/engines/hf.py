@@ -93,8 +93,8 @@ class HFEngine(Engine, Scorer, Ranker):
         self._attention_layers = attention_layers(config)
         if self.decoding.verifies and len(self._attention_layers) < config.num_hidden_layers:
             raise UnsupportedModel(
-                f"{type(model).__name__} has linear-attention layers, whose state cannot undo a "
-                "rejected draft; use mode dense or lossy, or a model with attention in every layer"
+                f"{type(model).__name__} has linear-attention layers, whose state cannot be restored "
+                "after a rejected draft; use mode dense or lossy, or a model with attention in every layer"
             )
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
@@ -511,9 +511,9 @@ def load_model(
     if mismatched := sorted(loading_info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
         raise ConfigError(
-            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights but "
-            f"{tuple(expected)} in its config.json ({len(mismatched)} weights differ); use "
-            "the weights and the config of the same model"
+            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in the checkpoint, but "
+            f"config.json implies {tuple(expected)} ({len(mismatched)} weights differ); use the "
+            "weights and the config of the same model"
         )
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(

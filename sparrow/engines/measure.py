@@ -39,7 +39,8 @@ def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sa
     ):
         return None
     log.warning(
-        "lists of %d tokens do not show whether p5 reaches %g; sampling again with lists of %d",
+        "lists of %d tokens are too short to show whether p5 reaches %g; sampling again with "
+        "lists of %d",
         sampling.top_n,
         p5,
         top_n,

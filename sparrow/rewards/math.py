@@ -266,7 +266,10 @@ class MathVerifier:
             return self._ask(answer, reference)
         except (ChildTimeoutError, ChildEndedError) as lost:
             _log.warning(
-                "comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost
+                "could not compare %.80r with %.80r (%s); the answer counts as wrong",
+                answer,
+                reference,
+                lost,
             )
             return False
 

@@ -354,9 +354,9 @@ class RunDir:
     def _remedy(self) -> str:
         last = self.last_checkpoint()
         return (
-            f"the run can be resumed from step {last[0]}"
+            f"fix the cause, and resume the run from step {last[0]}"
             if last
-            else "no earlier checkpoint exists"
+            else "fix the cause, and start the run again"
         )
 
 
@@ -395,7 +395,7 @@ def parse(text: bytes, where: str) -> Row:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} contains a {type(content).__name__}, expected a JSON object; "
+            f"{where} contains a value of type {type(content).__name__}, expected a JSON object; "
             "restore it from a copy, or remove it"
         )
     return content

@@ -88,7 +88,8 @@ class DatasetTask:
     ) -> None:
         if format.kind not in verifiers:
             raise ConfigError(
-                f"dataset {name!r} needs a verifier for {format.kind!r}, got {list(verifiers)}"
+                f"dataset {name!r} needs a verifier for {format.kind!r}, got {list(verifiers)}; "
+                "add one to verifiers"
             )
         self._template = format.template if template is None else template
         if "{question}" not in self._template:

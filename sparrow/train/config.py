@@ -126,15 +126,15 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         if self.mode == "lossless":
             if start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but auto adjusts pages to the actor's p5, and "
-                    "lossless samples are the dense policy's whatever drafts read; "
+                    f"schedule is {schedule!r}, which adjusts pages to the actor's p5, but with mode "
+                    "lossless the samples follow the dense policy whatever the drafts read; "
                     "leave schedule out"
                 )
             if chosen:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but lossless samples are the dense policy's "
-                    "whatever drafts read; leave schedule out, "
-                    "or set it as draft_schedule to use it for drafts"
+                    f"schedule is {schedule!r}, but with mode lossless the samples follow the dense "
+                    "policy whatever the drafts read; leave schedule out, or set draft_schedule "
+                    "to use it for drafts"
                 )
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
@@ -425,7 +425,7 @@ class TrainConfig(Settings):
             self.guard,
             "action",
             useful,
-            "warn or stop with lossless rollouts, which more pages do not change",
+            "warn or stop with lossless rollouts, whose samples do not depend on the pages",
         )
         require(
             self.export,

@@ -128,7 +128,7 @@ class Ranks:
                 raise
             raise ProcessLost(
                 f"a process of this run died, or was {PATIENCE_S} s behind, in the phase {phase!r} "
-                f"({text.splitlines()[0][:200]}); --resume continues from the last checkpoint"
+                f"({text.splitlines()[0][:200]}); continue from the last checkpoint with --resume"
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:

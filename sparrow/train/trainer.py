@@ -127,7 +127,8 @@ class Trainer:
         responses = config.rollout.prompts * config.rollout.samples
         if responses < self.ranks.count:
             raise ConfigError(
-                f"{self.ranks.count} processes cannot share {responses} responses; start fewer processes"
+                f"a step has only {responses} responses for {self.ranks.count} processes; start fewer "
+                "processes"
             )
         set_seed(config.seed)
         self.model = model

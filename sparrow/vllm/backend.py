@@ -109,7 +109,7 @@ class LayerGroup:
 class Step(NamedTuple):
     """The builder's description of a batch for the sparse layers; decode rows come first."""
 
-    rows: int  # sequences with one query token
+    rows: int  # sequences that are decoded
     lengths: Tensor  # int32 [B], cached tokens of these rows, 0 in the padding rows of a CUDA graph
     # int32 [B], pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by
     # the first attention layer
@@ -124,6 +124,7 @@ class Step(NamedTuple):
     may_reuse_plan: bool = True  # whether layers may reuse plans; ``attach`` decides which can
     # whether the caller writes ``top_k`` and counts the step before the model runs
     has_page_counts: bool = False
+    tokens: int = 1  # new tokens of each row, more than one in a pass over guesses
 
 
 class CacheViews(NamedTuple):
@@ -312,8 +313,12 @@ class SparseImpl(VLLMClass):
         """Return keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
         raise NotImplementedError
 
-    def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> Any:
-        """Allocate scratch memory for the decode steps of all layers; None if none is needed."""
+    def make_workspace(
+        self, max_rows: int, max_pages: int, tokens: int, device: torch.device
+    ) -> Any:
+        """Allocate scratch memory for the decode steps of all layers, which decode up to ``tokens``
+        new tokens of each row; None if none is needed.
+        """
 
     @property
     def is_in_8_bits(self) -> bool:
@@ -355,8 +360,8 @@ class SparseImpl(VLLMClass):
             block = kv_cache.stride(0) * kv_cache.itemsize
             if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block has {block} bytes, with no room for {pages} landmarks after the "
-                    f"first {scales_end}; start vLLM without the plugin or option that changes the "
+                    f"a KV block of {block} bytes has no room for {pages} landmarks after its first "
+                    f"{scales_end} bytes; start vLLM without the plugin or option that changes the "
                     "layout of its KV cache"
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
@@ -437,6 +442,7 @@ class SparseImpl(VLLMClass):
             )
         assert self.runtime is not None
         B = step.rows
+        decoded = B * step.tokens
         keys, values, marks, scales = self.cache_views(layer, kv_cache)
         for part in step.prefills:
             cache = self._copy(layer, query, kv_cache, part.blocks)
@@ -447,12 +453,13 @@ class SparseImpl(VLLMClass):
                 step.layers.update_landmarks(metadata.slot_mapping)
         if B:
             if query.dtype == FP8:  # vLLM rounds queries to fp8 for its own attention
-                query = query[:B].to(output.dtype) * layer._q_scale.to(output.dtype)
+                query = query[:decoded].to(output.dtype) * layer._q_scale.to(output.dtype)
             top_k = (
                 step.top_k if self.is_sparse_layer or step.everything is None else step.everything
             )
+            kernels = self.kernels if step.tokens == 1 else self.runtime.model.pass_kernels
             attention.paged_decode(
-                query[:B],
+                query[:decoded],
                 keys,
                 values,
                 marks,
@@ -461,12 +468,13 @@ class SparseImpl(VLLMClass):
                 top_k,
                 layout=self.runtime.layout,
                 scale=self.scale,
-                out=output[:B],
-                implementation=self.kernels.of(B),
+                out=output[:decoded],
+                implementation=kernels.of(B),
                 cache_scales=scales,
                 workspace=self.runtime.model.workspace,
                 head_budgets_K=self.head_budgets,
                 reuse_plan=step.may_reuse_plan and not self.begins_decode,
+                tokens=step.tokens,
             )
         return output
 
@@ -520,14 +528,15 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         )
         runtime.model.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
-        runtime.model.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
+        runtime.model.workspace = layer.impl.make_workspace(
+            max_rows, max_pages, decoding.guess_tokens + 1, device
+        )
         stored = runtime.cache.in_8_bits = STORED.get(vllm_config.cache_config.cache_dtype)
         runtime.cache.fp8 = fp8.Fp8Cache(device, not runtime.is_lossless) if stored == FP8 else None
         runtime.model.quantization = vllm_config.model_config.quantization
         model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
         runtime.cache.landmark_dtype = runtime.layout.landmark_type(model_dtype)
-        runtime.model.kernels = attention.choose(
-            config.kernels(vllm_config),
+        sizes: dict[str, Any] = dict(
             page_size=schedule.page_size,
             head_dim=spec.head_size,
             kv_heads=spec.num_kv_heads,
@@ -536,6 +545,11 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             device=device,
             landmark_dtype=schedule.landmark_dtype,
         )
+        asked = config.kernels(vllm_config)
+        runtime.model.kernels = attention.choose(asked, **sizes)
+        if decoding.guess_tokens:
+            tokens = decoding.guess_tokens + 1
+            runtime.model.pass_kernels = attention.choose(asked, **sizes, tokens=tokens)
         # vLLM attaches layers in model order, so this one is the first.
         layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)

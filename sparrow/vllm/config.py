@@ -148,11 +148,11 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     cases = (
         (
             spec is not None and not is_lossless,
-            f"speculative decoding ({getattr(spec, 'method', None)}); drop speculative_config",
+            f"speculative decoding ({getattr(spec, 'method', None)}); leave speculative_config out",
         ),
         (
             vllm_config.kv_transfer_config is not None,
-            "a KV connector, which would not transfer the landmarks; drop kv_transfer_config",
+            "a KV connector, which would not transfer the landmarks; leave kv_transfer_config out",
         ),
         (
             parallel.decode_context_parallel_size > 1,
@@ -160,17 +160,12 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         ),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-            "prefill context parallelism; set it to 1",
+            "prefill context parallelism; set prefill_context_parallel_size=1",
         ),
-        (parallel.use_ubatching, "dual-batch overlap; drop enable_dbo"),
+        (parallel.use_ubatching, "dual-batch overlap; leave enable_dbo out"),
         (
             dtype not in KV_CACHE_DTYPES,
             f"kv_cache_dtype={dtype!r}; set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
-        ),
-        (
-            decoding.guess_tokens > 0,
-            f"guess_tokens={decoding.guess_tokens} in vLLM, where a sparse pass drafts one token; "
-            "leave guess_tokens out, or use the engine hf",
         ),
         (
             dtype == kv_cache.INT8 and is_lossless,
@@ -179,15 +174,15 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         ),
         (
             bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
-            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
+            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
         ),
         (
             bool(getattr(cache, "calculate_kv_scales", False)),
             "KV scales calculated by vLLM, because Sparrow sets them itself; "
-            "drop calculate_kv_scales",
+            "leave calculate_kv_scales out",
         ),
     )
-    refuse(ConfigError, cases, "Sparrow does not decode with ")
+    refuse(ConfigError, cases, "Sparrow does not support ")
     if not on_cpu:
         from sparrow.attention.decode import HEAD_DIMS
 
@@ -200,6 +195,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         setup.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
             setup.check_draft_weights(vllm_config, on_cpu)
+        if decoding.guess_tokens:
+            setup.check_guesses(vllm_config, decoding)
     decoding.schedule.check_model(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     )

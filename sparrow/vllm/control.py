@@ -13,6 +13,7 @@ from torch import Tensor
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
+from sparrow.vllm.lossless.setup import passes_of
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
@@ -45,7 +46,9 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 
     In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and
     ``tokens_held`` is the number of tokens that dense decoding would have read for the ``emitted``
-    tokens. ``drafted`` and ``accepted`` are numbers of tokens as well.
+    tokens. ``drafted`` and ``accepted`` are numbers of tokens as well. With ``guess_tokens``, rows
+    are those of sparse passes, ``passes`` is their number, and ``guessed`` is the number of drafts
+    that are guesses which no pass has judged.
     """
     return _runtime(self).counters()
 
@@ -99,8 +102,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
             )
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"vLLM cannot load these weights ({error}); pass them by Hugging Face name, and all of a "
-            "quantised layer together"
+            f"vLLM cannot load these weights ({error}); pass them under their Hugging Face names, "
+            "and all weights of a quantised layer in one call"
         ) from error
 
 
@@ -115,7 +118,7 @@ def _check_experts(model: Any) -> None:
         if backend is not None and backend.name not in LOADED_IN_PLACE:
             raise ConfigError(
                 f"vLLM's {backend.value} kernel stores the model's experts in a layout into which "
-                "new weights cannot be loaded; on a GPU start the engine with "
+                "new weights cannot be loaded; on a GPU, start the engine with "
                 "moe_backend='triton', or load the weights into a new engine"
             )
 
@@ -163,7 +166,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
         )
     if not cache.sets_scales:
         raise ConfigError(
-            "in lossless mode vLLM sets the scales of an fp8 KV cache, and they never change; "
+            "in lossless mode, vLLM sets the scales of an fp8 KV cache, and they never change; "
             "remove the call"
         )
     cache.renew()
@@ -178,7 +181,7 @@ def sparrow_renew_draft_weights(self: Any) -> None:
     runtime = _runtime(self)
     if runtime.drafting.weights is None:
         raise ConfigError(
-            "the drafts of this vLLM engine have no copy of the weights; start it with mode "
+            "this vLLM engine has no separate copy of the weights for drafts; start it with mode "
             "'lossless' and draft_weights 'fp8'"
         )
     runtime.renew_draft_weights()
@@ -256,18 +259,18 @@ def check(vllm_config: Any) -> None:
     model = runtime.model
     drafting = runtime.drafting
     pages = (
-        f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: "
+        f"top-k pages of {schedule.page_size} tokens per bin of {schedule.bin_tokens} tokens: "
         f"{schedule.to_dict()['top_k']}"
     )
     landmarks = (
-        f"landmarks ({schedule.landmark_dtype}) {100 * runtime.cache.landmark_share:.1f}% of the "
-        "KV cache"
+        f"landmarks ({schedule.landmark_dtype}) take {100 * runtime.cache.landmark_share:.1f}% of "
+        "the KV cache"
     )
     if not runtime.is_lossless:
         cache = (
             ""
             if stored is None
-            else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
+            else f", which is in {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
         )
         logger.info(
             f"Sparrow decodes layers {model.sparse_layers} sparsely with {model.backend} "
@@ -278,20 +281,20 @@ def check(vllm_config: Any) -> None:
             logger.warning(
                 f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences "
                 "will run without a CUDA graph, which can take several times as long; set "
-                f"max_num_seqs to {below} or {above}, the batches that vLLM captures"
+                f"max_num_seqs to {below} or {above}, for which vLLM captures graphs"
             )
         return
     if drafting.meter is None:
         raise ConfigError(
             "mode 'lossless': vLLM created a speculator that is not Sparrow's; "
-            "drop speculative_config"
+            "leave speculative_config out"
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(
-            f"In one of {decoding.meter_every} cycles, Sparrow also measures the acceptance under "
-            "meter_schedule: dense layers "
-            f"{list(metered.schedule.dense_layers) or 'none'}, top-k pages by "
-            f"{metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
+            f"In one of every {decoding.meter_every} cycles, Sparrow also measures the acceptance "
+            "under meter_schedule (dense layers: "
+            f"{list(metered.schedule.dense_layers) or 'none'}; top-k pages per bin of "
+            f"{metered.schedule.bin_tokens} tokens: {metered.schedule.to_dict()['top_k']})"
         )
     if (copies := drafting.weights) is not None:
         logger.info(
@@ -310,10 +313,16 @@ def check(vllm_config: Any) -> None:
         if stored is None
         else f"; samples follow the policy with a KV cache in {kv_cache.NAMES[stored]}"
     )
+    steps = "sparse steps"
+    if decoding.guess_tokens:
+        steps = (
+            f"{passes_of(decoding.draft_tokens)} sparse passes over {decoding.guess_tokens} guesses "
+            f"from history ({model.pass_kernels})"
+        )
     logger.info(
-        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({model.backend}, "
-        f"{model.kernels}; layers read whole: {model.dense_layers or 'none'}; {pages}{budgets}), "
+        f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "
+        f"{model.kernels}; dense layers: {model.dense_layers or 'none'}; {pages}{budgets}), and "
         f"vLLM's dense attention verifies them{drawn}{cache}; logits of drafts take "
-        f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
-        f"{decoding.draft_tokens} tokens of it for each sequence"
+        f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take up to "
+        f"{decoding.draft_tokens} tokens of it per sequence"
     )

@@ -75,6 +75,8 @@ class DensePasses:
         self._cycles: Counter[int] = Counter()  # cycles by number of drafts that followed
         # tokens read, held and emitted, and number of rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
+        # drafts of cycles with guesses, and how many of them are guesses that no pass judged
+        self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
         # Sequences in passes without drafts, and tokens read by these passes.
         self._plain_rows = 0
         self._plain_tokens = 0
@@ -84,6 +86,10 @@ class DensePasses:
         """See ``Runtime.count_pass``."""
         self._cycles[drafts] += 1
         return self._verified
+
+    def count_drafts(self) -> Tensor:
+        """See ``Runtime.count_drafts``."""
+        return self._drafts
 
     def count_plain(self, computed: np.ndarray) -> None:
         """See ``Runtime.count_plain_pass``."""
@@ -108,15 +114,19 @@ class DensePasses:
         self._cycles = Counter()
         return cycles
 
-    def add_to(self, counts: Counter[str], layers: int) -> None:
+    def add_to(self, counts: Counter[str], layers: int, guesses: bool) -> None:
         """Add the counts of the dense passes since the last call to ``counts``, those of draft
-        steps.
+        steps; ``guesses`` says whether these steps read guesses.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()
         counts["tokens_read"] += layers * (read + self._plain_tokens)
         counts["tokens_held"] = layers * (held + self._plain_tokens)
         counts["drafted"] = counts["rows"]
+        if guesses:
+            counts["passes"] = counts["rows"]
+            counts["drafted"], counts["guessed"] = self._drafts.tolist()
+            self._drafts.zero_()
         counts["accepted"] = emitted - passes
         counts["emitted"] = emitted + self._plain_rows
         self._verified.zero_()

@@ -60,10 +60,16 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def make_workspace(
-        self, max_rows: int, max_pages: int, device: torch.device
+        self, max_rows: int, max_pages: int, tokens: int, device: torch.device
     ) -> DecodeWorkspace:
         return DecodeWorkspace(
-            max_rows, self.num_kv_heads, self.num_queries_per_kv, self.head_size, max_pages, device
+            max_rows,
+            self.num_kv_heads,
+            self.num_queries_per_kv,
+            self.head_size,
+            max_pages,
+            device,
+            tokens,
         )
 
 

@@ -104,7 +104,10 @@ def watch(worker: Any, vllm_config: Any) -> None:
     step = worker.model_runner.execute_model
     warm_up = worker.compile_or_warm_up_model
     # vLLM's own speculators have no such method.
-    begin_step = getattr(getattr(runner, "speculator", None), "begin_step", None)
+    speculator: Any = getattr(runner, "speculator", None)
+    begin_step = getattr(speculator, "begin_step", None)
+    if begin_step is not None:
+        speculator.tokens_SN = runner.req_states.all_token_ids.gpu
 
     @wraps(step)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,8 @@ class Model:
     quantization: str | None = None  # how vLLM quantises the weights
     # the implementation of ``sparrow.attention`` used for decoding
     kernels: Choice = field(default_factory=lambda: Choice("reference"))
+    # the implementation for passes over several tokens of a sequence, in an engine with guesses
+    pass_kernels: Choice = field(default_factory=lambda: Choice("reference"))
     workspace: DecodeWorkspace | None = None
     sparse_layers: list[int] = field(default_factory=list)
     dense_layers: list[int] = field(default_factory=list)
@@ -221,6 +223,15 @@ class Runtime:
         """
         return self.passes.count(drafts)
 
+    def count_drafts(self) -> Tensor:
+        """Count the drafts of a cycle with guesses.
+
+        Returns:
+            int64 [2], to which the caller adds two sums over the sequences that drafted: their
+            drafts, and how many of these are guesses that no sparse pass has judged.
+        """
+        return self.passes.count_drafts()
+
     def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass of lossless mode in which every sequence gets one token, with no
         drafts before or after.
@@ -274,8 +285,8 @@ class Runtime:
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; keep "
-                "only layers dense in draft_schedule that meter_schedule also keeps dense: "
+                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; in "
+                "draft_schedule, keep only layers dense that are also dense in meter_schedule: "
                 f"{list(schedule.dense_layers)}"
             )
 
@@ -317,6 +328,7 @@ class Runtime:
         stored = self.cache.in_8_bits
         quantization = self.model.quantization
         copies = self.drafting.weights
+        guesses = self.decoding.guess_tokens
         settings = self.decoding.to_dict() if self.is_lossless else {}
         # The schedule may have changed since the start; ``schedule`` is the one in use.
         settings.pop("draft_schedule", None)
@@ -327,6 +339,7 @@ class Runtime:
             **settings,
             "backend": self.model.backend,
             "kernels": str(self.model.kernels),
+            **({"pass_kernels": str(self.model.pass_kernels)} if guesses else {}),
             "schedule": self.schedule.to_dict(),
             **({"draft_budget": self.budgets[self.pages.budget]} if len(self.budgets) > 1 else {}),
             "sparse_layers": self.model.sparse_layers,
@@ -346,7 +359,7 @@ class Runtime:
             len(self.model.dense_layers),
         )
         if self.is_lossless:
-            self.passes.add_to(settled, self.model.layers)
+            self.passes.add_to(settled, self.model.layers, self.decoding.guess_tokens > 0)
         self._counts.update(settled)
 
 

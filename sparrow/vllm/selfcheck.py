@@ -381,17 +381,19 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
     caches = [layer.impl.cache_views(layer, layer.kv_cache) for layer in layers]
     place = _place(caches[0].keys, runtime.layout, model.max_model_len)
     most_rows = min(max(2, runtime.model.kernels.few_rows + 1), len(runtime.pages.top_k))
+    most_tokens = runtime.decoding.guess_tokens + 1
     try:
         for layer in layers:
             _bytes_of(layer)[place.blocks] = 0
         known = [
-            _known(layer, runtime, model.dtype, most_rows, len(place.slots_T), seed)
+            _known(layer, runtime, model.dtype, most_rows * most_tokens, len(place.slots_T), seed)
             for seed, layer in enumerate(layers)
         ]
         _store(layers, runtime, known, place, model.dtype)
         error = max(
-            _decode(layers, runtime, known, place, rows, top_k)
+            _decode(layers, runtime, known, place, rows, tokens, top_k)
             for rows in sorted({1, most_rows})
+            for tokens in sorted({1, most_tokens})
             for top_k in (ALL_PAGES, PAGES_BY_SCORE)
         )
         for layer in layers:
@@ -495,9 +497,16 @@ def _store(
 
 
 def _decode(
-    layers: list[Any], runtime: Any, known: list[Known], place: Place, rows: int, top_k: int
+    layers: list[Any],
+    runtime: Any,
+    known: list[Known],
+    place: Place,
+    rows: int,
+    tokens: int,
+    top_k: int,
 ) -> float:
-    """Run one decode step of every layer, with rows of different lengths.
+    """Run one decode step of every layer, with rows of different lengths; the last ``tokens`` tokens
+    of each are new.
 
     Returns the largest difference of an output from the known one.
 
@@ -507,7 +516,7 @@ def _decode(
 
     T = len(place.slots_T)
     device = place.slots_T.device
-    length_B = (T - 5 * torch.arange(rows, device=device)).clamp(min=1).int()
+    length_B = (T - 5 * torch.arange(rows, device=device)).clamp(min=tokens).int()
     top_k_B = torch.full_like(length_B, top_k)
     everything_B = torch.full_like(length_B, ALL_PAGES)
     step = Step(
@@ -518,11 +527,12 @@ def _decode(
         prefills=(),
         everything=everything_B,
         has_page_counts=True,
+        tokens=tokens,
     )
     errors = []
     for layer, own in zip(layers, known, strict=True):
         impl = layer.impl
-        query_BHD = own.query_BHD[:rows]
+        query_BHD = own.query_BHD[: rows * tokens]
         empty = query_BHD[:, : impl.num_kv_heads]
         output = torch.empty_like(query_BHD)
         metadata = SimpleNamespace(sparrow=step)
@@ -530,8 +540,9 @@ def _decode(
 
         group = impl.num_heads // impl.num_kv_heads
         scale_H1 = own.key_scale_K.repeat_interleave(group)[:, None]
-        expected = reference.decode(
-            query_BHD.float() * scale_H1,
+        query_BHTD = (query_BHD.float() * scale_H1).unflatten(0, (rows, tokens)).transpose(1, 2)
+        expected_BHTD = reference.decode_several(
+            query_BHTD,
             own.key_KTD.expand(rows, -1, -1, -1),
             own.value_KTD.expand(rows, -1, -1, -1),
             None,
@@ -541,6 +552,7 @@ def _decode(
             impl.scale,
             impl.head_budgets,
         )
+        expected = expected_BHTD.transpose(1, 2).flatten(0, 1)
         value_scale_H1 = own.value_scale_K.repeat_interleave(group)[:, None]
         errors.append((output.float() / value_scale_H1 - expected).abs().amax())
 
@@ -549,8 +561,8 @@ def _decode(
     for layer, error in zip(layers, by_layer, strict=True):
         if not error <= bound:
             raise _refusal(
-                f"the output of {layer.layer_name} is off by {error:.2g} when it decodes {rows} "
-                f"rows from a {layer.kv_cache.dtype} cache with "
+                f"the output of {layer.layer_name} is off by {error:.2g} when it decodes {tokens} "
+                f"new tokens of {rows} rows from a {layer.kv_cache.dtype} cache with "
                 f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, but rounding "
                 f"accounts for at most {bound}"
             )
@@ -667,7 +679,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    used: dict[int, list[int]] = {}  # blocks used in each group
+    # blocks used in each group; a pass over guesses may also write to vLLM's null block
+    used: dict[int, list[int]] = {number: [0] for number in range(len(groups))}
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):
         blocks = []
@@ -675,7 +688,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
             count = -(-room // group.kv_cache_spec.block_size)
             first = 1 + (len(sequences) * len(groups) + number) * half
             blocks.append(list(range(first, first + count)))
-            used.setdefault(number, []).extend(blocks[-1])
+            used[number].extend(blocks[-1])
         sequences.append(_Sequence(worker, name, tuple(blocks)))
     decoding, dense = sequences
 
@@ -685,7 +698,10 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
         sampled = decoding.prefill(prompt, k)
         if speculator is not None:
             drafted = speculator.draft_tokens[0, :k].tolist()
-            of_drafts = speculator.draft_logits[int(speculator.idx_mapping[0]), :k].float()
+            index = int(speculator.idx_mapping[0])
+            drawn_S = speculator.drafter.drawn_S
+            drawn = k if drawn_S is None else int(drawn_S[index])
+            of_drafts = speculator.draft_logits[index, :drawn].float()
         logits.clear()
         decoding.decode(k)
         decoded = logits[:1]
@@ -708,7 +724,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is None:
         return _hold(decoded[0], expected[0], bound, "a decode step that keeps every page")
     draft_bound = bound if runtime.drafting.weights is None else FP8_WEIGHTS_BOUND
-    of_drafting = _hold(of_drafts, decoded[0][:k], draft_bound, "drafts that keep every page")
+    of_drafting = _hold(of_drafts, decoded[0][:drawn], draft_bound, "drafts that keep every page")
     of_verifying = _hold(decoded[0][-1:], expected[0], bound, "verification")
     return max(of_drafting, of_verifying)
 

@@ -22,7 +22,15 @@ SUPPORTED = ">=0.26"
 Earlier versions keep the cache in another layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
-PROVEN = {"0.26": "2.11", "0.29": "2.11", "0.30": "2.11", "0.31": "2.11", "0.33": "2.11"}
+PROVEN = {
+    "0.26": "2.11",
+    "0.28": "2.11",
+    "0.29": "2.11",
+    "0.30": "2.11",
+    "0.31": "2.11",
+    "0.32": "2.11",
+    "0.33": "2.11",
+}
 """Versions of vLLM found exact on GPUs in both modes, with the torch that each ran with
 (``benchmarks/results/vllm_versions``). Others start too if their self-check passes.
 """
@@ -38,7 +46,7 @@ def check(on_cpu: bool) -> None:
     if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
         raise ConfigError(
             f"Sparrow does not run in vLLM {vllm.__version__}; "
-            f"install 'vllm{SUPPORTED}', or drop the schedule"
+            f"install 'vllm{SUPPORTED}', or start vLLM without a schedule"
         )
     if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
@@ -97,7 +105,7 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(
-            f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'"
+            f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPUs; set dtype='float32'"
         )
     blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
     block_stride = kv_cache.stride(0)

@@ -333,7 +333,7 @@ def calibration() -> str:
             for end in ends
         ]
         rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
-    return table(["target, rounds on policy", *(f"up to {end}" for end in ends)], rows)
+    return table(["target, on-policy rounds", *(f"up to {end}" for end in ends)], rows)
 
 
 def calibration_summary() -> str:
@@ -341,7 +341,7 @@ def calibration_summary() -> str:
     extremes.
     """
     rows = []
-    for rounds, name in {0: "no round on policy", 2: "two rounds"}.items():
+    for rounds, name in {0: "no on-policy rounds", 2: "two on-policy rounds"}.items():
         bins = [
             b
             for run in load("calibration_table")["runs"]
@@ -361,9 +361,9 @@ def calibration_summary() -> str:
     head = [
         "",
         "within 0.02 of the target",
-        "above by more",
-        "of these, because of a shorter bin",
-        "below by more",
+        "more than 0.02 above",
+        "of these, forced by a shorter bin",
+        "more than 0.02 below",
     ]
     return table([*head, "lowest", "highest"], rows)
 
@@ -387,7 +387,7 @@ def shortcut_cost() -> str:
         "top-k pages",
         "p5 by bin, dense responses",
         "p5 by bin, own responses",
-        "own minus dense: mean, worst bin",
+        "own minus dense responses: mean, worst bin",
         "intervals overlap",
         "seconds: teacher-forced, sampled",
     ]
@@ -400,7 +400,7 @@ def beta_tail() -> str:
         "tokens below 0.999": "{fraction_in_tail:.1%} [{fraction_interval[0]:.1%}, {fraction_interval[1]:.1%}]",
         "fit": "Beta({a:.2f}, {b:.2f})",
         "KS, 95 % interval": "{ks:.3f} [{ks_interval[0]:.3f}, {ks_interval[1]:.3f}]",
-        "95th percentile of KS under the claim": "{ks_if_beta_95:.3f}",
+        "95th percentile of KS if the claim were true": "{ks_if_beta_95:.3f}",
         "variance, measured and fitted": "{variance_measured:.3f}, {variance_fitted:.3f}",
         "p5, measured and fitted": "{p5_measured:.3f}, {p5_fitted:.3f}",
     }

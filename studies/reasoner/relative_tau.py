@@ -308,7 +308,7 @@ def relative_tau_summary() -> str:
     head = [
         f"{scale}: {what}"
         for scale in ("relative", "absolute")
-        for what in ("within 10 %", "furthest off", "no budget")
+        for what in ("within 10 %", "largest deviation", "no budget suffices")
     ]
     return table(["pair", *head], rows)
 
@@ -319,8 +319,8 @@ def relative_laws() -> str:
     """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {
-        "in squares": relative_p5,
-        "acceptances multiply": lambda p5, c: p5 / c,
+        "squares add": relative_p5,
+        "acceptance rates multiply": lambda p5, c: p5 / c,
         "losses add": lambda p5, c: 1 - (c - p5),
         "as measured": lambda p5, c: p5,
     }
@@ -335,7 +335,7 @@ def relative_laws() -> str:
             ]
             cells.append(f"{statistics.mean(off):+.3f}, {max(off, key=abs):+.3f}")
         rows.append([pair["pair"], *cells])
-    return table(["pair", *(f"{law}: mean, furthest off" for law in laws)], rows)
+    return table(["pair", *(f"{law}: mean and largest error" for law in laws)], rows)
 
 
 def shown_range(values: list[float]) -> str:

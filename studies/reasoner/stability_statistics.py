@@ -18,7 +18,8 @@ from scipy.stats import t
 from sparrow.train.schedules import FALLEN
 
 Run = dict[str, Any]
-STATISTICS = ("p1", "p5", "p10", "mean", "KL")
+TAIL = ("p1", "p5", "p10")
+STATISTICS = (*TAIL, "mean", "KL")
 SERIES = ("reward", "length", "mean", "kl", "read")
 BAND = 0.02 + 1e-9
 """A bin within this distance of tau is near it."""
@@ -47,7 +48,8 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
         return None
     run = {k: v for k, v in rows[0].items() if k != "options"}
     run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
-    run["tail"] = [row["tail"] for row in steps]
+    for i, name in enumerate(TAIL):
+        run[name] = [row["tail"][i] for row in steps]
     run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
     if run["schedule"].startswith("auto"):
         run["bins"] = [[[b[0], round(b[1], 3)] for b in _whole_bins(row)] for row in steps]
@@ -82,12 +84,8 @@ def early(run: Run) -> dict[str, float]:
     better; for a stale actor over steps 2 to 5, because it is not stale at the first.
     """
     when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
-    values = [
-        *np.mean(run["tail"][when], axis=0),
-        np.mean(run["mean"][when]),
-        -np.mean(run["kl"][when]),
-    ]
-    return dict(zip(STATISTICS, map(float, values), strict=True))
+    statistics = {name: float(np.mean(run[name][when])) for name in (*TAIL, "mean")}
+    return {**statistics, "KL": -float(np.mean(run["kl"][when]))}
 
 
 def outcome(run: Run, steps: int | None = None) -> float:
@@ -244,7 +242,8 @@ def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
     """Return the steps at which the guard's two signs act, the reward is below half of its best
     5-step mean, and the policy's accuracy is below half of its first.
     """
-    p1, reward = np.array(run["tail"])[:, 0], np.array(run["reward"])
+    p1 = np.array(run["p1"])
+    reward = np.array(run["reward"])
     smooth = np.array([reward[max(0, i - 4) : i + 1].mean() for i in range(len(reward))])
     half = 0.5 * run["held_out"][0][1]
     return (

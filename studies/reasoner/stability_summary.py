@@ -22,6 +22,7 @@ from stability_statistics import (
     BAND,
     EARLY,
     STATISTICS,
+    TAIL,
     Run,
     against_dense,
     arrival,
@@ -96,7 +97,10 @@ def main(options: Options) -> None:
         merged = {
             (run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]
         }
-        rows = ",\n".join(json.dumps(kept(merged[key])) for key in sorted(merged))
+        rows = ",\n".join(
+            json.dumps(kept(merged[key], options.into), separators=(",", ":"))
+            for key in sorted(merged)
+        )
         path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     study = load()
     for name, draw in DRAWINGS.items():
@@ -104,11 +108,20 @@ def main(options: Options) -> None:
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), tables(study)), encoding="utf-8")
 
 
-def kept(run: Run) -> Run:
-    """Return a run without data that neither tables nor figures read."""
-    drawn = run["arm"] in PAGES
-    first = {"kl": run["kl"][:EARLY], "mean": run["mean"] if drawn else run["mean"][:EARLY]}
-    return {name: value for name, value in run.items() if drawn or name != "length"} | first
+def kept(run: Run, file: str) -> Run:
+    """Return a run of a file without data that neither tables nor figures read."""
+    drawn = file == "study" and run["arm"] in PAGES
+    unread = set() if drawn else {"length"}
+    if not is_loop(run):
+        unread.add("bins")
+    if file.startswith("dial"):
+        unread |= {*TAIL, "mean", "kl", "lowest_p5", "read"}
+    initial = {"kl"} if drawn else {"p10", "mean", "kl"}  # read only in the first steps
+    return {
+        name: value[:EARLY] if name in initial else value
+        for name, value in run.items()
+        if name not in unread
+    }
 
 
 def load() -> Study:
@@ -222,10 +235,10 @@ def drift(runs: list[Run]) -> str:
     """Tabulate early and late p5 in runs that did not collapse, under an unchanged schedule."""
     rows = []
     for schedule in PAGES[:-1]:
-        tails = [run["tail"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
+        tails = [run["p5"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
         if tails:
             begin, end = (
-                np.array([np.mean(tail[when], axis=0)[1] for tail in tails])
+                np.array([np.mean(tail[when]) for tail in tails])
                 for when in (slice(1, 5), slice(-5, None))
             )
             p5 = [f"{x.mean():.3f}" for x in (begin, end)]
@@ -451,12 +464,11 @@ def draw_training(figure: Any, study: Study) -> None:
     from matplotlib import colormaps
 
     axes = figure.subplots(1, 3)
-    for i, name in enumerate(PAGES[::-1]):
+    for i, arm in enumerate(PAGES[::-1]):
         color = colormaps["turbo"](0.05 + 0.9 * i / (len(PAGES) - 1))
-        for j, run in enumerate(by_arm(study["study"])[name]):
-            p5 = [row[1] for row in run["tail"]]
-            for ax, series in zip(axes, (run["reward"], p5, run["length"]), strict=True):
-                ax.plot(series[:50], color=color, lw=1, alpha=0.8, label=None if j else name)
+        for j, run in enumerate(by_arm(study["study"])[arm]):
+            for ax, name in zip(axes, ("reward", "p5", "length"), strict=True):
+                ax.plot(run[name][:50], color=color, lw=1, alpha=0.8, label=None if j else arm)
     for ax, label in zip(
         axes, ("reward of the actor", "p5 of acceptance", "response tokens"), strict=True
     ):
@@ -478,8 +490,8 @@ def draw_collapse(figure: Any, study: Study) -> None:
         ms=4,
         label="held-out accuracy of the policy",
     )
-    for i, (name, color) in enumerate(zip(("p1", "p5", "p10"), theme.SERIES, strict=False)):
-        right.plot(step, np.array(late["tail"])[:, i], color=color, label=name)
+    for name, color in zip(TAIL, theme.SERIES, strict=False):
+        right.plot(step, late[name], color=color, label=name)
     right.plot(step, late["mean"], color=theme.MUTED, label="mean")
     for ax in (left, right):
         ax.set_xlabel("step")

@@ -28,6 +28,7 @@ from common import save  # noqa: E402
 from stability_statistics import (  # noqa: E402
     EARLY,
     STATISTICS,
+    TAIL,
     Run,
     against,
     against_dense,
@@ -76,7 +77,7 @@ def held_out_start(run: Run) -> float:
 
 def p5(run: Run) -> float:
     """Return p5 of acceptance, as the mean over steps."""
-    return float(np.mean([tail[1] for tail in run["tail"]]))
+    return float(np.mean(run["p5"]))
 
 
 def limits(mean: float, half: float) -> list[float | None]:
@@ -152,7 +153,7 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
 
 def drawn(run: Run) -> Run:
     """Return what the figure shows of a run: its rewards, and its initial mismatch."""
-    first = {name: run[name][:EARLY] for name in ("tail", "mean", "kl")}
+    first = {name: run[name][:EARLY] for name in (*TAIL, "mean", "kl")}
     return {name: run[name] for name in ("arm", "seed", "actor", "reward")} | first
 
 

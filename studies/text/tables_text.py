@@ -20,9 +20,9 @@ def text_model() -> str:
     return (
         f"{card['parameters'] / 1e6:.0f} M parameters, {card['context']:,} tokens of context, trained for "
         f"{card['training_s']:.0f} s on one {card['device']} ({card['tokens_seen'] / 1e6:.0f} M tokens, "
-        f"{card['tokens_distinct'] / 1e6:.0f} M of them distinct); held out {', '.join(card['held_out'])}: "
-        f"{card['held_out_loss']:.2f} nats per token. {settings['texts']} texts, {settings['cycles']} cycles of "
-        f"{max(settings['drafts'])} drafts in each.\n"
+        f"{card['tokens_distinct'] / 1e6:.0f} M of them distinct). Loss on held-out packages "
+        f"({', '.join(card['held_out'])}): {card['held_out_loss']:.2f} nats per token. "
+        f"{settings['texts']} texts, {settings['cycles']} cycles of {max(settings['drafts'])} drafts in each.\n"
     )
 
 
@@ -101,7 +101,12 @@ def text_reuse() -> str:
         ]
         rows.append([f"{budget:,}", dense, *cells])
     return table(
-        ["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows
+        [
+            "tokens read",
+            "dense layers",
+            *("selected at every step" if r == 1 else f"every {r} steps" for r in reuses),
+        ],
+        rows,
     )
 
 
@@ -123,7 +128,7 @@ def text_shared_noise() -> str:
         "tokens read",
         "accepted by rejection sampling",
         "with the same Gumbel noise",
-        "at least, a / (2 - a)",
+        "lower bound a / (2 - a)",
     ]
     return table(
         [*head, *(f"tokens per cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows
@@ -212,7 +217,7 @@ def text_budgets() -> str:
         "tokens per cycle in vLLM",
         "predicted",
         "mean acceptance",
-        "6,144 to 8,192",
+        "tokens per cycle; acceptance at 6,144 to 8,192",
     ]
     return table(head, rows)
 
@@ -296,7 +301,12 @@ def text_uneven(study: str) -> str:
         "p5",
         "tokens per cycle, k = 8",
     ]
-    return table(head if study == "even" else [study, *head, "p5 minus even, same bytes"], rows)
+    return table(
+        head
+        if study == "even"
+        else [study.replace("kv", "KV"), *head, "p5 minus even schedule's, same bytes"],
+        rows,
+    )
 
 
 def text_uneven_target() -> str:
@@ -334,9 +344,9 @@ def text_distill_setting() -> str:
     pages = schedule["top_k"][0] + schedule["sink_pages"] + schedule["recent_pages"]
     return (
         f"Held-out loss {result['model']['held_out_loss']:.2f} nats per token. "
-        f"Prompts of {s['prompt']} tokens, {s['train']} responses of {s['tokens']} tokens to train on and "
+        f"Prompts of {s['prompt']} tokens, {s['train']} training responses of {s['tokens']} tokens and "
         f"{s['held_out']} held-out ones, temperature 1, float32, {result['machine']}. Schedule: {pages} pages of "
-        f"{schedule['page_size']} tokens, sink and recent ones included; dense layers: {dense}. Adapter: rank "
+        f"{schedule['page_size']} tokens, including sink and recent pages; dense layers: {dense}. Adapter: rank "
         f"{s['rank']}, AdamW, {s['update']} responses per update, lists of "
         f"{s['top_n']} tokens, seed {s['seed']}.\n"
     )

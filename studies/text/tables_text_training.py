@@ -76,8 +76,8 @@ def text_control_model(study: str) -> str:
         f"{card['parameters'] / 1e6:.0f} M parameters, trained for {card['training_s']:.0f} s on one {card['device']}, "
         f"held-out loss {card['held_out_loss']:.2f}. {s['steps']} steps of {s['prompts']} prompts x {s['samples']} "
         f"responses of at most {s['max_new_tokens']} tokens, temperature {s['temperature']:g}, AdamW at "
-        f"{s['learning_rate']:g}, correction `{s['correction']}`. Held-out reward: the policy's, decoded densely, on "
-        f"{s['held_out']} problems.\n"
+        f"{s['learning_rate']:g}, correction `{s['correction']}`. The held-out reward is that of the policy, decoded "
+        f"densely, on {s['held_out']} problems.\n"
     )
 
 
@@ -163,8 +163,8 @@ def text_wall_clock_model() -> str:
         (lossy,) = (run for run in result["arms"] if run["arm"] == "p86" and run["model"] == i)
         text += (
             f"- Model {i + 1}: held-out loss {card['held_out_loss']:.2f}, problems of seed {lossy['seed']}; `p86` "
-            f"selects {', '.join(map(str, lossy['top_k']))} pages by 256 tokens of context, beside the first and the "
-            "latest.\n"
+            f"selects {', '.join(map(str, lossy['top_k']))} pages in successive bins of 256 tokens, in "
+            "addition to the first and the latest page.\n"
         )
     return text
 
@@ -193,7 +193,7 @@ def text_wall_clock_rewards() -> str:
         "tokens per response",
         "tokens per cycle",
         first,
-        "minutes they took",
+        "minutes for these steps",
     ]
     return table([*head, "policy's held-out reward (at minute)"], rows)
 

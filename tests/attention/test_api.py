@@ -1,5 +1,5 @@
-"""The choice of a decode implementation: made in one place, reported by name, and never overriding
-a request.
+"""The choice of a decode implementation is made in one place, is reported by name, and never
+overrides an explicit request.
 """
 
 import pytest
@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("triton")
 from sparrow.attention import Choice, choose, cuda
 from sparrow.attention.decode import H200
+from sparrow.attention.triton import saved
+from sparrow.attention.triton.variants import Variant
 from sparrow.errors import ConfigError
 
 MODEL = dict(page_size=16, head_dim=128, kv_heads=8, group=4, dtype=torch.bfloat16)
@@ -15,13 +17,19 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda.launch, "device_limits", lambda device: H200)
     monkeypatch.setattr(cuda.launch, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(saved, "device_limits", lambda device: H200)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    saved.read.cache_clear()
+    yield
+    saved.read.cache_clear()
 
 
-def test_the_default_combines_two_kernels_and_names_both(hopper):
+def test_the_default_choice_combines_two_kernels_and_names_both(hopper):
     chosen = choose(None, **MODEL, device=GPU)
     assert str(chosen) == "cuda, triton for up to 4 rows"
     assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]
@@ -32,7 +40,7 @@ def test_the_default_combines_two_kernels_and_names_both(hopper):
 
 
 @pytest.mark.parametrize("asked", ["cuda", "triton", "reference"])
-def test_an_explicit_implementation_decodes_any_number_of_rows(hopper, asked):
+def test_an_explicitly_requested_implementation_is_used_for_any_number_of_rows(hopper, asked):
     chosen = choose(asked, **MODEL, device=GPU)
     assert str(chosen) == asked
     assert {chosen.of(rows) for rows in range(1, 300)} == {asked}
@@ -56,11 +64,28 @@ def test_triton_replaces_an_unsupported_cuda_kernel_unless_cuda_was_requested(
 
 
 @pytest.mark.parametrize("change", [dict(head_dim=256), dict(group=16)])
-def test_the_cuda_kernel_decodes_large_heads_and_groups(hopper, change):
+def test_the_default_kernels_support_large_heads_and_groups(hopper, change):
     assert choose(None, **MODEL | change, device=GPU) == choose(None, **MODEL, device=GPU)
 
 
-def test_eight_bit_landmarks_need_a_gpu_that_can_convert_them(hopper, monkeypatch):
+@pytest.mark.parametrize(
+    "head_dim, group, most", [(64, 8, 4), (128, 2, 16), (128, 5, 6), (128, 16, 2), (256, 8, 2)]
+)
+def test_the_cuda_kernel_decodes_as_many_tokens_at_a_time_as_fit_in_registers(
+    hopper, head_dim, group, most
+):
+    model = MODEL | dict(head_dim=head_dim, group=group)
+    assert choose(None, **model, device=GPU, tokens=most) == choose(None, **model, device=GPU)
+    assert choose(None, **model, device=GPU, tokens=most + 1) == Choice("triton")
+    reason = (
+        f"with head dim {head_dim} and group {group}, the CUDA kernel decodes up to {most} new "
+        f"tokens of a sequence at a time, got {most + 1}; use the Triton kernels"
+    )
+    with pytest.raises(ConfigError, match=reason):
+        choose("cuda", **model, device=GPU, tokens=most + 1)
+
+
+def test_fp8_landmarks_and_caches_require_a_gpu_that_can_convert_fp8(hopper, monkeypatch):
     stored = dict(landmark_dtype="fp8_e4m3")
     assert str(choose(None, **MODEL, **stored, device=GPU)) == "cuda, triton for up to 4 rows"
     assert choose(None, **MODEL, **stored, device=torch.device("cpu")) == Choice("reference")
@@ -81,14 +106,14 @@ def test_eight_bit_landmarks_need_a_gpu_that_can_convert_them(hopper, monkeypatc
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     assert choose(None, **MODEL | dict(dtype=torch.int8), device=GPU) == Choice(
         "triton"
-    )  # which any GPU converts
+    )  # any GPU can convert int8
 
 
-def test_the_cuda_kernel_also_reads_an_int8_cache(hopper):
+def test_the_cuda_kernel_supports_an_int8_cache(hopper):
     assert str(choose("cuda", **MODEL | dict(dtype=torch.int8), device=GPU)) == "cuda"
 
 
-def test_other_gpus_use_triton_and_a_cpu_uses_the_reference(hopper, monkeypatch):
+def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     with pytest.raises(ConfigError, match="needs a Hopper GPU"):
@@ -103,5 +128,15 @@ def test_other_gpus_use_triton_and_a_cpu_uses_the_reference(hopper, monkeypatch)
 def test_the_few_rows_threshold_depends_on_the_gpu():
     assert (
         cuda.few_rows(8, torch.device("cpu")) == 4
-    )  # where there is no GPU, an H200's: 0.3 of 132 items
+    )  # without a GPU, the limit of an H200: 0.3 of 132 items
     assert cuda.few_rows(1, torch.device("cpu")) == 39
+
+
+def test_the_choice_says_whether_the_triton_kernels_are_tuned(hopper):
+    sizes = {name: x for name, x in MODEL.items() if name != "page_size"}
+    target = saved.Target.on(GPU, page_size=16, **sizes)
+    saved.Choices(target, (saved.Cell(4, Variant(), ()),)).save()
+    chosen = choose(None, **MODEL, device=GPU)
+    assert str(chosen) == "cuda, triton for up to 4 rows as tuned by sparrow tune"
+    assert str(choose("cuda", **MODEL, device=GPU)) == "cuda"
+    assert str(choose("triton", **MODEL | dict(group=2), device=GPU)) == "triton"

@@ -9,7 +9,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 
 
 @DTYPES
-def test_the_scale_is_the_smallest_power_of_two_and_codes_round_to_nearest(dtype):
+def test_scales_are_the_smallest_powers_of_two_and_codes_are_rounded_to_nearest(dtype):
     torch.manual_seed(0)
     low = 8 if dtype == torch.float16 else 40
     x = (torch.randn(2000, 8) * 2.0 ** torch.randint(-low, low // 2, (2000, 1))).to(dtype)
@@ -25,7 +25,7 @@ def test_the_scale_is_the_smallest_power_of_two_and_codes_round_to_nearest(dtype
 
 
 @DTYPES
-def test_stored_values_are_exact_in_the_models_dtype(dtype):
+def test_codes_are_dequantised_exactly_in_the_dtype_of_the_model(dtype):
     """Check every code with every scale that a vector can have; storing the result again changes
     nothing.
     """
@@ -39,7 +39,7 @@ def test_stored_values_are_exact_in_the_models_dtype(dtype):
 
 
 @DTYPES
-def test_edge_cases_of_rounding_and_scale(dtype):
+def test_rounding_and_scales_are_correct_in_edge_cases(dtype):
     least, most = (n + 127 for n in exponent_limits(dtype))
     inf, nan = float("inf"), float("nan")
     largest = torch.finfo(dtype).max

@@ -1,5 +1,5 @@
-"""The paged reference, which is the specification of the kernels, against the contiguous one and by
-hand.
+"""The paged reference, which specifies the kernels, is compared with the contiguous reference and
+with hand calculations.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
     k_cache, v_cache = (paged(x, table, B * M + 2, block_tokens) for x in (k, v))
-    # Each row has its own NaNs: everything beyond its length.
+    # Everything beyond the length of a row is NaN.
     for b, n in enumerate(lengths):
         for cache in (k_cache, v_cache):
             for i in range(M):
@@ -87,7 +87,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_an_int8_cache_behaves_like_its_dequantised_16_bit_cache(dtype, landmark_dtype):
+def test_an_int8_cache_gives_the_same_results_as_its_dequantised_copy(dtype, landmark_dtype):
     """Compare storing, completing pages and decoding with a 16-bit cache of the dequantised
     values.
     """
@@ -144,7 +144,7 @@ def test_an_int8_cache_behaves_like_its_dequantised_16_bit_cache(dtype, landmark
     assert (out.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
 
 
-def test_rows_of_length_zero_return_zeros_in_out():
+def test_rows_of_length_zero_yield_zeros():
     layout = PageLayout(2)
     k = torch.ones(1, 1, 4, 8)
     v = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
@@ -167,7 +167,7 @@ def test_rows_of_length_zero_return_zeros_in_out():
     assert out[1].eq(0.0).all()
 
 
-def test_a_landmark_is_written_only_with_the_last_slot_of_its_page():
+def test_a_landmark_is_written_only_when_the_last_slot_of_its_page_is_filled():
     layout = PageLayout(4)
     k = torch.arange(2 * 8.0).view(2, 1, 8, 1).expand(2, 1, 8, 2).contiguous()
     marks = torch.full((2, 2, 1, 2), -1.0)
@@ -188,7 +188,7 @@ def test_a_landmark_is_written_only_with_the_last_slot_of_its_page():
     assert torch.equal(marks[0, 1], landmarks(k[:1, :, 4:].unflatten(2, (1, 4)))[0, :, 0])
 
 
-def test_layers_with_different_caches_are_refused():
+def test_layers_with_different_cache_layouts_are_refused():
     memory = torch.zeros(64)
     layers = [
         (memory[at : at + 16].view(1, 1, 4, 4), memory[:4].view(1, 1, 1, 4)) for at in (0, 8, 16)

@@ -57,7 +57,7 @@ def select(scores: list[float], length: int, top_k: int, layout: PageLayout) -> 
 
 
 @pytest.mark.parametrize("field", [dict(page_size=0), dict(sink_pages=-1), dict(recent_pages=0)])
-def test_a_layout_refuses_counts_out_of_range(field):
+def test_page_layouts_with_counts_out_of_range_are_refused(field):
     with pytest.raises(
         ValueError,
         match=r"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got PageLayout\(",
@@ -80,12 +80,12 @@ def test_the_page_count_includes_a_partly_filled_page():
 # --- landmarks and scores ---
 
 
-def test_landmarks_by_hand():
+def test_landmarks_match_a_hand_calculation():
     k_BKNPD = torch.tensor([[1.0, -2.0], [3.0, 6.0], [0.0, 0.0], [-4.0, 8.0]]).view(1, 1, 2, 2, 2)
     assert landmarks(k_BKNPD).tolist() == [[[[2.0, 2.0], [-2.0, 4.0]]]]
 
 
-def test_the_mean_key_is_computed_in_float32_and_stored_in_the_dtype_of_the_keys():
+def test_the_mean_key_is_computed_in_float32_and_stored_in_the_key_dtype():
     # A sum in bfloat16 would be 258 / 4, because adding 1 to 256 has no effect.
     marks = landmarks(torch.tensor([256.0, 1.0, 1.0, 2.0]).bfloat16().view(1, 1, 1, 4, 1))
     assert marks.dtype == torch.bfloat16 and marks.item() == 65.0
@@ -93,7 +93,7 @@ def test_the_mean_key_is_computed_in_float32_and_stored_in_the_dtype_of_the_keys
     assert landmarks(torch.full((1, 1, 1, 16, 1), 8192.0).half()).item() == 8192.0
 
 
-def test_scores_by_hand():
+def test_scores_match_a_hand_calculation():
     q_BHTD = torch.tensor([[1.0, 0.0], [3.0, -2.0]]).view(
         1, 2, 1, 2
     )  # one group of two; its mean is (2, -1)
@@ -161,11 +161,11 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         (30, 2, dict(page_size=5), {0, 2, 3, 4, 5}),
     ],
 )
-def test_selection_by_hand(length, top_k, layout, kept):
+def test_selected_pages_match_a_hand_calculation(length, top_k, layout, kept):
     assert select(SCORES, length, top_k, PageLayout(**{"page_size": 4, **layout})) == kept
 
 
-def test_selection_survives_equal_negative_infinite_and_unranked_nan_scores():
+def test_selection_handles_equal_infinite_and_nan_scores():
     layout = PageLayout(page_size=4)
     assert select([0.0] * 8, 30, 3, layout) == {0, 1, 2, 3, 6, 7}
     assert select([5.0, -3, -1, -2, -9, -1, 5, 5], 30, 2, layout) == {0, 2, 5, 6, 7}
@@ -192,7 +192,7 @@ def selections(draw):
     layout = PageLayout(draw(st.integers(1, 5)), draw(st.integers(0, 3)), draw(st.integers(1, 3)))
     pages = draw(st.integers(1, 10))
     rows = draw(st.integers(1, 3))
-    # Few distinct values, so that ties are common.
+    # Few distinct values make ties common.
     score = st.sampled_from([-1e30, -1.0, 0.0, 0.5, 1.0, 3e38])
     scores = draw(
         st.lists(st.lists(score, min_size=pages, max_size=pages), min_size=rows, max_size=rows)
@@ -204,7 +204,7 @@ def selections(draw):
 
 @settings(deadline=None, max_examples=200)
 @given(selections())
-def test_selection_keeps_the_budget_with_both_ends_and_the_best_pages(case):
+def test_selection_fills_the_budget_with_sink_recent_and_best_pages(case):
     scores, length, top_k, layout = case
     kept = select_pages(
         torch.tensor(scores)[:, None, None],

@@ -54,8 +54,8 @@ def dot(x, y):
 
 
 def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
-    """Section 2 of the paper for one sequence's newest token; floats out, and how clear the
-    selection was.
+    """Apply section 2 of the paper to the newest token of one sequence, in plain floats, and
+    measure how clear the selection is.
 
     Returns: ``out[H][D]``, ``weights[H]`` (token -> weight) and the smallest gap between a page
         that was selected by score and one that was not.
@@ -108,7 +108,7 @@ def attend_rows(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 1, 3, ALL_PAGES])
-def test_decoding_ragged_rows_matches_a_loop(heads, top_k):
+def test_decoding_ragged_rows_matches_a_naive_loop(heads, top_k):
     H, K = HEADS[heads]
     layout, D = PageLayout(), 8
     length = torch.tensor(LENGTHS)
@@ -128,7 +128,7 @@ def test_decoding_ragged_rows_matches_a_loop(heads, top_k):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_decoding_any_layout_matches_a_loop(data):
+def test_decoding_with_any_page_layout_matches_a_naive_loop(data):
     B, K, G = (
         data.draw(st.integers(1, 3)),
         data.draw(st.integers(1, 2)),
@@ -173,7 +173,7 @@ def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 2, ALL_PAGES])
 @pytest.mark.parametrize("T", [2, 4, 9])
-def test_several_tokens_read_the_pages_that_the_first_one_selects(heads, top_k, T):
+def test_several_new_tokens_read_the_pages_selected_by_the_first_of_them(heads, top_k, T):
     H, K = HEADS[heads]
     layout, D = PageLayout(page_size=8), 8
     length = torch.tensor([T, 15, 16, 17, 47, 48, 49, 130])
@@ -240,7 +240,7 @@ def test_rows_start_at_column_zero_by_default():
     )
 
 
-def test_pages_that_are_not_selected_are_not_read():
+def test_unselected_pages_are_not_read():
     # 98 tokens: seven pages of 16, of which the sink, one by score and the two recent are kept.
     q, k, v = cache(1, 2, 1, 112, 8)
     q, length, top_k, layout = q[:, :, 97], torch.tensor([98]), torch.tensor([1]), PageLayout()
@@ -255,7 +255,7 @@ def test_pages_that_are_not_selected_are_not_read():
         )
 
 
-def test_pages_that_are_never_read_may_contain_anything():
+def test_cache_contents_outside_the_sequence_have_no_effect():
     q, k, v = cache(1, 4, 2, 112, 8)
     start, length, top_k = torch.tensor([5]), torch.tensor([64]), torch.tensor([0])
     clean = decode(q[:, :, 0], k, v, start, length, top_k, layout=PageLayout())
@@ -263,7 +263,7 @@ def test_pages_that_are_never_read_may_contain_anything():
     assert torch.equal(decode(q[:, :, 0], k, v, start, length, top_k, layout=PageLayout()), clean)
 
 
-def test_decoding_in_bfloat16_errs_no_more_than_bfloat16_rounding():
+def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
     """q, k, a logit, a weight, their sum and the output are each rounded once at most, by u = 2**-8
     relatively.
 
@@ -299,7 +299,7 @@ def test_decoding_in_bfloat16_errs_no_more_than_bfloat16_rounding():
             assert delta < 0.1, "or the bound would forgive a wrong page"
 
 
-def test_autocast_selects_the_same_pages_as_cast_inputs():
+def test_autocast_gives_the_same_output_as_inputs_cast_beforehand():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(10, heads, 200, 8, generator=generator) for heads in (8, 4, 4))
     start, length, prompt = (torch.full((10,), n) for n in (0, 200, 0))
@@ -362,7 +362,7 @@ def test_teacher_forcing_matches_decoding_position_by_position(heads, pages):
     assert ((out - dense).abs().max() > 0.05) == (pages != ALL_PAGES)
 
 
-def test_teacher_forcing_accepts_page_counts_per_column_and_any_query_chunk():
+def test_teacher_forcing_accepts_page_counts_per_column_and_any_query_chunk_size():
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
@@ -432,7 +432,7 @@ def test_the_prompt_uses_dense_causal_attention():
     assert (out[1, :, 66:] - dense[1, :, 66:]).abs().max() > 0.05
 
 
-def test_padding_is_zero_and_has_no_gradient():
+def test_padding_positions_have_zero_output_and_zero_gradient():
     q, k, v = (x.requires_grad_() for x in poison(cache(3, 4, 2, T, 8), START, LENGTH))
     top_k = torch.ones(3, T, dtype=torch.long)
     out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=PageLayout(page_size=4))

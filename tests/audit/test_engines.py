@@ -1,4 +1,4 @@
-"""The audit of real engines: exact engines pass, and defects in others are found."""
+"""The audit of real engines: exact engines pass, and injected defects are detected."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_ranks_match_distributions_computed_one_token_at_a_time(model, sampling)
             assert found.raw_logprobs[t] == pytest.approx(raw, abs=1e-4)
 
 
-def test_a_token_excluded_by_truncation_ranks_after_all_others(model):
+def test_tokens_excluded_by_truncation_rank_after_all_others(model):
     engine = HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(10, top_n=0))
     for found in engine.rank(rollouts, Sampling(10, top_n=0, top_k=3), COMMON):
@@ -83,7 +83,7 @@ def test_a_token_excluded_by_truncation_ranks_after_all_others(model):
     assert (p == 0).any() and (p > 0).any()
 
 
-def test_recorded_places_match_the_cycles(model):
+def test_recorded_positions_within_cycles_match_the_counters(model):
     engine = HFEngine(model, DRAFTS, eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(LENGTH, top_n=0))
     counters = engine.counters()
@@ -105,7 +105,7 @@ def test_recorded_places_match_the_cycles(model):
 
 
 @pytest.mark.slow
-def test_dense_and_lossless_decoding_pass_with_all_ten_seeds(model):
+def test_dense_and_lossless_decoding_pass_the_audit_with_all_ten_seeds(model):
     sampled = [{}, dict(temperature=0.8), dict(top_p=0.9), dict(top_k=8, temperature=1.2)]
     shares = []
     for seed in range(10):
@@ -122,7 +122,7 @@ def test_dense_and_lossless_decoding_pass_with_all_ten_seeds(model):
 
 
 @pytest.mark.slow
-def test_drafter_invariant_decoding_passes(model):
+def test_drafter_invariant_decoding_passes_the_audit(model):
     decoding = Decoding.lossless(DRAFTS.schedule, draft_tokens=3, drafter_invariant=True)
     tokens, _ = arm(model, decoding, 5)
     assert audit(tokens, dense(model, 6)).status == "exact"
@@ -256,7 +256,7 @@ def log_probs_of_the_draft(monkeypatch):
         (log_probs_of_the_draft, {}, "reported log-probs"),
     ],
 )
-def test_each_defect_is_found(model, monkeypatch, defect, sampling, found):
+def test_each_injected_defect_is_detected(model, monkeypatch, defect, sampling, found):
     beside = dense(model, 12, **sampling)
     defect(monkeypatch)
     tokens, counters = arm(model, DRAFTS, 11, **sampling)
@@ -266,7 +266,7 @@ def test_each_defect_is_found(model, monkeypatch, defect, sampling, found):
 
 
 @pytest.mark.slow
-def test_shared_noise_is_found_when_contexts_repeat(model, monkeypatch):
+def test_shared_noise_is_detected_when_contexts_repeat(model, monkeypatch):
     """Find a bias that moves tokens across all ranks, which no ordering reveals, with few prompts
     sampled often.
     """

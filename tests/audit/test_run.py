@@ -57,7 +57,7 @@ def dense(model):
 @pytest.mark.parametrize(
     "options", [{}, dict(temperature=0.7, top_k=9, top_p=0.8), dict(top_p=0.5)]
 )
-def test_ranks_are_taken_from_lists_where_they_are_determined(model, options):
+def test_ranks_are_taken_from_top_lists_that_determine_them(model, options):
     sampling = Sampling(12, top_n=0, **options)
     engine = dense(model)
     rollouts = engine.generate(asked(8), sampling)
@@ -78,7 +78,7 @@ def test_ranks_are_taken_from_lists_where_they_are_determined(model, options):
     assert seen > 40
 
 
-def test_lists_that_omit_tokens_that_may_be_sampled_are_refused(model):
+def test_top_lists_that_may_omit_sampled_tokens_are_refused(model):
     ranker = ListRanker(Lists(model), 10)
     with pytest.raises(ConfigError, match=r"temperature is 0.7, but lists .* set top_k to at most"):
         ranker.rank([], Sampling(4, temperature=0.7), COMMON)
@@ -123,8 +123,8 @@ def test_an_engine_is_closed_before_the_next_one_starts(model):
     assert result.to_dict()["counters"]["kv"]["read_fraction"] == 1
 
 
-def test_each_arm_has_its_own_seed(model):
-    """Sampling the same tokens twice would show no difference in any case."""
+def test_each_arm_samples_with_a_different_seed(model):
+    """If both arms sampled the same tokens, there could never be a difference."""
     seeds = []
 
     def made():
@@ -147,7 +147,7 @@ def test_each_arm_has_its_own_seed(model):
     assert seeds[0] == SAMPLED.seed and seeds[1] != seeds[0]
 
 
-def test_greedy_sampling_is_refused_before_anything_is_sampled():
+def test_greedy_sampling_is_refused_before_an_engine_starts():
     def never():
         raise AssertionError("an engine was made")
 
@@ -167,7 +167,7 @@ def standing(p, raw):
     return Standing(zero, p, zero, zero, p > COMMON, np.array(raw))
 
 
-def test_reported_log_probs_are_compared_with_log_probs_of_the_same_kind():
+def test_reported_log_probs_are_compared_with_scored_ones_of_the_same_kind():
     rollouts = [rollout([-1.0, -2.0])]
     standings = [standing([0.5, 0.0], [-3.0, -4.0])]
     processed = tokens_of(rollouts, standings)
@@ -176,12 +176,12 @@ def test_reported_log_probs_are_compared_with_log_probs_of_the_same_kind():
     assert tokens_of(rollouts, standings, "none").reported is None
 
 
-def test_log_probs_that_are_not_numbers_are_refused():
+def test_nan_log_probs_are_refused():
     with pytest.raises(EngineError, match="the engine reported NaN for 1 log-probs"):
         tokens_of([rollout([-1.0, np.nan])], [standing([0.5, 0.5], [-1, -1])])
 
 
-def test_a_context_is_a_prompt_with_all_tokens_sampled_so_far():
+def test_a_context_consists_of_the_prompt_and_all_previously_sampled_tokens():
     some = [
         rollout([0, 0, 0], (3, 4, 5)),
         rollout([0, 0, 0], (3, 4, 6)),
@@ -196,7 +196,7 @@ def test_a_context_is_a_prompt_with_all_tokens_sampled_so_far():
     assert len({*first, *third, *fourth, *fifth}) == 3 + 2 + 3 + 2
 
 
-def test_places_are_not_tested_if_any_is_unknown():
+def test_positions_within_cycles_are_not_tested_if_any_is_unknown():
     known = rollout([-1.0, -2.0], cycle_place=np.array([-1, 0]))
     standings = [standing([0.5, 0.5], [-1, -1])] * 2
     assert tokens_of([known, rollout([-1.0, -2.0])], standings).place is None

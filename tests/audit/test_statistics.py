@@ -62,14 +62,14 @@ def test_the_polynomials_are_orthonormal_with_the_stated_mean_absolute_values():
     np.testing.assert_allclose(np.abs(h).mean(1) / 2, MOVED, atol=1e-6)
 
 
-def test_holms_correction_by_hand():
+def test_holms_correction_matches_a_hand_calculation():
     found = holm(np.array([0.01, 0.04, 0.03, 0.005]))
     np.testing.assert_allclose(found, [0.03, 0.06, 0.06, 0.02])
 
 
 @pytest.mark.parametrize("freedom", [29, 100, 1000])
 @pytest.mark.parametrize("t", [-1.0, 0.5, 2.5, 4.0, 5.0])
-def test_tail_probabilities_follow_students_t(freedom, t):
+def test_tail_probabilities_match_students_t_distribution(freedom, t):
     expected = stats.t.sf(t, freedom)
     assert statistics._tail(t, freedom) == pytest.approx(expected, rel=0.03)
 
@@ -84,8 +84,9 @@ def test_standard_errors_treat_sequences_as_clusters():
     assert (twice.tokens, twice.sequences) == (400, 200)
 
 
-def test_a_tokens_place_depends_on_the_tokens_before_it():
-    # Prefill; three tokens of three; two (a rejection); one (a rejection); three. Then a new one.
+def test_tokens_are_grouped_by_their_position_within_a_cycle():
+    # The prefill token, then cycles of three tokens (no rejection), two (a rejection), one (a
+    # rejection) and three; then a second sequence.
     place = np.array([-1, 0, 1, 2, 0, 1, 0, 0, 1, 2, -1, 0])
     sequence = np.array([0] * 10 + [1] * 2)
     found = {
@@ -100,7 +101,7 @@ def test_a_tokens_place_depends_on_the_tokens_before_it():
     assert places(np.zeros(3, int), np.zeros(3, int)) == {}  # without any drafts
 
 
-def test_later_drafts_are_tested_together():
+def test_drafts_after_the_eighth_are_tested_together():
     named = places(np.arange(13), np.zeros(13, int))
     assert list(named)[-3:] == ["drafts 9 to 12", "bonus token", "first after a rejection"]
     assert np.flatnonzero(named["drafts 9 to 12"]).tolist() == [8, 9, 10, 11]
@@ -109,13 +110,13 @@ def test_later_drafts_are_tested_together():
 # --- samples of known distributions ---
 
 
-def test_exact_tokens_pass():
+def test_exact_tokens_pass_the_audit():
     verdict = audit(drawn(1), drawn(2))
     assert verdict.status == "exact" and not verdict.reasons
     assert verdict.detectable < 0.05
 
 
-def test_exact_samples_are_called_biased_no_more_often_than_the_significance_level():
+def test_the_false_positive_rate_does_not_exceed_the_significance_level():
     """At a level of 5 %, no more of 150 audits of exact tokens fail than chance explains."""
     called = sum(
         audit(
@@ -129,13 +130,13 @@ def test_exact_samples_are_called_biased_no_more_often_than_the_significance_lev
     assert called <= stats.binom.ppf(0.999, 150, 0.05)
 
 
-def test_a_different_temperature_is_found():
+def test_a_different_temperature_is_detected():
     verdict = audit(drawn(1, bias=hotter), drawn(2))
     assert verdict.status == "biased"
     assert any("log p + entropy, all" in reason for reason in verdict.reasons)
 
 
-def test_a_bias_of_detectable_size_is_detected_as_often_as_promised():
+def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power():
     """Tokens are moved to more likely ones by exactly the detectable share."""
     share = audit(drawn(1, 200), drawn(2, 200)).detectable
 
@@ -165,7 +166,7 @@ def test_a_bias_shared_by_both_arms_counts_as_rounding():
     assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
 
 
-def test_scoring_with_a_different_model_leaves_the_verdict_open():
+def test_the_verdict_is_open_if_the_dense_arm_fails_too():
     def other(p):
         return np.roll(p, 3, axis=1)
 
@@ -174,7 +175,7 @@ def test_scoring_with_a_different_model_leaves_the_verdict_open():
     assert "the dense arm itself is off" in verdict.reasons[0]
 
 
-def test_too_few_tokens_leave_the_verdict_open_and_report_how_many_are_needed():
+def test_the_verdict_on_too_few_tokens_is_open_and_states_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
     factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
@@ -182,14 +183,14 @@ def test_too_few_tokens_leave_the_verdict_open_and_report_how_many_are_needed():
     assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
 
 
-def test_too_few_sequences_leave_the_verdict_open():
+def test_the_verdict_on_too_few_sequences_is_open():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"
     assert f"{sequences} sequences are too few for a standard error" in verdict.reasons[0]
 
 
-def test_dependence_is_found_even_if_each_token_is_uniform():
+def test_dependence_between_tokens_is_detected_even_if_each_is_uniform():
     """Every second token reuses the random number of the one before."""
     rng = np.random.default_rng(0)
     u = rng.random((400, 20))
@@ -209,7 +210,7 @@ def test_dependence_is_found_even_if_each_token_is_uniform():
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
-def test_tokens_excluded_by_truncation_are_found(share):
+def test_tokens_outside_the_truncated_vocabulary_are_detected(share):
     tested = drawn(1)
     outside = np.random.default_rng(3).random(len(tested)) < share
     changed = {"p": np.where(outside, 0, tested.p), "before": np.where(outside, 1, tested.before)}
@@ -218,13 +219,13 @@ def test_tokens_excluded_by_truncation_are_found(share):
     assert any("outside top-k and top-p" in reason for reason in verdict.reasons)
 
 
-def test_log_probs_of_a_different_model_are_found_but_added_rounding_is_not():
+def test_wrong_reported_log_probs_are_detected_but_rounding_is_tolerated():
     assert audit(drawn(1, reported_off=2e-5), drawn(2)).status == "exact"
     verdict = audit(drawn(1, reported_off=0.01), drawn(2))
     assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
 
 
-def test_a_bias_at_one_place_is_located_there():
+def test_a_bias_at_one_position_of_the_cycle_is_located_there():
     place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
     clean = drawn(1, place=place)
     assert audit(clean, drawn(2)).status == "exact"
@@ -239,15 +240,15 @@ def test_a_bias_at_one_place_is_located_there():
     assert "bonus token" in found and not found & {"draft 1", "draft 2", "draft 3"}
 
 
-def test_places_reached_by_few_sequences_are_listed_but_not_tested():
+def test_positions_reached_by_few_sequences_are_listed_but_not_tested():
     place = np.zeros(400 * 25, int)
     place[[1, 26]] = [1, 1]
     verdict = audit(drawn(1, place=place), drawn(2))
-    assert "bonus token: not tested, since only 2 sequences reach it" in verdict.notes
+    assert "bonus token (only 2 sequences reach it)" in verdict.notes
     assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
 
 
-def test_a_verdict_converts_to_plain_json():
+def test_a_verdict_can_be_converted_to_json():
     verdict = audit(drawn(1, LEAST_SEQUENCES, 1), None)
     plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
     assert plain["status"] == "cannot tell" and len(plain["findings"]) == len(verdict.findings)
@@ -303,7 +304,7 @@ def test_the_repeated_context_statistic_is_a_sum_over_pairs():
         assert np.nanmean(values) == pytest.approx(total / pairs)
 
 
-def test_a_bias_unrelated_to_rank_is_found_when_contexts_repeat():
+def test_a_bias_unrelated_to_rank_is_detected_when_contexts_repeat():
     """In each context some tokens are drawn too often, regardless of rank."""
 
     def anywhere(p):
@@ -317,7 +318,7 @@ def test_a_bias_unrelated_to_rank_is_found_when_contexts_repeat():
     name = "repeated contexts, later tokens"
     found = next(f for f in audit(biased, beside).findings if f.name == name)
     assert found.corrected < 0.01
-    assert found.difference == pytest.approx(0.09, abs=0.04)  # 0.3 squared, about
+    assert found.difference == pytest.approx(0.09, abs=0.04)  # about 0.3 squared
     first = next(f for f in audit(biased, beside).findings if "first tokens" in f.name)
     assert first.corrected > 0.01
 
@@ -325,7 +326,7 @@ def test_a_bias_unrelated_to_rank_is_found_when_contexts_repeat():
 # --- top lists ---
 
 
-def test_list_cells_by_hand():
+def test_cells_of_top_lists_match_a_hand_calculation():
     lists = np.log([[0.5, 0.3], [0.5, 0.3], [0.6, 0.25]])
     before, p, entropy, _, _, known = cells_of_lists(lists, np.array([1, -1, 0]))
     np.testing.assert_allclose(before, [0.5, 0.8, 0.0])
@@ -337,7 +338,7 @@ def test_list_cells_by_hand():
     assert known.all()
 
 
-def test_truncated_list_cells_by_hand():
+def test_cells_of_truncated_top_lists_match_a_hand_calculation():
     lists = np.log([[0.5, 0.3], [0.3, 0.2]])
     before, p, entropy, _, _, known = cells_of_lists(lists, np.array([1, 1]), top_p=0.6)
     np.testing.assert_allclose((before[0], p[0]), (0.625, 0.375))
@@ -348,7 +349,7 @@ def test_truncated_list_cells_by_hand():
     assert (before[0], p[0], known[0]) == (1, 0, True)
 
 
-def test_a_temperature_other_than_one_needs_lists_of_all_possible_tokens():
+def test_temperatures_other_than_one_require_top_lists_of_all_possible_tokens():
     lists = np.log([[0.4, 0.3, 0.1]])
     index = np.array([0])
     assert not cells_of_lists(lists, index, temperature=0.5).known.any()
@@ -359,7 +360,7 @@ def test_a_temperature_other_than_one_needs_lists_of_all_possible_tokens():
 
 
 @pytest.mark.parametrize("bias", [None, hotter])
-def test_list_cells_pass_exact_tokens_and_reveal_a_different_temperature(bias):
+def test_cells_of_top_lists_pass_exact_tokens_and_detect_a_different_temperature(bias):
     def arm(seed, bias):
         rng = np.random.default_rng(seed)
         p = -np.sort(-rng.dirichlet(np.full(V, 0.3), 10_000), axis=1)

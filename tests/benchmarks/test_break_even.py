@@ -52,7 +52,7 @@ RESULT = {
 }
 
 
-def test_points_that_the_cache_or_the_context_has_no_room_for_are_left_out(scripts):
+def test_points_that_exceed_the_cache_or_the_context_are_left_out(scripts):
     script, _ = scripts
     points = [(2, 1000), (2, 1001), (1, 3000), (1, 8000)]
     room = 2 * (1000 + script.SPARE)
@@ -60,23 +60,23 @@ def test_points_that_the_cache_or_the_context_has_no_room_for_are_left_out(scrip
     assert script.fitting(points, 100_000, 3000 + script.SPARE) == points[:3]
 
 
-def test_a_drafter_that_was_cut_short_is_not_finished(scripts):
+def test_a_drafter_whose_run_was_cut_short_does_not_count_as_finished(scripts):
     script, _ = scripts
     first = {"runs": RESULT["runs"][:1]}
     assert script.finished(first) == {"none", "sparse"}
     assert script.finished(RESULT) == {"none", "sparse", "dspark", "none_v1"}
 
 
-def test_graphs_are_made_for_drafting_and_for_verifying(scripts):
+def test_graph_sizes_cover_drafting_and_verification(scripts):
     script, _ = scripts
     assert script.graph_sizes("none", [8, 32]) == [8, 32]
-    # One token, a block of 7, and the token before with 7 drafts, of 8 sequences.
+    # For 8 sequences: one token each, a block of 7 tokens, and 7 drafts with the token before them.
     assert script.graph_sizes("dspark", [8]) == [8, 56, 64]
     assert {8 * 7, 8 * 13} <= set(script.graph_sizes("sparse", [8]))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drafters_read_layers_that_the_model_has(scripts, shape):
+def test_drafters_read_only_layers_that_the_model_has(scripts, shape):
     script, _ = scripts
     config = script.dflash(shape)
     layers = config["num_target_layers"]
@@ -107,7 +107,7 @@ def test_vllm_accepts_a_drafter_and_rejects_all_its_drafts(scripts, shape, name,
 
 
 class Children:
-    """Stands for the processes of engines: each finds one point, and takes ``seconds``."""
+    """A stand-in for the engine processes: each measures one point and takes ``seconds``."""
 
     def __init__(self, clock, seconds, failing=()):
         self.clock, self.seconds, self.failing = clock, seconds, failing
@@ -133,7 +133,9 @@ class Child:
 
 @pytest.fixture
 def run(scripts, tmp_path, monkeypatch):
-    """Run the script with processes that do nothing: the drafters measured, and the file."""
+    """Return a function that runs the script with stand-in processes; it returns these processes
+    and the content of the result file.
+    """
     pytest.importorskip("vllm.version")
     script, _ = scripts
 
@@ -156,7 +158,7 @@ def run(scripts, tmp_path, monkeypatch):
     return measured
 
 
-def test_a_run_that_ends_early_is_completed_beside_dense_decoding_of_its_own(run):
+def test_a_run_that_completes_an_earlier_one_measures_dense_decoding_again(run):
     drafters = ("none", "sparse", "eagle3", "dspark")
     children, result = run(drafters, seconds=40.0, deadline=100.0)
     assert children.measured == ["none", "sparse"] and children.ended == ["eagle3"]
@@ -172,19 +174,19 @@ def test_a_run_that_ends_early_is_completed_beside_dense_decoding_of_its_own(run
     assert children.measured == [] and again == result
 
 
-def test_an_engine_that_fails_is_written_down_and_measured_by_the_next_run(run):
+def test_a_failed_engine_is_recorded_and_measured_again_by_the_next_run(run):
     _, result = run(("eagle3", "dspark"), failing=("eagle3",))
     engines = result["runs"][0]["engines"]
     assert engines["eagle3"]["failed"] == "ValueError: what" and engines["dspark"]["finished"]
     assert run(("eagle3", "dspark"))[0].measured == ["none", "eagle3"]
 
 
-def test_ratios_are_formed_within_a_run(scripts):
+def test_ratios_compare_engines_of_the_same_run(scripts):
     _, tables = scripts
     rows = {(row["drafter"], row["drafts"], row["batch"]): row for row in tables.ratios(RESULT)}
     assert rows["sparse", 6, 32]["break_even"] == 2.6
     assert rows["sparse", 12, 32]["break_even"] == 4.3
-    # The second run's, which replaces that of the run which was cut short.
+    # From the second run, because the first one was cut short.
     assert rows["dspark", 7, 32]["break_even"] == 1.5
     assert rows["none_v1", 0, 32]["break_even"] == 1.1
     assert not any(drafter == "none" for drafter, _, _ in rows)
@@ -207,13 +209,13 @@ def test_the_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     ]
 
 
-def test_without_results_there_is_no_table(scripts, tmp_path, monkeypatch):
+def test_the_table_is_empty_without_results(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.break_even() == ""
 
 
-def test_the_figure_can_be_drawn(scripts, tmp_path):
+def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
     pytest.importorskip("matplotlib")
     figure = importlib.import_module("break_even_figure")
     figure.draw(RESULT, tmp_path / "first.png")

@@ -39,7 +39,7 @@ def common(monkeypatch):
     return common
 
 
-def test_a_result_is_written_one_row_per_line_and_read_back(common, tmp_path):
+def test_results_are_written_with_one_row_per_line_and_can_be_read_back(common, tmp_path):
     rows = [{"batch": i, "ms": [i / 3, 1.0], "chosen": {8: "x" * 120}} for i in range(3)]
     path = tmp_path / "new" / "result.json"
     common.write(path, {"machine": "one", "rows": tuple(rows), "series": list(range(999))})
@@ -65,7 +65,7 @@ def test_a_row_too_long_for_a_line_is_broken_between_fields(common):
     assert json.loads("\n".join(lines)) == [row]
 
 
-def test_floats_keep_eight_digits_and_integers_keep_all(common):
+def test_floats_are_rounded_to_eight_digits_and_integers_are_kept(common):
     assert common.rounded([1 / 3, 123456789.0, 1234567890123, True, None, "1.123456789"]) == [
         0.33333333,
         123456789.0,
@@ -76,7 +76,7 @@ def test_floats_keep_eight_digits_and_integers_keep_all(common):
     ]
 
 
-def test_only_metrics_of_the_table_are_kept_from_a_trainers_log(common):
+def test_only_metrics_shown_in_a_table_are_kept_from_a_trainers_log(common):
     import trainer_log
 
     trl = {"mode": "colocate", "log": [{"reward": 0.5, "loss": 1.0}, {"train_runtime": 9.0}]}
@@ -85,7 +85,31 @@ def test_only_metrics_of_the_table_are_kept_from_a_trainers_log(common):
     assert trainer_log.cut(verl) == {"log": [{"critic/score/mean": 0.25}]}
 
 
-def test_results_are_small_enough_to_read(common):
+def test_the_committed_result_files_are_small(common):
     """Series that appear in neither a table nor a figure belong in the folder of a run."""
     files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1.5e6
+
+
+def test_a_run_is_added_to_those_on_the_same_shape_only(common, tmp_path):
+    path = tmp_path / "new" / "result.json"
+    assert common.earlier_runs(path, "name", "qwen3-8b") == (
+        path,
+        {"shape": "qwen3-8b", "runs": []},
+    )
+    common.write(path, {"shape": "qwen3-8b", "runs": [{"gpu": "one"}]})
+    assert common.earlier_runs(path, "name", "qwen3-8b")[1]["runs"] == [{"gpu": "one"}]
+    with pytest.raises(ValueError, match="has runs on qwen3-8b, not qwen3-4b; pass another --out"):
+        common.earlier_runs(path, "name", "qwen3-4b")
+
+
+def test_without_a_path_runs_are_added_to_the_result_of_the_shape(common):
+    path, _ = common.earlier_runs(None, "no_such", "qwen3-4b")
+    assert path == common.RESULTS / "no_such_qwen3-4b.json"
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_no_token_ends_a_response_of_the_small_model(common, is_mixture):
+    config = common.small_qwen3(is_mixture)
+    assert config.vocab_size == common.SMALL_VOCAB and config.eos_token_id is None
+    assert getattr(config, "num_experts", None) == (16 if is_mixture else None)

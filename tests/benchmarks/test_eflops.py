@@ -30,7 +30,7 @@ def paper_intensity(machine: Machine) -> float:
     return 2 * machine.flops / machine.hbm_bytes_s
 
 
-def test_eflops_by_hand(eflops):
+def test_eflops_match_a_hand_calculation(eflops):
     common = dict(P_w=10, N=2, L_in=3, L_out=4, D=5, r=6)
     # 2*10*2*4 = 160; 6*(2*3+4)*4*2*5 = 2400; 2*3*4*5 + 2*16*5 = 280 bytes.
     assert eflops.dense_eflops(**common, I=0) == 160 + 2400
@@ -41,7 +41,7 @@ def test_eflops_by_hand(eflops):
     assert eflops.sparse_eflops(**common, I=7, b=2, P=2) == 1600 + 7 * (160 + 120 + 40)
 
 
-def test_eflops_count_the_bytes_and_flops_of_steps_if_d_covers_keys_and_values(eflops):
+def test_eflops_match_the_cost_model_if_d_covers_keys_and_values(eflops):
     shape, L, budget, P = SHAPES["qwen3-4b"], 4096, 512, 16
     common = (0, 1, 0, L, shape.kv_width, shape.heads / shape.kv_heads)
     compute = eflops.dense_eflops(*common, 0)
@@ -67,9 +67,9 @@ def test_eflops_count_the_bytes_and_flops_of_steps_if_d_covers_keys_and_values(e
     assert sparse_memory == pytest.approx(counted, rel=2e-3)
 
 
-def test_the_formulas_reproduce_some_published_ideal_speedups_but_not_all(eflops):
-    # D = kv_width, I = 412 FLOPs a byte, 40,000 tokens (where the tables end), scoring included, no
-    # prompt.
+def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
+    # D = kv_width, I = 412 FLOPs per byte, 40,000 tokens (where the tables end), scoring included,
+    # no prompt.
     intensity = paper_intensity(H200)
     assert intensity == pytest.approx(412.3, abs=0.1)
     assert paper_intensity(MACHINES["b200"]) == 562.5
@@ -94,7 +94,7 @@ def test_the_formulas_reproduce_some_published_ideal_speedups_but_not_all(eflops
     assert attention_alone.max() == pytest.approx(5.06, abs=0.01)
 
 
-def test_no_cutoff_without_scoring_reproduces_all_four_published_speedups(eflops):
+def test_without_scoring_no_cutoff_reproduces_all_four_published_speedups(eflops):
     def miss(response):
         found = []
         for name, shape in PUBLISHED.items():

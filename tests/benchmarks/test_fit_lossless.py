@@ -92,7 +92,7 @@ def speedups(fit, name):
 @pytest.mark.parametrize(
     "name", ["qwen3-1.7b_points", "qwen3-8b_earlier", "qwen3-1.7b", "qwen3-14b"]
 )
-def test_the_measured_speedups_over_stock_are_predicted(fit, name):
+def test_predicted_speedups_over_stock_match_the_measured_ones(fit, name):
     found = list(speedups(fit, name))
     assert [predicted for _, predicted, _ in found] == pytest.approx(
         [measured for *_, measured in found], rel=0.08
@@ -100,7 +100,7 @@ def test_the_measured_speedups_over_stock_are_predicted(fit, name):
     assert len(found) >= 6
 
 
-def test_mispredicted_speedups_are_only_those_where_stock_is_slower_than_predicted(fit):
+def test_speedups_are_mispredicted_only_where_stock_is_slower_than_predicted(fit):
     found = [*speedups(fit, "qwen3-4b"), *speedups(fit, "qwen3-8b")]
     off = {(state, round(predicted / measured - 1, 3)) for state, predicted, measured in found}
     assert {state for state, error in off if abs(error) > 0.08} == MISSED

@@ -126,7 +126,7 @@ def test_the_ratio_excludes_the_cost_of_pauses(short, engines, monkeypatch):
     )
 
 
-def test_turns_end_after_a_time_limit_if_growth_takes_longer(short, engines, monkeypatch):
+def test_turns_stop_at_the_time_limit_before_sequences_are_fully_grown(short, engines, monkeypatch):
     monkeypatch.setattr(short, "SECONDS", 2.0)
     result = short.side_by_side(engines, ROWS, 1024, None)
     assert max(result["grown"].values()) < short.GROWTH / 2
@@ -134,7 +134,7 @@ def test_turns_end_after_a_time_limit_if_growth_takes_longer(short, engines, mon
     assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun is completed
 
 
-def test_sequences_grow_no_further_than_the_smallest_cache_and_the_context_allow(short, engines):
+def test_sequence_growth_is_limited_by_the_smallest_cache_and_the_context(short, engines):
     result = short.side_by_side(engines, ROWS, short.CONTEXT - 280, None)
     assert max(result["grown"].values()) == 280 - short.BLOCK - short.SPARE
     engines["lossless"].engine.bench.kv_tokens = 1400 * ROWS

@@ -16,7 +16,7 @@ def scripts():
         yield importlib.import_module("mixture"), importlib.import_module("tables_mixture")
 
 
-def test_fewer_experts_and_layers_change_nothing_else(scripts):
+def test_reducing_experts_and_layers_leaves_other_fields_unchanged(scripts):
     script, _ = scripts
     whole = script.qwen3("qwen3-30b-a3b").to_dict()
     cut = script.qwen3("qwen3-30b-a3b", **script.changes(32, 2)).to_dict()
@@ -27,18 +27,18 @@ def test_fewer_experts_and_layers_change_nothing_else(scripts):
     assert script.changes(None, None) == {}
 
 
-def test_graphs_are_made_for_each_batch_and_number_of_drafts(scripts):
+def test_graph_sizes_cover_every_batch_and_number_of_drafts(scripts):
     script, _ = scripts
     assert script.graph_sizes([20, 40], (0, 4)) == [20, 40, 100, 200]
 
 
-def test_the_default_trace_and_points_fit_into_an_h200_beside_the_weights(scripts):
+def test_the_default_trace_and_points_fit_on_an_h200_together_with_the_weights(scripts):
     from sparrow.cost import MACHINES, SHAPES
 
     script, _ = scripts
     shape, machine = SHAPES["qwen3-30b-a3b"], MACHINES["h200"]
     weights = (shape.weights + shape.embedding) * shape.weight_bytes
-    landmark_share = 1 / 16 / 2  # a key per page of 16 tokens, beside keys and values
+    landmark_share = 1 / 16 / 2  # one key per page of 16 tokens, in addition to keys and values
     token = shape.kv_width * shape.kv_bytes * (1 + landmark_share)
     room = (0.85 * machine.memory_bytes - weights) / token
     described, _ = script.traced(script.SLOTS, script.STATES)
@@ -47,7 +47,7 @@ def test_the_default_trace_and_points_fit_into_an_h200_beside_the_weights(script
 
 
 class Child:
-    """Stands for the process of an engine."""
+    """A stand-in for the process of an engine."""
 
     def __init__(self, arguments, mode):
         self.mode = mode
@@ -61,7 +61,7 @@ class Child:
         pass
 
 
-def test_each_invocation_adds_a_run_with_what_was_kept_of_the_model(scripts, tmp_path, monkeypatch):
+def test_each_invocation_appends_a_run_with_the_size_of_its_model(scripts, tmp_path, monkeypatch):
     pytest.importorskip("vllm.version")
     script, _ = scripts
     monkeypatch.setattr(script, "Child", Child)
@@ -84,7 +84,7 @@ def test_each_invocation_adds_a_run_with_what_was_kept_of_the_model(scripts, tmp
     assert whole["engines"]["lossless"]["finished"]
 
 
-def test_a_child_measures_what_its_parent_was_asked_for(scripts, tmp_path, monkeypatch):
+def test_the_arguments_of_the_parent_are_passed_on_to_its_child(scripts, tmp_path, monkeypatch):
     script, _ = scripts
     commands = []
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def cells(text):
     return [line.strip("| ").split(" | ") for line in text.splitlines()]
 
 
-def test_speeds_are_ratios_to_stock_vllm_in_the_same_run(tables):
+def test_speeds_are_relative_to_stock_vllm_in_the_same_run(tables):
     head, _, row = cells(tables.speed())
     found = dict(zip(head, row, strict=True))
     assert found["kept"] == "128 experts, 48 layers"
@@ -159,12 +159,12 @@ def test_speeds_are_ratios_to_stock_vllm_in_the_same_run(tables):
     assert (found["chosen, first 4 s"], found["after"]) == ("1.20x", "1.29x")
 
 
-def test_a_trace_that_was_cut_short_has_no_time(tables):
+def test_the_time_of_a_trace_that_was_cut_short_is_left_blank(tables):
     _, _, row = cells(tables.rollout())
     assert row[4:] == ["40", "30 s", "20 s", "**1.50x**", "", "", "4"]
 
 
-def test_without_results_the_tables_say_so(scripts, tmp_path, monkeypatch):
+def test_tables_without_results_are_marked_as_unmeasured(scripts, tmp_path, monkeypatch):
     tables = scripts[1]
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert {table() for table in tables.TABLES.values()} == {tables.UNMEASURED}

@@ -19,7 +19,7 @@ def scripts(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_cells_are_read_as_they_are_written(scripts):
+def test_cells_survive_a_round_trip_through_text(scripts):
     script, _ = scripts
     cell = script.Cell.parse("512x128+300")
     assert cell == (512, 128, 300) and str(cell) == "512x128+300"
@@ -27,7 +27,7 @@ def test_cells_are_read_as_they_are_written(scripts):
         script.Cell.parse("512x128")
 
 
-def test_every_engine_runs_every_cell_once_per_round_and_none_always_comes_first(scripts):
+def test_each_engine_runs_each_cell_once_per_round_in_rotating_order(scripts):
     script, _ = scripts
     cells, engines = script.CELLS["smollm2-135m"], script.ENGINES[:3]
     turns = list(script.turns(5, 2, cells, (True, False), engines))
@@ -51,7 +51,7 @@ def row(round_, cell, engine, speed, text=True):
     return dict(round=round_, cell=cell, detokenize=text, engine=engine, tokens_per_s=speed)
 
 
-def test_ratios_are_formed_within_a_round(scripts, tmp_path, monkeypatch):
+def test_ratios_compare_engines_of_the_same_round(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.never_slower() == ""
@@ -63,7 +63,7 @@ def test_ratios_are_formed_within_a_round(scripts, tmp_path, monkeypatch):
         row(1, "512x128+512", "stock", 20_000),
         row(1, "512x128+512", "lossy", 21_000),
         row(1, "512x128+512", "stock", 8_000, text=False),
-        row(2, "512x128+512", "lossy", 99_000),  # stock vLLM had no turn any more
+        row(2, "512x128+512", "lossy", 99_000),  # stock vLLM had no more turns
     ]
     path = tmp_path / "never_slower_smollm2-135m.json"
     path.write_text(json.dumps({"sessions": [session]}))

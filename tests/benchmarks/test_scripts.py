@@ -69,7 +69,7 @@ def helps():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_has_a_help_text(helps, name):
+def test_every_script_prints_its_help(helps, name):
     if absent := missing(name):
         pytest.skip(f"no {absent}")
     code, output = helps[name]
@@ -81,7 +81,7 @@ WITH_A_CACHE_IN_ALL_LAYERS = [name for name in SHAPES if SHAPES[name].attention_
 
 
 @pytest.mark.parametrize("name", WITH_A_CACHE_IN_ALL_LAYERS)
-def test_measured_shapes_have_the_parameter_counts_of_the_cost_model(name, monkeypatch):
+def test_measured_shapes_match_those_of_the_cost_model(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks/selfcheck.py`` says of an engine that starts, is refused, or dies."""
+"""What ``benchmarks/selfcheck.py`` reports for an engine that starts, is refused, or dies."""
 
 import importlib
 from pathlib import Path
@@ -38,12 +38,14 @@ def outcome(selfcheck, monkeypatch, error, refusal):
         (RuntimeError("every page"), "every page", False),
     ],
 )
-def test_only_the_expected_ending_counts(error, refusal, expected, selfcheck, monkeypatch):
+def test_only_the_expected_outcome_is_recorded_as_expected(
+    error, refusal, expected, selfcheck, monkeypatch
+):
     result = outcome(selfcheck, monkeypatch, error, refusal)
     assert result["as expected"] is expected
 
 
-def test_a_lossy_engine_uses_the_backend_of_sparrow(selfcheck):
+def test_only_lossy_engines_select_sparrows_attention_backend(selfcheck):
     by_name = {case.name: case for case in selfcheck.CASES}
     assert len(by_name) == len(selfcheck.CASES)
     assert by_name["lossy, eager"].settings["attention_backend"] == "CUSTOM"

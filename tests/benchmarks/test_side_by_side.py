@@ -39,7 +39,7 @@ def compare(
 
 
 @pytest.mark.slow
-def test_rows_slower_than_allowed_are_named(tmp_path):
+def test_rows_slower_than_allowed_are_marked_and_fail_the_comparison(tmp_path):
     code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 103.0, 80: 124.0})
     assert code == 1
     assert [line.endswith("SLOWER") for line in lines] == [True, True, True, True, False]
@@ -52,12 +52,12 @@ def test_rows_slower_than_allowed_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_that_only_triton_serves_can_be_left_out(tmp_path):
+def test_triton_only_rows_can_be_left_out(tmp_path):
     code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 101.0, 80: 200.0}, "--cuda")
     assert code == 0 and len(lines) == 4 and "Triton" not in "".join(lines)
 
 
-def test_bounds_depend_on_the_row_and_rows_of_only_one_tree_are_ignored(monkeypatch):
+def test_bounds_depend_on_the_row_and_rows_missing_from_a_tree_are_ignored(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from side_by_side import slower
 

@@ -43,7 +43,7 @@ def test_the_time_of_a_trace_is_its_mean_step_times_steps_plus_joins(tables):
     assert tables.speed.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
 
 
-def test_the_interval_of_a_speedup_by_hand(tables):
+def test_the_interval_of_a_speedup_matches_a_hand_calculation(tables):
     def run(ms):
         trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
         return {"join_ms": [5.0], "traces": {"9": trace}}
@@ -66,7 +66,7 @@ def test_the_interval_of_a_speedup_by_hand(tables):
     )
 
 
-def test_a_number_changed_on_a_page_is_noticed(tables):
+def test_a_number_changed_by_hand_on_a_page_is_restored(tables):
     page = tables.PAGES[0].read_text(encoding="utf-8")
     at = page.index("| 1.7B |")
     assert tables.render(page[:at] + "| 1.8B |" + page[at + 8 :], tables.TABLES) == page

@@ -21,7 +21,7 @@ def step(reward, seconds, **drafts):
     return logged | {f"sparrow/drafts/{name}": value for name, value in drafts.items()}
 
 
-def test_runs_are_listed_in_order_and_drafts_are_summed_over_steps(tables_verl):
+def test_runs_are_listed_in_a_fixed_order_and_drafts_are_summed_over_steps(tables_verl):
     lossless = [
         step(0.5, 4.0, drafted=40, accepted=0.5, tokens_per_cycle=3.0),  # 20 in 10 cycles
         step(0.7, 6.0, drafted=120, accepted=0.75, tokens_per_cycle=4.0),  # 90 in 30 cycles
@@ -35,5 +35,5 @@ def test_runs_are_listed_in_order_and_drafts_are_summed_over_steps(tables_verl):
     assert sparrows == "| lossless | 2 | 0.60 → 0.60 | 0.600 | 5.0 | 2.50 | 68.8% | 3.75 |"
 
 
-def test_without_results_there_is_no_run(tables_verl):
+def test_no_runs_are_listed_without_results(tables_verl):
     assert tables_verl.results() == []

@@ -1,5 +1,5 @@
-"""What the script that drives other trainers makes of their responses and counters; it never starts
-one here.
+"""How the script that drives other trainers evaluates their responses and counters. No trainer is
+started here.
 """
 
 import importlib
@@ -24,19 +24,19 @@ def script():
         yield importlib.import_module("trainer_rollouts")
 
 
-def test_equal_responses_differ_nowhere(script):
+def test_equal_responses_have_no_first_difference(script):
     assert script.first_difference([1, 2, 3], [1, 2, 3]) is None
 
 
-def test_the_first_of_two_differences_counts(script):
+def test_the_first_of_two_differences_is_found(script):
     assert script.first_difference([1, 2, 3, 4], [1, 5, 3, 6]) == 1
 
 
-def test_a_response_that_stops_early_differs_where_it_ends(script):
+def test_a_response_that_stops_early_differs_at_its_end(script):
     assert script.first_difference([1, 2, 3], [1, 2]) == 2
 
 
-def test_tokens_are_tied_if_rounding_could_swap_them(script):
+def test_a_token_ties_with_the_greedy_one_if_rounding_could_swap_them(script):
     logits = [0.0, 5.0, 4.99, 1.0]
     assert script.tied(logits, 1, 2)
     assert not script.tied(logits, 1, 3)
@@ -47,7 +47,7 @@ def test_two_tokens_far_below_the_greedy_one_are_not_tied(script):
     assert not script.tied([0.0, 5.0, 1.0, 1.0], 2, 3)
 
 
-def test_drafts_that_are_accepted_and_stock_tokens_are_what_lossless_has_to_give(script):
+def test_lossless_rollouts_pass_with_accepted_drafts_and_the_tokens_of_stock_vllm(script):
     assert script.failures("lossless", DRAFTED, EQUAL) == []
 
 
@@ -59,18 +59,20 @@ def test_drafts_that_are_accepted_and_stock_tokens_are_what_lossless_has_to_give
         (DRAFTED, 1, "responses are not those of stock vLLM"),
     ],
 )
-def test_each_fault_of_lossless_rollouts_is_named(script, counts, wrong, words):
+def test_each_fault_of_lossless_rollouts_is_reported(script, counts, wrong, words):
     assert words in script.failures("lossless", counts, EQUAL | {"wrong": wrong})
 
 
-def test_lossy_rollouts_may_differ_from_stock_but_have_to_read_less(script):
+def test_lossy_rollouts_may_differ_from_stock_vllm_but_must_read_less(script):
     others = EQUAL | {"wrong": 6}
     assert script.failures("lossy", READ, others) == []
     assert script.failures("lossy", READ | {"tokens_read": 30}, others)
     assert "nothing was decoded by Sparrow" in script.failures("lossy", {}, others)
 
 
-def test_a_mode_that_stopped_before_the_update_is_a_fault(script, monkeypatch, tmp_path):
+def test_a_mode_that_stops_before_the_weight_update_is_reported_as_faulty(
+    script, monkeypatch, tmp_path
+):
     monkeypatch.setattr(script, "compare", lambda *_: EQUAL)
     rounds = [{"responses": [], "counts": DRAFTED}]
     stock = {"rounds": rounds * 2}
@@ -81,14 +83,16 @@ def test_a_mode_that_stopped_before_the_update_is_a_fault(script, monkeypatch, t
 
 
 @pytest.mark.parametrize(("cuda", "tried"), [(True, 2), (False, 1)])
-def test_weights_of_openrlhf_are_updated_on_a_gpu_only(script, monkeypatch, cuda, tried):
+def test_weights_of_openrlhf_are_updated_only_on_a_gpu(script, monkeypatch, cuda, tried):
     monkeypatch.setattr(script, "CUDA", cuda)
     assert len(script.checkpoints("openrlhf")) == tried
     assert len(script.checkpoints("skyrl")) == 2
 
 
 @pytest.mark.parametrize("mode", ["stock", "lossless", "lossy"])
-def test_options_and_variables_ask_for_the_same_decoding(script, mode, monkeypatch):
+def test_engine_options_and_environment_variables_request_the_same_decoding(
+    script, mode, monkeypatch
+):
     for name in ("SPARROW_MODE", "SPARROW_SCHEDULE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in script.environment(mode).items():

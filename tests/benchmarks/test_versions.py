@@ -72,7 +72,7 @@ def test_a_failed_part_reports_its_last_error(scripts, tmp_path, code, allowed, 
     assert scripts[0].child(["-c", code], tmp_path / "log", allowed) == failure
 
 
-def test_a_failed_part_is_recorded_beside_the_others(scripts, tmp_path):
+def test_a_failed_part_is_recorded_together_with_earlier_parts(scripts, tmp_path):
     out = tmp_path / "0.33.0.json"
     result = {"vllm": "0.33.0"}
     scripts[0].part(result, "lossy", ["-c", "raise ValueError('what')"], dict, out)
@@ -81,9 +81,7 @@ def test_a_failed_part_is_recorded_beside_the_others(scripts, tmp_path):
     assert "ValueError: what" in (tmp_path / "0.33.0_lossy.log").read_text()
 
 
-def test_a_self_check_shows_its_time_and_differences_or_that_it_refused(
-    scripts, tmp_path, monkeypatch
-):
+def test_a_self_check_row_shows_time_and_differences_or_the_refusal(scripts, tmp_path, monkeypatch):
     tables = scripts[1]
     passed = {
         "case": "lossy, eager",

@@ -1,5 +1,5 @@
-"""Budgets of layers and kv heads: the order in which pages are given out, by hand, and the command
-on a small model.
+"""Budgets of layers and kv heads: the order in which pages are allocated, checked by hand, and the
+command on a small model.
 """
 
 import numpy as np
@@ -16,15 +16,16 @@ from tests.conftest import VOCAB, tiny_model
 LAYOUT = SparsitySchedule((16,), bin_tokens=64, page_size=2, dense_layers=(1,))
 
 
-def test_greedy_gains_by_hand():
+def test_greedy_allocation_matches_a_hand_calculation():
     missed = np.array([[0.9, 0.5, 0.4, 0.39], [0.3, 0.1, 0.0, 0.0], [0.8, 0.79, 0.78, 0.77]])
     assert head_budgets.greedy(missed, 3).tolist() == [1, 1, 1]
-    assert head_budgets.greedy(missed, 5).tolist() == [2, 2, 1]  # off: 0.4, 0.2
-    assert head_budgets.greedy(missed, 7).tolist() == [3, 3, 1]  # then 0.1, 0.1
-    assert head_budgets.greedy(np.zeros((3, 4)), 7).tolist() == [3, 2, 2]  # nobody gains
+    # The next two pages reduce the missed mass by 0.4 and 0.2, and the two after that by 0.1 each.
+    assert head_budgets.greedy(missed, 5).tolist() == [2, 2, 1]
+    assert head_budgets.greedy(missed, 7).tolist() == [3, 3, 1]
+    assert head_budgets.greedy(np.zeros((3, 4)), 7).tolist() == [3, 2, 2]  # no gain for any head
 
 
-def test_layers_are_weighted_by_the_acceptance_they_lose():
+def test_layers_are_weighted_by_their_loss_of_acceptance():
     half = 0.5 ** np.arange(8)
     missed = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])[..., None] * half
     weights = head_budgets.weights(missed, np.array([0.01, 0.01, 0.01, 0.2]), at=2)
@@ -40,7 +41,7 @@ def test_layers_are_weighted_by_the_acceptance_they_lose():
         and (by_layer[:, 0] == by_layer[:, 1]).all()
     )
     alike = head_budgets.divided(missed, np.ones(4), "heads", 3)
-    assert alike.argmax() == 5  # by mass alone
+    assert alike.argmax() == 5  # with equal weights, only the missed mass counts
 
 
 def some_prompts(count=6):
@@ -50,7 +51,7 @@ def some_prompts(count=6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["layers", "heads"])
-def test_the_layer_that_loses_most_gets_most(by, tmp_path):
+def test_the_layer_with_the_largest_loss_gets_the_largest_budget(by, tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     said = []
     found = head_budgets.find(
@@ -71,7 +72,7 @@ def test_the_layer_that_loses_most_gets_most(by, tmp_path):
 
 
 @pytest.mark.slow
-def test_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
+def test_head_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     monkeypatch.setattr(head_budgets, "divided", lambda *_: np.array([[1, 31], [31, 1], [31, 1]]))
     with pytest.raises(
@@ -83,7 +84,7 @@ def test_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
         )
 
 
-def test_settings_without_any_budgets_to_find_are_refused(tmp_path):
+def test_settings_that_leave_no_head_budgets_to_find_are_refused(tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
 
     def find(layout, top_k=16, tokens=2):
@@ -102,12 +103,12 @@ def test_settings_without_any_budgets_to_find_are_refused(tmp_path):
         find(LAYOUT.replace(dense_layers=(0, 1, 2, 3)))
     with pytest.raises(
         ConfigError,
-        match="not drop when any single layer is sparse and keeps 512 pages by score",
+        match="not drop when a single layer keeps only 512 pages by score",
     ):
         find(LAYOUT, 512)
 
 
-def test_the_command_finds_budgets_only_with_transformers(checkpoint, tmp_path, capsys):
+def test_the_command_finds_head_budgets_only_with_transformers(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(
             [

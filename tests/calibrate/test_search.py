@@ -71,7 +71,7 @@ def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     )
 
 
-def test_larger_budgets_are_tried_if_none_suffices():
+def test_larger_budgets_are_tried_if_none_is_sufficient():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2, 5), 0.8999, refine=6)
     assert calls[2:5] == [(3, 11, 11, 11), (3, 23, 23, 23), (3, 17, 17, 47)]
@@ -86,7 +86,7 @@ def test_larger_budgets_are_tried_if_none_suffices():
     )  # 47 pages of 16 hold all 640 tokens
 
 
-def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_suffice():
+def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_are_sufficient():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 20 + 4 * b, calls), fixed(40), 0.8999, refine=6)
     assert found.schedule.top_k == (15, 19, 24, 27, ALL_PAGES) and len(calls) < 7
@@ -96,7 +96,7 @@ def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_suffice():
     assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
 
 
-def test_a_bin_is_not_searched_below_the_budget_of_a_shorter_bin():
+def test_budgets_below_that_of_a_shorter_bin_are_not_tried():
     calls: list = []
     found = calibrate(
         world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls),
@@ -107,13 +107,13 @@ def test_a_bin_is_not_searched_below_the_budget_of_a_shorter_bin():
     assert found.schedule.top_k == (40, 40, ALL_PAGES) and len(calls) == 2
 
 
-def test_bins_that_miss_the_target_are_dense_and_the_schedule_stays_monotone():
+def test_bins_that_miss_the_target_become_dense_and_the_schedule_stays_monotonic():
     found = calibrate(world([480] * 30, lambda b: np.where(b == 1, 500, 10)), fixed(4, 32), 0.9)
     assert found.schedule.top_k[0] <= 32 and found.schedule.top_k[1:] == (ALL_PAGES,) * 3
     assert math.isnan(found.bins[1].p5)
 
 
-def test_the_lower_limit_decides_rather_than_the_estimate():
+def test_the_target_applies_to_the_lower_confidence_limit_of_p5():
     quiet = calibrate(
         world([320] * 30, lambda b: 20 + 0 * b), fixed(*range(0, 40, 2)), 0.9, refine=0
     )
@@ -126,7 +126,7 @@ def test_the_lower_limit_decides_rather_than_the_estimate():
     assert below.lower < 0.9 <= chosen.lower
 
 
-def test_bins_with_few_tokens_borrow_a_budget_and_add_half():
+def test_bins_with_few_tokens_use_the_previous_budget_plus_half():
     lengths = [320] * 30 + [322] * 30  # 60 tokens of 30 sequences
     found = calibrate(
         world(lengths, lambda b: 20 + 0 * b), fixed(10, 14, 18, 22, 26), 0.8999, refine=0
@@ -137,7 +137,7 @@ def test_bins_with_few_tokens_borrow_a_budget_and_add_half():
     assert found.bins[2].n_sequences == 60
 
 
-def test_too_little_data_and_empty_budgets_are_refused():
+def test_too_little_data_and_an_empty_list_of_budgets_are_refused():
     with pytest.raises(
         ConfigError, match=r"960 tokens of 3 sequences .* needs at least 400 tokens of 20"
     ):
@@ -146,16 +146,17 @@ def test_too_little_data_and_empty_budgets_are_refused():
         calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(), 0.9)
 
 
-def test_a_search_from_a_schedule_takes_one_step_in_every_bin():
+def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 40), 0.8999, refine=6)
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # A quarter fewer or a third more; if fewer suffice, still fewer.
+    # A quarter fewer pages or a third more; if fewer are sufficient, fewer still.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
-    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 suffice; the line predicts 34
-    # Lengths beyond the schedule were sampled densely, and are tried with what the bin before
-    # wants.
+    # In the last bin, 33 would be enough, but the line predicts 34.
+    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)
+    # Lengths beyond the schedule were sampled densely, and are tried with the budget of the
+    # previous bin.
     calls.clear()
     shorter = LAYOUT.replace(top_k=(9, 9, 9, ALL_PAGES))
     longer = calibrate(world([640] * 30, lambda b: 12 + 0 * b, calls), [shorter], 0.8999)
@@ -213,7 +214,7 @@ def test_unreached_lengths_do_not_shift_the_table():
         (160, 13),
         (640, 38),
         (800, 45),
-    ]  # 37 would do
+    ]  # 37 would be sufficient
     assert found.schedule.top_k == (5, 13, 38, 38, 38, 45, ALL_PAGES)
     assert len(calls) == len(set(calls)), "every pass tries what it was meant to"
 
@@ -263,8 +264,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round has a dense pass more, and none for what it sampled under, in the first the
-    # largest budget.
+    # Every round has one dense pass in addition, and no pass for the schedule that sampled it (in
+    # the first round, the largest budget).
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -311,7 +312,9 @@ def test_samples_from_different_weights_are_not_reused(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failed_search_reports_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
+def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_small(
+    tmp_path, caplog
+):
     from sparrow.engines.hf import HFEngine
     from tests.conftest import VOCAB, tiny_model
 
@@ -337,7 +340,7 @@ def test_a_failed_search_reports_whether_lists_or_budgets_were_too_short(tmp_pat
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
-        == "lists of 2 tokens do not show whether p5 reaches 0.9; sampling again with lists of 8"
+        == "lists of 2 tokens are too short to show whether p5 reaches 0.9; sampling again with lists of 8"
     )
 
 
@@ -367,7 +370,7 @@ def test_the_engine_sleeps_while_the_scorer_works():
     np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
 
 
-def test_a_calibration_is_plotted_from_its_file(tmp_path):
+def test_a_calibration_can_be_plotted_from_its_file(tmp_path):
     from sparrow.report import draw_calibration
 
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 20, 40), 0.85)
@@ -457,7 +460,7 @@ class TwoPrograms:
 
 
 @pytest.mark.slow
-def test_a_calibration_resumes_from_all_finished_work(tmp_path):
+def test_a_resumed_calibration_reuses_all_finished_work(tmp_path):
     engine, scorer, prompts = (
         TwoPrograms(0.092),
         TwoPrograms(0.0),
@@ -485,7 +488,7 @@ def test_a_calibration_resumes_from_all_finished_work(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same-noise", "noise-anew"])
 @pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
-def test_a_reported_target_is_met_even_if_sampler_and_scorer_round_differently(
+def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
     tmp_path, noise, ceiling, target, anew
 ):
     engine, scorer = TwoPrograms(noise, anew), TwoPrograms(0.0)
@@ -517,13 +520,13 @@ def test_a_reported_target_is_met_even_if_sampler_and_scorer_round_differently(
     assert 4 < found.schedule.top_k[0] < 256
     fresh = tail(found.schedule, [[i, 1, 2, 4] for i in range(24)])[:2]
     assert (fresh > target - 0.004).all() and (fresh < target + 0.02).all()
-    # The ceiling stands beside what was chosen, and relative to it the same schedules do as without
-    # noise.
+    # The ceiling is reported with each chosen bin.
     assert all(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # Every schedule's p5, those that nothing was sampled under included, is what the sampler has.
+    # The reported p5 of every schedule is that of the sampler, even if nothing was sampled under
+    # this schedule.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

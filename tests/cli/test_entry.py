@@ -20,7 +20,9 @@ COMMANDS_THAT_SAMPLE = ("train", "measure", "calibrate", "eval")
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 
 
-def test_a_run_from_toml_with_overrides_is_reported_and_resumed(checkpoint, tmp_path, capsys):
+def test_a_run_configured_by_toml_and_overrides_can_be_reported_and_resumed(
+    checkpoint, tmp_path, capsys
+):
     config = tmp_path / "run.toml"
     run = tmp_path / "run"
     config.write_text(
@@ -119,9 +121,7 @@ SAMPLED = [*("--task", "trace:lines=24"), *("--count", "4"), *("--max-new-tokens
 
 
 @pytest.mark.slow
-def test_a_measurement_that_is_exact_after_one_pass_samples_only_once(
-    checkpoint, tmp_path, passes, capsys
-):
+def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path, passes, capsys):
     out = tmp_path / "report.json"
     sampled = ["--model", checkpoint, *SAMPLED, "--tau", "0.99", "--out", str(out)]
     main(["measure", "--mode", "lossless", "--draft-schedule", "fixed:0", *sampled])
@@ -137,7 +137,9 @@ def test_a_measurement_that_is_exact_after_one_pass_samples_only_once(
 
 
 @pytest.mark.slow
-def test_counters_belong_to_the_last_samples(checkpoint, tmp_path, passes, monkeypatch):
+def test_reported_counters_are_those_of_the_last_sampling_pass(
+    checkpoint, tmp_path, passes, monkeypatch
+):
     from sparrow.engines.base import Counters
 
     kept: list[Counters] = []
@@ -254,7 +256,7 @@ def test_prompts_of_a_base_model_are_tokenized_with_bos(sent_by, command):
 
 
 @pytest.mark.parametrize("command", ["measure", "calibrate", "audit"])
-def test_prompts_of_a_file_are_tokenized_with_bos(sent_by, tmp_path, command):
+def test_prompts_from_a_file_are_tokenized_with_bos(sent_by, tmp_path, command):
     add_bos(sent_by.model)
     tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
     prompts = [" ba = 7", " ku"]
@@ -330,7 +332,9 @@ def test_chat_settings_are_refused_if_prompts_are_sent_unchanged(
     assert "the chat settings apply to" in reason and "trace:lines=2" in reason
 
 
-def test_prompts_that_the_tokenizer_cannot_read_stop_every_command(sent_by, tmp_path, capsys):
+def test_every_command_refuses_prompts_that_the_tokenizer_cannot_represent(
+    sent_by, tmp_path, capsys
+):
     strange = tmp_path / "strange.jsonl"
     strange.write_text('{"question": "Wie viel ist zwei plus zwei?", "answer": "4"}\n')
     for command in COMMANDS_THAT_SAMPLE:
@@ -339,7 +343,7 @@ def test_prompts_that_the_tokenizer_cannot_read_stop_every_command(sent_by, tmp_
         assert "the tokenizer cannot read 99% of the prompts' characters" in capsys.readouterr().err
 
 
-def test_longer_lists_settle_what_short_lists_leave_undecided(checkpoint, tmp_path, capsys):
+def test_lists_are_lengthened_until_the_verdict_is_decided(checkpoint, tmp_path, capsys):
     arguments = [
         "measure",
         "--schedule",
@@ -495,7 +499,7 @@ def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path)
     assert not list(tmp_path.rglob("rollouts-*"))
 
 
-def test_help_is_quick_and_imports_little():
+def test_help_is_fast_and_imports_no_heavy_packages():
     code = (
         "import sys, time; start = time.perf_counter()\nfrom sparrow.cli import main\n"
         "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
@@ -507,14 +511,14 @@ def test_help_is_quick_and_imports_little():
 
 
 @pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
-def test_a_command_without_its_model_says_so_in_a_sentence(command, capsys):
+def test_a_missing_model_is_reported_in_one_sentence(command, capsys):
     assert fails(capsys, command, "--seed", "1") == (
         f"sparrow: sparrow {command} needs --model NAME or PATH; "
         "--model reasoner is the small model that comes with Sparrow"
     )
 
 
-def test_the_reward_rises_within_the_steps_of_the_demo():
+def test_the_recorded_reward_rises_within_the_number_of_demo_steps():
     """Longer runs of the same seeds, whose first steps are the demo's, were measured."""
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]

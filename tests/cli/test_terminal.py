@@ -50,7 +50,7 @@ def test_each_step_prints_one_flushed_line(monkeypatch):
     assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long step does
 
 
-def test_a_step_prints_p5_only_if_a_sparse_actor_sampled():
+def test_p5_is_printed_only_for_steps_sampled_by_a_sparse_actor():
     dense = {**STEP, "dense_up_to": None}
     assert terminal.step_line(STEP) == LINE
     assert terminal.step_line(dense) == LINE.replace(P5, "")
@@ -59,7 +59,7 @@ def test_a_step_prints_p5_only_if_a_sparse_actor_sampled():
         assert line == LINE.replace(P5, said)
 
 
-def test_a_step_omits_lengths_at_which_the_dense_policy_sampled():
+def test_the_printed_p5_omits_lengths_sampled_by_the_dense_policy():
     later = {"end": 200, "lower_bound": 0.5, "upper_bound": 0.5, "n_sequences": 4}
     step = {**STEP, "mismatch": {"bins": [{**BIN, "lower_bound": 0.1}, later]}, "dense_up_to": 100}
     assert terminal.step_line(step) == LINE.replace(P5, "lowest p5 0.500  ")
@@ -75,7 +75,7 @@ def test_the_version_is_printed(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"sparrow {__version__}\n"
 
 
-def test_python_m_sparrow_works_and_a_closed_pipe_is_harmless():
+def test_python_m_sparrow_works_and_tolerates_a_closed_pipe():
     done = subprocess.run(
         [sys.executable, "-m", "sparrow", "--version"], capture_output=True, text=True
     )
@@ -94,7 +94,7 @@ def test_help_mentions_config_and_version(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", COMPLETED)
-def test_completions_are_printed(shell, capsys):
+def test_shell_completions_are_printed(shell, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--tyro-print-completion", shell])
     assert not stopped.value.code and "rollout.temperature" in capsys.readouterr().out
@@ -109,13 +109,13 @@ def test_completions_are_printed(shell, capsys):
         ["--tyro-write-completion", "tcsh", "/nowhere/sparrow.csh"],
     ],
 )
-def test_a_shell_without_completions_is_refused_in_a_sentence(arguments, capsys):
+def test_completions_for_an_unsupported_shell_are_refused_in_one_sentence(arguments, capsys):
     said = fails(capsys, *arguments)
     assert "completion is 'tcsh', but must be bash, zsh or fish" in said
     assert "'', but must be bash" in fails(capsys, "--tyro-print-completion")
 
 
-def test_help_offers_only_supported_shells(capsys):
+def test_help_lists_only_shells_with_completions(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())

@@ -29,14 +29,14 @@ H200 = MACHINES["h200"]
 ROOT = Path(__file__).parents[2]
 
 
-def test_memory_by_hand():
+def test_memory_matches_a_hand_calculation():
     # Between steps 12 bytes of each of 1e6 parameters, over 4 GPUs; gradients 4; 32 wide, two
     # layers.
     found = fit(TINY, Cluster(GPU, 4, tensor_parallel=2), longest=1000, token_budget=5000)
     assert (found.state, found.gradients, found.engine_weights) == (3e6, 1e6, 1e6)
     assert found.activations == 5000 * 32 * (4 + 34) + 7.5e9 + 3e6
-    # An engine of two: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of 2
-    # bytes per token.
+    # An engine on two GPUs: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of
+    # 2 bytes per token.
     held = int((0.85 * 200e9 - 6e6 - 2e6) // 128)
     assert found.kv == held * 128 / 2 and found.full_responses == held // 1000
     apart = fit(
@@ -45,7 +45,7 @@ def test_memory_by_hand():
     assert apart.kv > found.kv
 
 
-def test_seconds_by_hand():
+def test_training_time_matches_a_hand_calculation():
     # Two sequences of 100 and 300 tokens: forward 2 x 1e6 x 400, and 64 x 2 x (1e4 + 9e4) of
     # attention.
     forward = 2e6 * 400 + 128 * 1e5
@@ -102,7 +102,7 @@ def measured(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["stock", "one", "ddp", "sparse"])
-def test_a_measured_step_is_predicted_phase_by_phase(name, monkeypatch):
+def test_predictions_match_each_phase_of_a_measured_step(name, monkeypatch):
     seconds, step = measured(name, monkeypatch)
     assert step.seconds == pytest.approx(sum(seconds.values()), rel=0.05)
     for phase in ("rollout", "score", "update"):
@@ -110,7 +110,7 @@ def test_a_measured_step_is_predicted_phase_by_phase(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "ddp4", "fsdp2_4"])
-def test_training_on_several_gpus_is_predicted(name, monkeypatch):
+def test_predictions_match_measured_training_on_several_gpus(name, monkeypatch):
     """Rollouts are excluded: at these lengths they wait for the host, which other work on the
     machine slows down.
     """
@@ -119,7 +119,7 @@ def test_training_on_several_gpus_is_predicted(name, monkeypatch):
         assert getattr(step, phase) == pytest.approx(seconds[phase], rel=0.12)
 
 
-def test_a_model_that_does_not_fit_is_refused_by_name():
+def test_a_model_that_does_not_fit_is_refused():
     with pytest.raises(
         ConfigError,
         match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB per GPU, .* use more GPUs",
@@ -137,7 +137,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
-def test_the_published_run_is_in_the_range_for_its_unknown_batch_and_lengths():
+def test_the_duration_of_the_published_run_is_within_the_predicted_range():
     """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts per step nor lengths are
     published.
     """
@@ -159,7 +159,7 @@ def test_the_published_run_is_in_the_range_for_its_unknown_batch_and_lengths():
     )
 
 
-def test_the_command_plans_a_cluster(capsys):
+def test_sparrow_cost_plans_a_cluster(capsys):
     main(
         [
             "cost",

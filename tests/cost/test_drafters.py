@@ -1,4 +1,4 @@
-"""Break-even of other drafters: by hand, and beside what was measured."""
+"""Break-even points of other drafters, compared with hand calculations and with measurements."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SMALL = ModelShape("small", 10, 1, 1, 1, 120, output=20)
 SLOW = Machine("slow", 100.0, 100.0, 1000.0, 1e9)
 
 
-def test_a_cycle_by_hand():
+def test_the_break_even_point_of_a_drafter_matches_a_hand_calculation():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
     # Dense: 240 bytes of weights and 5 x 40 of cache. A pass: 60 of weights and 5 x 8 of cache.
     # Verifying three drafts: 2 x 120 x 3 FLOPs, at half of the peak.
@@ -24,14 +24,14 @@ def test_a_cycle_by_hand():
     assert found == pytest.approx((4.4 + 3 * 1.0 + 1.44) / 4.4)
 
 
-def test_a_block_reads_its_layers_once_and_computes_all_its_tokens():
+def test_a_block_of_drafts_reads_the_layers_once_and_computes_every_token():
     drafter = TrainedDrafter("block", 3, 1, 2, 0.5)
     # Two further tokens through 30 weights: 120 FLOPs, at half of the peak.
     found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
     assert found == pytest.approx((4.4 + 1.0 + 0.24 + 1.44) / 4.4)
 
 
-def test_overheads_of_a_layer_count_for_every_pass_and_those_of_a_sequence_once():
+def test_layer_overheads_apply_to_each_pass_and_sequence_overheads_once_per_cycle():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
     overheads = Overheads(layer_s=1.0, row_s=7.0, lists_s=5.0, host_s=100.0)
     found = break_even(SMALL, SLOW, [5], drafter, overheads, Cycle(0.0, 0.5))
@@ -43,7 +43,7 @@ def test_overheads_of_a_layer_count_for_every_pass_and_those_of_a_sequence_once(
     "batch, length, eagle3, dspark, six, twelve",
     [(32, 15_000, 1.08, 1.30, 2.63, 4.29), (64, 4_096, 1.20, 1.52, 4.02, 7.06)],
 )
-def test_predictions_are_within_12_percent_of_what_was_measured_on_an_h200(
+def test_predictions_are_within_12_percent_of_measurements_on_an_h200(
     batch, length, eagle3, dspark, six, twelve
 ):
     shape = SHAPES["qwen3-1.7b"]
@@ -58,7 +58,7 @@ def test_predictions_are_within_12_percent_of_what_was_measured_on_an_h200(
         )
 
 
-def test_lossless_decoding_pays_where_drafts_yield_more_than_they_need():
+def test_lossless_decoding_pays_if_cycles_yield_more_tokens_than_the_break_even_point():
     shape = SHAPES["qwen3-4b"]
     for length in (500, 16_000):
         responses = np.full(64, length)
@@ -69,7 +69,7 @@ def test_lossless_decoding_pays_where_drafts_yield_more_than_they_need():
         assert pays == (lossless.speedup > 1.05)
 
 
-def test_the_command_prints_a_row_for_each_drafter(capsys):
+def test_sparrow_cost_prints_a_row_for_each_drafter(capsys):
     from sparrow.cli import main
 
     main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86", "--responses", "8"])
@@ -77,7 +77,7 @@ def test_the_command_prints_a_row_for_each_drafter(capsys):
     assert all(f"break-even, {name}" in printed for name in ("EAGLE-3", "DSpark", "sparse actor"))
 
 
-def test_rows_are_about_the_rollouts_own_batch_and_length():
+def test_break_even_rows_use_the_batch_size_and_length_of_the_rollout():
     shape = SHAPES["qwen3-1.7b"]
     found = []
     for length in (1_000, 30_000):

@@ -41,14 +41,14 @@ def cycle_seconds(shape, batch, drafting):
     return step.seconds * drafting.tokens_per_cycle
 
 
-def test_tokens_per_cycle_by_hand():
+def test_tokens_per_cycle_match_a_hand_calculation():
     assert drafts(3, 0.5).tokens_per_cycle == 1 + 0.5 + 0.25 + 0.125
     assert drafts(8, 0.95).tokens_per_cycle == pytest.approx((1 - 0.95**9) / 0.05)
     assert drafts(8, 1.0).tokens_per_cycle == 9 and drafts(8, 0.0).tokens_per_cycle == 1
     assert drafts(0, 0.7).tokens_per_cycle == 1
 
 
-def test_a_cycle_by_hand():
+def test_the_time_of_a_cycle_matches_a_hand_calculation():
     # One layer, one head of 4: a cached token is 16 bytes, a landmark 8. Weights are 500
     # parameters, 1,000 bytes.
     shape, machine = ModelShape("tiny", 1, 1, 1, 4, 500), Machine("toy", 1e3, 1e3, 1e6, 1e12)
@@ -74,21 +74,21 @@ def test_a_cycle_by_hand():
     assert found.kv_bytes == pytest.approx((2 * 60 + 300) * 16 / 1.75)
 
 
-def test_without_drafts_a_cycle_is_a_dense_step():
+def test_a_cycle_without_drafts_costs_as_much_as_a_dense_step():
     for overheads in (VLLM_H200, ENGINE, Overheads(host_s=1.0)):
         dense = decode_step(SHAPES["qwen3-4b"], H200, [3000, 9000], None, overheads)
         found = lossless_step(SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(0, 0.9), overheads)
         assert astuple(found) == pytest.approx(astuple(dense))
 
 
-def test_drafts_do_not_shorten_host_time_per_token():
+def test_drafts_do_not_reduce_the_host_time_per_token():
     found = lossless_step(
         SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(4, 0.9), Overheads(host_s=1.0)
     )
     assert found.seconds == pytest.approx(2.0), "a second for each of two sequences"
 
 
-def test_acceptance_is_specified_at_1024_tokens_and_rejection_falls_with_the_budget():
+def test_the_given_acceptance_applies_at_1024_tokens_and_rises_with_the_budget():
     by_pages = {c.schedule.top_k[0]: c.acceptance for c in choices(0.9)}
     assert by_pages[61] == pytest.approx(0.9)
     assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(
@@ -96,7 +96,7 @@ def test_acceptance_is_specified_at_1024_tokens_and_rejection_falls_with_the_bud
     )
 
 
-def test_eight_bit_landmarks_shorten_draft_steps_by_the_bytes_they_save():
+def test_eight_bit_landmarks_shorten_draft_steps_in_proportion_to_the_bytes_saved():
     plain = drafts(12, 1.0)
     in_8_bits = replace(plain, schedule=plain.schedule.replace(landmark_dtype="fp8_e4m3"))
     whole, halved = (cycle_seconds("qwen3-1.7b", 64, drafting) for drafting in (plain, in_8_bits))
@@ -136,7 +136,7 @@ def predicted(shape, responses, acceptance=0.94, **options):
     )
 
 
-def test_higher_acceptance_means_more_drafts_and_never_a_slowdown():
+def test_higher_acceptance_leads_to_more_drafts_and_never_to_a_slowdown():
     responses = np.full(240, 12_000)
     speedups, counts = zip(
         *(
@@ -163,7 +163,7 @@ def test_larger_models_gain_less_from_lossless_mode():
 LONG = response_lengths(14_000, 32_768, 240)
 
 
-def test_rows_recommend_the_mode_that_pays():
+def test_rows_recommend_the_fastest_mode():
     lossy, lossless = predicted("qwen3-1.7b", LONG, 0.9)
     table = dict(rows(lossy, lossless))
     spent = {"dense": lossy.dense, "lossy": lossy.sparse, "lossless": lossless.rollout}

@@ -91,7 +91,7 @@ def test_built_in_shapes_match_the_configs(name, config, params, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_counted_as_transformers_builds_them(kind, tied):
+def test_parameter_counts_match_transformers(kind, tied):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -132,12 +132,12 @@ def test_parameters_are_counted_as_transformers_builds_them(kind, tied):
         ({"quantization_config": {"bits": 4}}, "quantized=True"),
     ],
 )
-def test_unsupported_models_are_refused_with_the_reason(change, message):
+def test_unsupported_models_are_refused_with_a_reason(change, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelShape.from_config(QWEN3_14B | change)
 
 
-def test_an_unused_window_is_ignored():
+def test_an_unused_sliding_window_is_ignored():
     unused = {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
     assert ModelShape.from_config(QWEN3_14B | unused).layers == 40
     assert (
@@ -156,7 +156,7 @@ def test_a_missing_or_incomplete_config_is_refused(tmp_path):
 # --- the roofline ---
 
 
-def test_bytes_of_a_step_by_hand():
+def test_the_bytes_of_a_step_match_a_hand_calculation():
     shape = ModelShape(
         "tiny", layers=4, heads=4, kv_heads=2, head_dim=4, weights=1000, embedding=77
     )
@@ -209,7 +209,9 @@ def test_bytes_of_a_step_by_hand():
         (128, 4000, 61, 130),
     ],
 )
-def test_a_sparse_layer_meets_the_read_limit_of_the_kernels(batch, length, top_k, us):
+def test_the_predicted_time_of_a_sparse_layer_equals_the_kernels_read_limit(
+    batch, length, top_k, us
+):
     layer = ModelShape("layer", 1, 16, 8, 128, weights=0)
     step = decode_step(
         layer, H200, [length] * batch, SparsitySchedule.fixed(top_k, dense_layers=()), FREE
@@ -223,7 +225,7 @@ def script(monkeypatch):
     return importlib.import_module("fit_roofline")
 
 
-def test_measured_steps_are_predicted_within_15_percent_dense_and_sparse(script):
+def test_predictions_are_within_15_percent_of_measured_dense_and_sparse_steps(script):
     """Compare with measurements published with the kernels and with those of the engine."""
     rows = script.measured()
     found = [script.point(row, rows["machine"]) for row in rows["steps"]]
@@ -231,7 +233,7 @@ def test_measured_steps_are_predicted_within_15_percent_dense_and_sparse(script)
     assert script.predicted(found, VLLM_H200) == pytest.approx([p.seconds for p in found], rel=0.15)
 
 
-def test_the_shipped_constants_are_the_fit_and_predict_unseen_shapes(script):
+def test_the_shipped_constants_equal_the_fit_and_predict_held_out_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
     # Steps of less than 3 ms wait for the host, unlike steps of the other shapes.
@@ -264,7 +266,9 @@ def test_the_fit_recovers_the_constants_of_simulated_steps(script):
     st.integers(0, 2000),
     st.sampled_from([8, 16, 64]),
 )
-def test_bytes_add_up_over_sequences_and_never_exceed_dense(lengths, top_k, page_size):
+def test_bytes_add_up_over_sequences_and_never_exceed_those_of_a_dense_step(
+    lengths, top_k, page_size
+):
     shape, schedule = SHAPES["qwen3-1.7b"], SparsitySchedule.fixed(top_k, page_size=page_size)
     whole = decode_step(shape, H200, lengths, schedule)
     single = [decode_step(shape, H200, length, schedule) for length in lengths]
@@ -311,7 +315,7 @@ def small(tokens: int) -> Machine:
     return replace(SLOW, memory_bytes=(tokens * 8 + 2000 + 1) / cost.MEMORY_FRACTION)
 
 
-def test_a_rollout_of_one_response_is_the_sum_of_its_steps():
+def test_the_cost_of_a_single_response_is_the_sum_over_its_steps():
     overheads = Overheads(layer_s=0.25)
     found = cost.simulate_rollout(TINY, SLOW, [1000], prompt=24, overheads=overheads)
     assert found.tokens == 1000 and found.mean_batch == 1.0 and found.preemptions == 0
@@ -325,7 +329,7 @@ def test_a_rollout_of_one_response_is_the_sum_of_its_steps():
     assert found.drain_s == pytest.approx(found.seconds - found.prefill_s)
 
 
-def test_the_longest_responses_drain_the_batch():
+def test_the_batch_shrinks_while_the_longest_responses_finish():
     overheads = Overheads(layer_s=0.5)
     even = cost.simulate_rollout(TINY, SLOW, [100] * 8, prompt=1, overheads=overheads)
     assert (even.overhead_s, even.mean_batch) == (100.0, 8.0)
@@ -339,9 +343,9 @@ def test_the_longest_responses_drain_the_batch():
 
 def test_memory_limits_the_batch_and_preempted_requests_are_recomputed():
     overheads = Overheads(layer_s=0.5)
-    # Four fill 2,600 tokens at 650 each, after 640 steps; one gives way, and another when three
-    # reach 866, 216 steps on; two end 144 steps later, and the others, computed again, come in
-    # together and need 144 and 360 more.
+    # Four requests fill 2,600 tokens at 650 each, after 640 steps. One is preempted, and another
+    # when three reach 866, after 216 more steps. Two end 144 steps later; the other two are
+    # recomputed, rejoin together, and need 144 and 360 more steps.
     found = cost.simulate_rollout(TINY, small(2600), [1000] * 4, prompt=10, overheads=overheads)
     assert (found.tokens, found.preemptions, found.overhead_s) == (4000, 2, 640 + 216 + 144 + 360)
     assert found.prefill_s == pytest.approx(2 * 1000 * (4 * 10 + 650 + 866) / (0.5 * 1e9))
@@ -401,7 +405,7 @@ def test_response_lengths_have_the_given_median_tail_and_cutoff():
 # --- predictions ---
 
 
-def test_published_rollouts_are_predicted_from_an_assumed_length_distribution():
+def test_published_speedups_are_predicted_from_an_assumed_length_distribution():
     # AIME24 x 8 = 240 responses, cut at 32K; a median of 14,000 is assumed.
     responses = cost.response_lengths(14_000, 32_768, 240)
     for name, published in zip(MEASURED, (2.21, 2.41, 2.06, 1.49), strict=True):
@@ -412,7 +416,9 @@ def test_published_rollouts_are_predicted_from_an_assumed_length_distribution():
 @pytest.mark.parametrize(
     ("share", "rollout", "step"), [(0.90, 2.21, 1.97), (0.90, 2.41, 2.11), (0.87, 2.06, 1.81)]
 )
-def test_the_speedup_of_a_step_follows_from_the_share_of_rollouts(share, rollout, step):
+def test_the_speedup_of_a_training_step_follows_from_the_share_of_rollout_time(
+    share, rollout, step
+):
     assert 1 / (1 - share + share / rollout) == pytest.approx(
         step, abs=0.02
     )  # the shares implied by the published pairs
@@ -427,7 +433,7 @@ def test_the_speedup_of_a_step_follows_from_the_share_of_rollouts(share, rollout
     assert found.step_speedup == pytest.approx(1 / (1 - share + share / found.speedup))
 
 
-def test_training_time_is_predicted_from_its_flops():
+def test_training_time_is_predicted_from_flops():
     shape, responses = SHAPES["qwen3-1.7b"], [1000, 3000]
     found = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-1.7b"), prompt=500)
     forward = 2 * 1_720_574_976 * 5000 + (2 * 28 * 16 * 128) * (1500**2 + 3500**2)

@@ -28,7 +28,7 @@ PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run(page):
+def test_python_examples_in_the_docs_run(page):
     blocks = re.findall(
         r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.S
     )
@@ -50,7 +50,7 @@ PREPARE = {
 
 
 @pytest.mark.parametrize("mark", PREPARE)
-def test_examples_with_a_model_from_the_hub_run_as_printed(mark, tmp_path):
+def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
     """Use a random model with the shape that the published schedule is for, under the name in the
     example.
     """
@@ -101,13 +101,13 @@ def test_examples_with_a_model_from_the_hub_run_as_printed(mark, tmp_path):
 def test_the_command_line_page_matches_the_help_of_the_commands():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "audit", "report"]
+    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "tune", "audit", "report"]
     assert re.findall(r"<!-- options: (\w+) -->", page) == commands
     assert "`--rollout.temperature FLOAT`" in page and "`PATH`" in page
     assert write_cli["written"](page) == page, "run python docs/write_cli.py"
 
 
-def test_the_example_of_every_text_form_parses(monkeypatch, tmp_path):
+def test_the_example_of_every_option_format_can_be_parsed(monkeypatch, tmp_path):
     """Check each example in the table of forms against its row."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()

@@ -49,7 +49,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_out_of_the_docs_point_to_existing_files_and_headings(name):
+def test_links_to_files_outside_the_docs_point_to_existing_files_and_headings(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s:#]+)(?:#([^)\s]+))?\)", text)
     missing = [
@@ -60,14 +60,14 @@ def test_links_out_of_the_docs_point_to_existing_files_and_headings(name):
     assert links and missing == []
 
 
-def test_a_link_from_the_root_points_to_the_page(rewrite):
+def test_a_link_from_a_page_in_the_root_folder_points_to_the_docs_page(rewrite):
     text = "[glossary](docs/glossary.md#words) and [design](DESIGN.md)"
     assert rewrite(text, ROOT, DOCS, "", "README.md") == (
         "[glossary](glossary.md#words) and [design](design.md)"
     )
 
 
-def test_a_link_out_of_the_docs_points_to_the_repository_if_its_url_is_known(rewrite):
+def test_a_link_to_a_file_outside_the_docs_points_to_the_repository_if_the_url_is_known(rewrite):
     text = "[settings](../pyproject.toml)"
     address = "https://example.org/sparrow"
     assert rewrite(text, DOCS, DOCS, address, "vllm.md") == (
@@ -76,7 +76,7 @@ def test_a_link_out_of_the_docs_points_to_the_repository_if_its_url_is_known(rew
     assert rewrite(text, DOCS, DOCS, "", "vllm.md") == "settings"
 
 
-def test_a_link_to_a_missing_file_is_a_warning(rewrite, caplog):
+def test_a_link_to_a_missing_file_logs_a_warning(rewrite, caplog):
     with caplog.at_level(logging.WARNING):
         rewrite("[gone](gone.md)", DOCS, DOCS, "", "vllm.md")
     assert "vllm.md links to gone.md, which does not exist" in caplog.text

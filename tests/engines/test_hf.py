@@ -53,7 +53,7 @@ def greedy(model, ids, mask, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_budget_that_covers_everything_matches_dense_generation(architecture, cache):
+def test_a_budget_of_all_pages_matches_dense_generation(architecture, cache):
     ids, mask = left_padded(prompts())
     model = tiny_model(architecture)
     dense_tokens, dense_logp = greedy(model, ids, mask, cache_implementation=cache)
@@ -101,7 +101,7 @@ UNEVEN = SparsitySchedule.fixed(
 
 
 @pytest.mark.slow
-def test_the_engine_follows_budgets_per_layer_and_kv_head():
+def test_the_engine_applies_budgets_per_layer_and_kv_head():
     model = tiny_model()
     engine = HFEngine(model, UNEVEN, eos_ids=[])
     rows = [p.tolist() for p in prompts()]
@@ -112,7 +112,7 @@ def test_the_engine_follows_budgets_per_layer_and_kv_head():
     read = sum(np.minimum(held, 16 * pages) for pages in (3, 9, 6, 4, 4, 4)) / 2 + held
     assert (
         counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2
-    )  # of a step: 1/2
+    )  # rounding of 1/2 per step
 
     def gap(budgets):
         scores = engine.score(rollouts, UNEVEN.replace(head_budgets=budgets), 0.8)
@@ -137,7 +137,7 @@ def test_separate_draft_weights_are_refused():
 
 
 @pytest.mark.slow
-def test_padding_and_static_cache_change_nothing():
+def test_padding_and_a_static_cache_do_not_change_the_output():
     rows = prompts()
     ids, mask = left_padded(rows)
     model = tiny_model()
@@ -154,7 +154,7 @@ def test_padding_and_static_cache_change_nothing():
         )
 
 
-def test_training_and_prefill_stay_dense_without_any_setting():
+def test_training_and_prefill_stay_dense_by_default():
     ids = torch.stack(prompts([80, 80]))
     model = tiny_model()
     dense = model(input_ids=ids).logits
@@ -162,7 +162,7 @@ def test_training_and_prefill_stay_dense_without_any_setting():
     assert torch.equal(model(input_ids=ids).logits, dense)
 
 
-def test_teacher_forced_gradients_survive_checkpointing_outside_the_context():
+def test_gradients_with_checkpointing_are_correct_after_the_teacher_forced_context():
     ids = torch.stack(prompts([120, 120]))
     gradients = []
     for checkpointing in (False, True):
@@ -184,7 +184,7 @@ def test_teacher_forced_gradients_survive_checkpointing_outside_the_context():
 
 
 @pytest.mark.parametrize("decoded, sizes", [(2**19, [5]), (60, [2, 2, 1]), (1, [1] * 5)])
-def test_the_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypatch):
+def test_the_total_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypatch):
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
     seen, decode = [], engine._decode
     monkeypatch.setattr(hf, "DECODE_TOKENS", decoded)
@@ -196,7 +196,7 @@ def test_the_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypa
 
 
 @pytest.mark.slow
-def test_the_engine_samples_records_and_scores_one_distribution():
+def test_recorded_log_probs_match_those_from_scoring():
     model = tiny_model()
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     engine = HFEngine(model, schedule, eos_ids=[7], batch_size=3)
@@ -241,7 +241,7 @@ def test_sampling_restores_the_training_mode_of_every_module():
     assert [module.training for module in model.modules()] == training
 
 
-def test_counters_follow_the_schedule():
+def test_counters_match_the_schedule():
     schedule = SparsitySchedule.fixed(1, dense_layers=(0,))
     engine = HFEngine(tiny_model(), schedule, eos_ids=[])
     engine.generate([prompts([100])[0].tolist()], Sampling(max_new_tokens=3))
@@ -262,7 +262,7 @@ def test_update_weights_copies_by_name_and_refuses_unknown_names():
         engine.update_weights([("nonsense", torch.zeros(2))])
 
 
-def test_refusals_name_the_cause():
+def test_unsupported_models_are_refused_with_the_cause():
     with pytest.raises(UnsupportedModel, match=r"MistralForCausalLM.*sliding_attention.*64"):
         small = dict(
             hidden_size=32,
@@ -293,7 +293,7 @@ def test_refusals_name_the_cause():
         engine.generate([[1], [1] * 1000], Sampling(max_new_tokens=100))
 
 
-def test_a_changed_attention_implementation_is_noticed_and_restored():
+def test_a_changed_attention_implementation_is_detected_and_can_be_restored():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(0))
     model.set_attn_implementation("sdpa")
@@ -342,7 +342,7 @@ def test_kernels_requested_by_name_are_used():
         model(input_ids=torch.stack(prompts([9])))
 
 
-def test_the_engine_notices_if_sparse_attention_did_not_run():
+def test_the_engine_detects_that_sparse_attention_did_not_run():
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
     engine.model.set_attn_implementation("sdpa")
     with pytest.raises(
@@ -366,7 +366,7 @@ AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,
 
 
 @pytest.mark.slow
-def test_auto_mode_is_lossless_until_told_to_stop_verifying():
+def test_auto_mode_is_lossless_until_verification_is_limited():
     rows = [p.tolist() for p in prompts()]
     sampling = Sampling(STEPS, seed=3)
     lossless = HFEngine(
@@ -387,7 +387,7 @@ def test_auto_mode_is_lossless_until_told_to_stop_verifying():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_auto_mode_is_exact_while_it_verifies_and_sparse_afterwards(temperature):
+def test_auto_mode_is_exact_up_to_the_verified_length_and_sparse_afterwards(temperature):
     engine = HFEngine(
         tiny_model(), Decoding("auto", AUTO, draft_tokens=3), eos_ids=[7], batch_size=3
     )
@@ -419,7 +419,7 @@ def test_auto_mode_is_exact_while_it_verifies_and_sparse_afterwards(temperature)
             assert np.abs(tail.top_logprobs - forced.top_logprobs).max() < 2e-4
 
 
-def test_only_an_engine_in_auto_mode_can_stop_verifying():
+def test_only_auto_mode_supports_a_limit_on_verification():
     engine = HFEngine(tiny_model(), Decoding.lossless(AUTO), eos_ids=[7])
     with pytest.raises(
         ConfigError, match=r"only in mode 'auto', but .* started in mode 'lossless'"

@@ -45,7 +45,7 @@ def test_an_unknown_engine_is_refused_with_a_list_of_engines(spec):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.names[0])
-def test_every_kind_has_a_function_that_starts_it(kind):
+def test_every_kind_of_engine_has_a_start_function(kind):
     module, _, function = kind.start.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 
@@ -56,7 +56,9 @@ def test_an_engine_without_sparrow_is_accepted_only_for_audits():
 
 
 @pytest.mark.parametrize("options, asleep", [("", False), (":enable_sleep_mode=true", True)])
-def test_an_audit_fits_two_vllm_engines_into_one_process(monkeypatch, options, asleep):
+def test_an_audit_starts_vllm_engines_without_sleep_mode_unless_requested(
+    monkeypatch, options, asleep
+):
     from sparrow.engines.vllm import engine
 
     started = []

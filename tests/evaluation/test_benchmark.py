@@ -14,7 +14,7 @@ from sparrow.tasks import build_tokenizer
 from tests.conftest import fails, tiny_model
 
 
-def test_an_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_and_resumed_evaluation_gives_the_same_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "CHUNK", 2)
     arguments = [
         "eval",
@@ -135,7 +135,7 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
     capsys.readouterr()
 
 
-def test_a_smaller_limit_or_k_reuses_samples_and_a_larger_one_adds_some(
+def test_a_smaller_limit_or_k_reuses_samples_and_a_larger_one_adds_new_samples(
     tmp_path, engine_calls, capsys
 ):
     arguments = [*ARGUMENTS, "--out", str(tmp_path)]
@@ -151,7 +151,9 @@ def test_a_smaller_limit_or_k_reuses_samples_and_a_larger_one_adds_some(
     capsys.readouterr()
 
 
-def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, engine_calls, capsys):
+def test_a_dataset_without_a_limit_is_sampled_in_full_and_a_task_is_refused(
+    tmp_path, engine_calls, capsys
+):
     data = tmp_path / "rows.jsonl"
     data.write_text(
         "".join(
@@ -178,7 +180,7 @@ def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, en
     )
 
 
-def test_rows_that_changed_in_a_benchmark_are_sampled_again(tmp_path, engine_calls, capsys):
+def test_changed_rows_of_a_benchmark_are_sampled_again(tmp_path, engine_calls, capsys):
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"trace {i} + {i}", "answer": str(2 * i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,7 @@ import pytest
 from sparrow.evaluation.scores import majority_at_k, mean_at_k, pass_at_k
 
 
-def test_pass_at_k_by_hand():
+def test_pass_at_k_matches_a_hand_calculation():
     # 1 of 4 right: pass@1 = 1/4, pass@2 = 1 - C(3,2)/C(4,2) = 1/2; 0 right: 0; 4 right: 1.
     rewards = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
     assert pass_at_k(rewards, 1).value == pytest.approx((0.25 + 0 + 1) / 3)
@@ -23,7 +23,7 @@ def test_pass_at_k_is_unbiased():
     assert pass_at_k(rewards, 3).value == pytest.approx(1 - 0.7**3, abs=0.01)
 
 
-def test_majority_by_hand():
+def test_majority_voting_matches_a_hand_calculation():
     rewards = [[1, 0, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     answers = [
         ["7", "3", "7", None],
@@ -32,8 +32,8 @@ def test_majority_by_hand():
         ["4", "6", None, None],
         [None] * 4,
     ]
-    # 7 and 8 win and are right; 2 wins and is wrong; a tie of one right and one wrong; nobody
-    # answered.
+    # 7 and 8 win and are right; 2 wins and is wrong; one right and one wrong answer tie; there is
+    # no answer.
     assert majority_at_k(rewards, answers).value == pytest.approx((1 + 1 + 0 + 0.5 + 0) / 5)
     with pytest.raises(ValueError, match="one answer per reward"):
         majority_at_k(rewards, answers[:2])
@@ -52,7 +52,7 @@ def test_the_interval_covers_the_mean_and_narrows_with_more_problems():
 
 
 @pytest.mark.parametrize("count", [1, 4, 100])
-def test_an_interval_has_a_width_even_if_all_problems_score_the_same(count):
+def test_intervals_have_a_positive_width_even_if_all_problems_have_equal_scores(count):
     """Check 0 of n against the exact (Clopper-Pearson) upper limit 1 - 0.025^(1/n), and n of n as
     its mirror image.
     """

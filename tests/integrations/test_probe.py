@@ -34,7 +34,7 @@ def url(tmp_path_factory):
         yield address
 
 
-def test_drafts_are_logged_with_counts_from_sparrow_and_vllm(url, monkeypatch):
+def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
     assert (
         probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
     )  # as for a server that does not accept such calls

@@ -22,7 +22,7 @@ ANOTHER = {
 }
 
 
-def test_samplers_that_change_the_distribution_are_refused_with_option_and_value():
+def test_sampling_options_that_change_the_distribution_are_refused():
     assert ANOTHER.keys() == NEUTRAL.keys()
     for name, value in ANOTHER.items():
         with pytest.raises(ConfigError) as refused:
@@ -30,7 +30,7 @@ def test_samplers_that_change_the_distribution_are_refused_with_option_and_value
         assert f"rollout.{name} is {value!r}" in str(refused.value)
 
 
-def test_samplers_that_keep_the_whole_softmax_are_accepted():
+def test_sampling_options_that_keep_the_full_softmax_are_accepted():
     for name, neutral in NEUTRAL.items():
         for value in neutral:
             check_whole_softmax({name: value}, "")

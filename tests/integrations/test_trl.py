@@ -101,7 +101,7 @@ def sparse_only():
     return nullcontext(False)
 
 
-def test_prompts_of_the_first_batch_are_also_sampled_densely():
+def test_prompts_of_the_first_batch_are_sampled_densely_as_well():
     """Outside the context the schedule is unchanged, and TRL receives the responses of its own
     rollout.
     """
@@ -123,7 +123,7 @@ def test_prompts_of_the_first_batch_are_also_sampled_densely():
     assert told[4:] == ["dense", "sparse", "generate"] and len(generation.dense) == 2
 
 
-def test_trl_receives_log_probs_of_sampled_tokens_and_the_lists_are_kept():
+def test_trl_receives_log_probs_of_sampled_tokens_and_the_adapter_keeps_top_lists():
     inner = Generation()
     generation = adapter.Recording(inner, 2, 2, lambda: True, sparse_only)
     prompts = [[1], [2, 2], [3]]
@@ -144,20 +144,20 @@ def test_trl_receives_log_probs_of_sampled_tokens_and_the_lists_are_kept():
     assert generation.recorded[1].logprobs.tolist() == pytest.approx([-7.0, -0.4])
 
 
-def test_no_lists_are_requested_between_measurements():
+def test_no_top_lists_are_requested_between_measurements():
     inner = Generation()
     generation = adapter.Recording(inner, 2, 2, lambda: False, sparse_only)
     assert generation.generate([[1], [2], [3]], None, 1)[2] == [[[-1.0], [-1.0]]] * 3
     assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
 
 
-def test_images_are_refused_rather_than_ignored():
+def test_prompts_with_images_are_refused():
     generation = adapter.Recording(Generation(), 2, 2, lambda: True, sparse_only)
     with pytest.raises(ConfigError, match="cannot be measured for prompts with images"):
         generation.generate([[1]], [["an image"]], 1)
 
 
-def test_log_probs_of_the_policy_match_those_of_a_dense_engine(monkeypatch):
+def test_log_probs_of_the_policy_match_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
     engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
@@ -174,7 +174,7 @@ def test_log_probs_of_the_policy_match_those_of_a_dense_engine(monkeypatch):
 # --- what is logged ---
 
 
-def test_counts_of_the_workers_are_logged_as_shares():
+def test_worker_counters_are_logged_as_ratios():
     assert counter_metrics(Counters(0, 0)) == {}
     assert counter_metrics(Counters(1, 4) + Counters(3, 4)) == {"sparrow/tokens_read": 0.5}
     lossy = Counters(1, 4, rows=4, dense_rows=1)
@@ -257,7 +257,7 @@ def test_the_environment_sets_the_mode_only_while_vllm_starts(monkeypatch, fails
         {"generation_kwargs": {"temperature": 0.5}},
     ],
 )
-def test_samplers_that_bias_the_ratios_are_refused_before_anything_is_loaded(
+def test_sampling_options_that_bias_the_ratios_are_refused_before_loading(
     tmp_path, monkeypatch, setting
 ):
     monkeypatch.setattr(adapter.GRPOTrainer, "__init__", lambda *a, **k: pytest.fail("loaded"))
@@ -271,7 +271,7 @@ def test_samplers_that_bias_the_ratios_are_refused_before_anything_is_loaded(
         adapter.SparseGRPOTrainer("model", print, made, schedule="lossless")
 
 
-def test_samplers_that_keep_the_whole_softmax_are_accepted(tmp_path):
+def test_sampling_options_that_keep_the_full_softmax_are_accepted(tmp_path):
     made = trl.GRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -311,7 +311,7 @@ def trained(out, *command):
     return json.loads(out.read_text())
 
 
-def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
+def test_stock_trl_trains_on_sparse_rollouts_and_logs_the_acceptance_tail(tmp_path):
     pytest.importorskip("vllm")
     schedule, out = tmp_path / "schedule.json", tmp_path / "run.json"
     schedule.write_text(

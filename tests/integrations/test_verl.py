@@ -97,7 +97,7 @@ def composed(recipe):
 
 
 @pytest.mark.parametrize("mode", ["dense", "lossless", "lossy"])
-def test_verl_accepts_the_settings_of_the_recipe_on_two_gpus(recipe, mode):
+def test_verl_accepts_the_recipes_settings_for_two_gpus(recipe, mode):
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -110,7 +110,7 @@ def test_verl_accepts_the_settings_of_the_recipe_on_two_gpus(recipe, mode):
         assert adapter.requested(OmegaConf.to_container(config, resolve=True)).mode == mode
 
 
-def test_the_recipe_counts_drafts_over_all_steps(recipe):
+def test_the_recipe_sums_drafts_over_all_steps(recipe):
     rows = [{"data": {"sparrow/drafts/drafted": 3}}, {"data": {}}, {"data": {"sparrow/p5": 0.9}}]
     assert recipe.drafted(rows) == 3
     assert recipe.drafted(rows[1:]) == 0
@@ -130,7 +130,7 @@ def test_verl_treats_the_adapter_as_its_synchronous_trainer(composed):
 # --- requested settings ---
 
 
-def test_the_schedule_is_taken_from_vllms_settings(monkeypatch):
+def test_the_schedule_in_vllms_settings_overrides_the_environment(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     given = {"vllm": {"additional_config": {"sparrow": SCHEDULE.to_dict()}}}
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
@@ -139,7 +139,7 @@ def test_the_schedule_is_taken_from_vllms_settings(monkeypatch):
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
 
 
-def test_settings_that_prevent_a_comparison_are_refused(monkeypatch):
+def test_settings_that_prevent_measuring_the_mismatch_are_refused(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     with pytest.raises(ConfigError, match=r"Sparrow has no schedule; set .*additional_config"):
         adapter.requested(configuration())
@@ -153,7 +153,7 @@ def test_settings_that_prevent_a_comparison_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
-def test_samplers_that_bias_the_ratios_are_refused(setting):
+def test_sampling_options_that_bias_the_ratios_are_refused(setting):
     [(name, value)] = setting.items()
     with pytest.raises(ConfigError, match=rf"actor_rollout_ref.rollout.{name} is {value}"):
         adapter.requested(configuration(**setting))
@@ -162,7 +162,7 @@ def test_samplers_that_bias_the_ratios_are_refused(setting):
 # --- measurements ---
 
 
-def test_unsampled_tokens_count_toward_length_but_not_toward_acceptance():
+def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
     mask = torch.tensor([1, 1, 0, 0, 1])
     q = torch.log(torch.tensor([0.5, 0.5, 1.0, 1.0, 0.8]))
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
@@ -207,7 +207,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
     asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
-    # Once densely, for the ceiling, and then as the run decodes.
+    # The first probe is dense, for the ceiling; the second decodes like the run.
     assert asked == [
         4,
         5,
@@ -309,7 +309,7 @@ def trainer_of(composed, replicas):
     return trainer
 
 
-def test_the_counts_of_all_replicas_are_added_up_before_they_sleep(cluster, composed):
+def test_the_counters_of_all_replicas_are_added_up_before_the_replicas_sleep(cluster, composed):
     trainer = trainer_of(composed, [replica(worker()), replica(worker(drafted=12, emitted=10))])
     trainer.on_sample_end()
     assert trainer._counts == Counters(20, 80, drafted=20, accepted=12, cycles=6)
@@ -321,7 +321,7 @@ def test_a_lossless_run_stops_if_no_token_was_verified(cluster, composed):
         trainer.on_sample_end()
 
 
-def test_a_replica_in_another_mode_is_refused(cluster):
+def test_a_replica_in_a_different_mode_is_refused(cluster):
     with pytest.raises(ConfigError, match=r"refused sparrow_describe: .*decodes densely"):
         adapter.call([replica(worker()), replica()], "sparrow_describe")
     described = adapter.call([replica(worker())], "sparrow_describe")
@@ -370,8 +370,8 @@ def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, com
     batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
 
     def compute_log_prob(batch):
-        # As the engine gives it: one value per token of prompt and response, shifted to the left by
-        # one.
+        # In the form of the engine's output: one value per token of prompt and response, shifted to
+        # the left by one.
         rows = zip(prompt_lengths, policy, strict=True)
         whole = [torch.cat([torch.zeros(n - 1), row, torch.zeros(1)]) for n, row in rows]
         fields = TensorDict({"log_probs": nested(whole), "entropy": nested(whole)}, batch_size=3)

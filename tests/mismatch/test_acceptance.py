@@ -43,7 +43,7 @@ def distribution_pairs(draw):
     return pair
 
 
-def test_exact_acceptance_by_hand():
+def test_exact_acceptance_matches_a_hand_calculation():
     assert acceptance(P, Q) == pytest.approx(0.2 + 0.1 + 0.15 + 0.05)
     assert acceptance([[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]).tolist() == [0.0, 1.0]
 
@@ -74,19 +74,19 @@ def test_exact_acceptance_keeps_leading_dimensions_and_stays_in_range_in_float32
         ([-0.7, -0.7], [-0.7, -0.7], "exponentiate log-probs"),
     ],
 )
-def test_exact_acceptance_refuses_invalid_distributions(p, q, message):
+def test_invalid_distributions_are_refused(p, q, message):
     with pytest.raises(ValueError, match=message):
         acceptance(p, q)
 
 
-def test_gathered_bounds_by_hand():
+def test_gathered_bounds_match_a_hand_calculation():
     ids = [2, 3, 0]  # the three best tokens of the actor
     lower, upper = acceptance_bounds([ids], log(Q[ids])[None], log(P[ids])[None])
     assert lower == pytest.approx([0.15 + 0.05 + 0.2])
     assert upper == pytest.approx([0.4 + min(1 - 0.7, 1 - 0.8)])
 
 
-def test_two_list_bounds_by_hand():
+def test_two_list_bounds_match_a_hand_calculation():
     # The lists share only token 0, with 0.5 and 0.3; masses of 0.5 and 0.7 remain.
     lower, upper = acceptance_bounds(
         [[2, 0]], log([[0.4, 0.3]]), log([[0.5, 0.3]]), policy_ids=[[0, 1]]
@@ -161,7 +161,7 @@ def test_bounds_accept_any_leading_dimensions_and_stay_in_range_in_float32():
     assert (float(one.lower), float(one.upper)) == pytest.approx((0.75, 0.75))
 
 
-def test_rounding_above_zero_is_clipped():
+def test_log_probs_rounded_above_zero_are_clipped():
     assert acceptance_bounds([[0]], [[1e-4]], [[2e-4]]).lower.tolist() == [1.0]
 
 
@@ -185,6 +185,6 @@ LOGPROBS = log(np.array([[0.5, 0.3]]))
         (([[-1, 1]], LOGPROBS, LOGPROBS), "ids contain -1"),
     ],
 )
-def test_bounds_refuse_bad_lists(arguments, message):
+def test_bounds_of_invalid_lists_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         acceptance_bounds(*arguments)

@@ -61,7 +61,7 @@ def test_the_weighted_percentile_equals_the_percentile_of_repeated_tokens(
     )
 
 
-def test_weighted_statistics_by_hand():
+def test_weighted_statistics_match_a_hand_calculation():
     values, sequence = np.array([0.8, 0.1, 0.4]), np.array([1, 0, 1])
     weights = np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
     # Repeated: (0.1, 0.4, 0.8); (0.4, 0.4, 0.8, 0.8); (0.1, 0.1, 0.1). Percentile 25 sits at index
@@ -74,7 +74,7 @@ def test_weighted_statistics_by_hand():
             weighted_percentile(values[tokens], sequence[tokens], np.array([[0.0, 0.0]]))
 
 
-def test_bootstrap_by_hand():
+def test_bootstrap_intervals_match_a_hand_calculation():
     # Two sequences, all zeros and all ones: a resample's mean is 0, 0.5 or 1, with chances 1/4,
     # 1/2, 1/4.
     values, sequence = [0.0, 0.0, 1.0, 1.0], ["b", "b", "a", "a"]
@@ -115,7 +115,7 @@ def test_the_interval_of_the_mean_has_its_theoretical_width():
 
 
 @pytest.mark.slow
-def test_the_interval_covers_clustered_tokens_at_its_level():
+def test_the_interval_has_its_nominal_coverage_for_clustered_tokens():
     """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60
     sequences.
 
@@ -186,14 +186,14 @@ def test_the_seed_determines_the_interval():
         ({"bin_tokens": 0}, "bin_tokens is 0"),
     ],
 )
-def test_percentile_by_bin_interval_refuses_bad_input(change, message):
+def test_percentile_intervals_by_bin_of_invalid_input_are_refused(change, message):
     arguments = {"alpha": [0.5, 0.6], "position": [0, 1], "sequence": [0, 1]} | change
     with pytest.raises(ValueError, match=message):
         percentile_by_bin_interval(**arguments)
 
 
 @pytest.mark.parametrize(("values", "sequence"), [([], []), ([0.5], [0, 1]), ([[0.5]], [[0]])])
-def test_the_bootstrap_refuses_bad_input(values, sequence):
+def test_bootstrap_intervals_of_invalid_input_are_refused(values, sequence):
     with pytest.raises(ValueError, match="two arrays"):
         sequence_bootstrap(values, sequence, weighted_mean)
 
@@ -207,7 +207,7 @@ def report_example():
     return lower, upper, position, sequence
 
 
-def test_a_report_combines_the_results_of_its_parts():
+def test_a_report_contains_the_results_of_all_its_statistics():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20, percentile=5, seed=8)
     assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (
@@ -242,7 +242,7 @@ def test_a_report_combines_the_results_of_its_parts():
         report.mean = 0.0
 
 
-def test_report_histogram_by_hand():
+def test_the_histogram_of_a_report_matches_a_hand_calculation():
     # Shortfalls 0, 1e-7, 2e-6, 0.05, 0.5 and 1, one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
@@ -256,7 +256,7 @@ def test_report_histogram_by_hand():
     }
 
 
-def test_a_report_is_strict_json():
+def test_a_report_can_be_converted_to_strict_json():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20)
     data = report.to_dict()
@@ -275,6 +275,6 @@ def test_a_report_is_strict_json():
         ([0.5], [0.6, 0.7], "upper has shape"),
     ],
 )
-def test_a_report_refuses_bad_input(lower, upper, message):
+def test_reports_of_invalid_input_are_refused(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         mismatch_report(lower, upper, np.zeros(len(lower), int), np.zeros(len(lower), int))

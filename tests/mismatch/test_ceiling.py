@@ -42,20 +42,20 @@ def test_every_length_uses_the_nearest_measured_ceiling():
     assert ceilings(ceiling, 0, 2) == [0.95, 0.91]
 
 
-def test_bins_of_a_different_width_are_matched_by_length():
+def test_the_ceiling_applies_to_bins_of_a_different_width_by_length():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.93, 20), (2, 0.90, 20)))
     found = ceiling.on(dense((0, 0.5, 20), (4, 0.5, 20), width=50)).bins
     assert [b.ceiling for b in found] == [0.95, 0.90]
 
 
-def test_only_lengths_that_were_read_in_full_count():
+def test_only_lengths_that_were_read_in_full_contribute_to_the_ceiling():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.60, 64)), up_to=100)
     assert ceilings(ceiling, 0, 1) == [0.95, 0.95]
 
 
-def test_the_state_survives_json_with_a_bin_of_one_response():
+def test_the_state_survives_a_json_round_trip_with_a_bin_of_one_response():
     ceiling, again = Ceiling(), Ceiling()
     report = dense((0, 0.95, 64), (1, 0.93, 1))
     bins = (report.bins[0], BinMismatch(1, 100, 200, 9, 1, 1, 0.93, nan, nan, 1))
@@ -64,7 +64,7 @@ def test_the_state_survives_json_with_a_bin_of_one_response():
     assert str(again.state()) == str(ceiling.state()) and ceilings(again, 0) == [0.95]
 
 
-def test_the_noise_of_a_sampler_by_hand():
+def test_the_noise_of_a_sampler_matches_a_hand_calculation():
     """Check two listed tokens, with all others as one."""
     noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
@@ -75,7 +75,7 @@ def test_the_noise_of_a_sampler_by_hand():
     )
 
 
-def test_noise_is_defined_for_complete_and_padded_lists():
+def test_the_noise_of_complete_and_padded_lists_is_defined():
     whole = np.array([[log(0.75), log(0.25), -inf]])
     noise = engine_noise(whole, whole)
     assert not noise.any()

@@ -10,7 +10,7 @@ from sparrow.engines.base import Counters
 from sparrow.mismatch.drafts import BUCKETS, DraftAcceptance
 
 
-def test_counts_keep_the_mean_and_percentile_of_every_bin():
+def test_counts_preserve_the_mean_and_percentile_of_every_bin():
     rng = np.random.default_rng(0)
     alpha, position = rng.beta(9, 1, 20_000), rng.integers(0, 7000, 20_000)
     position[position // 2000 == 1] += 2000  # one bin stays empty
@@ -25,7 +25,7 @@ def test_counts_keep_the_mean_and_percentile_of_every_bin():
     assert abs(found.percentile(50) - np.median(alpha)) < 1 / BUCKETS
 
 
-def test_percentiles_by_hand():
+def test_percentiles_match_a_hand_calculation():
     # With four drafts, one per quarter, the fifth percentile lies a fifth into the bucket of the
     # first.
     found = DraftAcceptance.of([0.2, 0.4, 0.6, 1.0], [5, 5, 5, 5], 10)

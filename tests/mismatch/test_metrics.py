@@ -21,7 +21,7 @@ def test_metrics_are_named_by_bin_and_omit_unknown_values():
     )
 
 
-def test_bins_sampled_by_the_dense_policy_log_only_an_upper_bound():
+def test_only_an_upper_bound_is_logged_for_bins_sampled_by_the_dense_policy():
     lower, upper = np.array([0.5, 0.6, 0.9]), np.array([0.9, 0.95, 1.0])
     report = mismatch_report(lower, upper, np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4)
     partly = mismatch_metrics(report, dense_up_to=4)

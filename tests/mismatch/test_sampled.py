@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sparrow.mismatch import acceptance, sampled_acceptance, tail_floor_by_bin
 
 
-def test_acceptance_of_sampled_tokens_by_hand():
+def test_acceptance_of_sampled_tokens_matches_a_hand_calculation():
     found = sampled_acceptance(np.log([0.5, 0.9, 0.3, 1e-300]), np.log([1.0, 0.3, 0.3, 0.5]))
     np.testing.assert_allclose(found, [0.5, 1.0, 1.0, 2e-300], rtol=1e-12)
     assert sampled_acceptance([-np.inf], [-1.0]).tolist() == [0.0]
@@ -22,12 +22,12 @@ def test_acceptance_of_sampled_tokens_by_hand():
         ([-1.0], [-np.inf], "infinite under the actor"),
     ],
 )
-def test_impossible_samples_are_refused(policy, actor, message):
+def test_impossible_log_probs_are_refused(policy, actor, message):
     with pytest.raises(ValueError, match=message):
         sampled_acceptance(policy, actor)
 
 
-def test_the_floor_is_the_mean_of_the_lowest_tokens():
+def test_the_floor_is_the_mean_of_the_tokens_with_the_lowest_acceptance():
     values = np.ones(60)
     values[[7, 33]] = 0.2, 0.4  # 5 % of the 40 tokens in the first bin
     values[50] = 0.6  # and 5 % of the 20 tokens in the second
@@ -49,7 +49,9 @@ def test_the_floor_is_the_mean_of_the_lowest_tokens():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.02, 3.0), st.integers(2, 12))
-def test_the_mean_matches_acceptance_and_the_floor_is_below_its_tail(seed, spread, vocabulary):
+def test_the_mean_matches_exact_acceptance_and_the_floor_is_below_its_percentile(
+    seed, spread, vocabulary
+):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(8000, vocabulary)) * 2
     p, q = (

@@ -5,7 +5,7 @@ import pytest
 from sparrow.mismatch import split_by_bin
 
 
-def test_split_by_bin_by_hand():
+def test_tokens_are_split_by_bin():
     found = split_by_bin([2000, 0, 4000, 1999, 3999])
     assert [(index, tokens.tolist()) for index, tokens in found] == [
         (0, [1, 3]),
@@ -24,6 +24,6 @@ def test_split_by_bin_by_hand():
         ([0], 0, "bin_tokens is 0"),
     ],
 )
-def test_split_by_bin_refuses_bad_input(position, bin_tokens, message):
+def test_splitting_invalid_input_by_bin_is_refused(position, bin_tokens, message):
     with pytest.raises(ValueError, match=message):
         split_by_bin(position, bin_tokens)

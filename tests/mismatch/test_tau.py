@@ -16,9 +16,9 @@ def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMi
     return BinMismatch(3, 300, 400, 99, 20, 0.99, p5, p5 - half, p5 + half, upper, *ceiling)
 
 
-def test_relative_p5_subtracts_noise_in_squares():
-    # 0.13 rejected in all, 0.05 by noise: 0.12 by sparsity, for 5, 12, 13 is a right-angled
-    # triangle.
+def test_relative_p5_subtracts_noise_in_quadrature():
+    # 0.13 is rejected in total and 0.05 because of noise, so 0.12 because of sparsity: 5^2 + 12^2 =
+    # 13^2.
     assert relative_p5(0.87, 0.95) == pytest.approx(0.88)
     assert Tau(0.88, relative=True).level(0.95) == pytest.approx(0.87)
     assert relative_p5(0.87, 1.0) == pytest.approx(0.87) and Tau(0.87).level(0.95) == 0.87
@@ -32,7 +32,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.25])
-def test_independent_logit_errors_add_in_squares_in_the_tail(noise):
+def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
     """Distributions of every sharpness are sampled; the error from sparsity is rare and large,
     noise is everywhere.
     """
@@ -57,7 +57,7 @@ def test_independent_logit_errors_add_in_squares_in_the_tail(noise):
             )
 
 
-def test_the_relative_interval_combines_both_intervals():
+def test_the_interval_of_relative_p5_combines_those_of_p5_and_the_ceiling():
     estimate, lower, upper = relative_span((0.87, 0.86, 0.88), (0.95, 0.94, 0.96))
     assert estimate == pytest.approx(0.88)
     # (0.13^2 - 0.05^2) + hypot(0.14^2 - 0.13^2, 0.05^2 - 0.04^2) = 0.0144 + 0.002846
@@ -73,7 +73,7 @@ def test_the_relative_interval_combines_both_intervals():
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
-def test_at_least_nine_intervals_in_ten_contain_the_true_value(noise):
+def test_at_least_nine_out_of_ten_intervals_contain_the_true_value(noise):
     """Both p5 values are drawn around known values, as in independent rollouts."""
     rng = np.random.default_rng(1)
     truth, spread = 0.9, 0.004
@@ -109,7 +109,7 @@ def test_verdicts_use_the_requested_scale():
     )
 
 
-def test_a_tau_that_dense_rollouts_miss_is_reported_in_a_sentence():
+def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
     bins = [
         measured(0.9, ceiling=(0.999, 0.998, 1.0)),
         measured(0.9, ceiling=(0.951, 0.948, 0.955)),

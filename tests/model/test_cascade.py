@@ -40,7 +40,7 @@ def cascade(pages=1, k=6, m=3, **options):
 # --- what the actor keeps of a guess ---
 
 
-def test_a_guess_is_kept_with_its_own_probability_and_replaced_by_the_rest():
+def test_a_guess_is_kept_with_its_probability_and_otherwise_another_token_is_drawn():
     q = torch.tensor([0.2, 0.5, 0.0, 0.3], dtype=torch.float64)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     q_BTV = q.expand(1000, 2, 4)
@@ -55,7 +55,7 @@ def test_a_guess_is_kept_with_its_own_probability_and_replaced_by_the_rest():
         torch.testing.assert_close(others.double(), rest / rest.sum(), atol=1e-6, rtol=0)
 
 
-def test_guesses_after_a_rejected_one_are_dropped():
+def test_guesses_after_a_rejected_guess_are_dropped():
     certain = torch.eye(5, dtype=torch.float64)[[1, 2, 3, 4]][None]
     drawn, kept = draw_along(certain, torch.tensor([[1, 0, 3]]), torch.zeros(1, 4))
     assert drawn.tolist() == [[1, 2, 3, 4]] and kept.tolist() == [1]
@@ -78,7 +78,7 @@ def pass_over(model, ids, guesses):
         return sequences.read(torch.cat([ids[:, -1:], guesses], 1))
 
 
-def test_a_pass_over_one_token_is_a_decode_step():
+def test_a_pass_over_one_token_equals_a_decode_step():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(1, page_size=8, dense_layers=()))
     ids = torch.tensor(prompts([90]))
@@ -90,7 +90,7 @@ def test_a_pass_over_one_token_is_a_decode_step():
     assert sparse_calls(model) == 2 * 4
 
 
-def test_teacher_forcing_repeats_passes_over_several_tokens():
+def test_teacher_forcing_reproduces_passes_over_several_tokens():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(1, page_size=8, dense_layers=()))
     ids = torch.tensor(prompts([90, 90]))
@@ -106,7 +106,7 @@ def test_teacher_forcing_repeats_passes_over_several_tokens():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_what_a_pass_yields_does_not_depend_on_later_guesses(monkeypatch, broken):
+def test_the_output_for_a_token_does_not_depend_on_later_guesses(monkeypatch, broken):
     if broken:
         monkeypatch.setattr(reference, "selecting_query", lambda q_BHTD: q_BHTD[:, :, -1:])
     model = tiny_model()
@@ -139,14 +139,14 @@ def output(p, q_of, r):
     return found
 
 
-def test_selection_by_guesses_is_inexact_if_guesses_are_random():
+def test_selecting_pages_by_random_guesses_would_be_inexact():
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     one = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     other = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
     r = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, one, one], r), p)
     assert (output(p, [one, other, one], r) - p).abs().max() > 0.02
-    # History's guesses are certain, so that even such an actor would be exact.
+    # History's guesses are deterministic, so even such an actor would be exact.
     certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, other, one], certain), p)
 
@@ -181,7 +181,7 @@ def test_greedy_tokens_match_dense_decoding(k, m):
 # --- sampling ---
 
 
-def test_a_seed_yields_the_tokens_of_dense_decoding_if_drafts_are_invariant():
+def test_drafter_invariant_sampling_yields_the_tokens_of_dense_decoding():
     model = tiny_model()
     sampling = Sampling(24, temperature=0.7, top_n=2, seed=3)
     dense = HFEngine(model, SparsitySchedule.dense(), []).generate(grouped(), sampling)
@@ -193,7 +193,7 @@ def test_a_seed_yields_the_tokens_of_dense_decoding_if_drafts_are_invariant():
     assert counters.passes < counters.drafted
 
 
-def test_a_group_has_only_responses_with_different_seeds():
+def test_only_responses_with_different_seeds_form_a_group():
     engine = HFEngine(tiny_model(), cascade(), [])
     seen = []
     engine._history = lambda *args: seen.append(HFEngine._history(engine, *args)) or seen[-1]
@@ -201,7 +201,7 @@ def test_a_group_has_only_responses_with_different_seeds():
     assert seen[0]._streams_BR.tolist() == [[0, 1], [1, 0], [2, 3], [3, 2]]
 
 
-def test_history_has_no_drafts_after_a_cycle():
+def test_history_contains_only_verified_tokens_after_a_cycle():
     model = tiny_model()
     set_schedule(model, SPARSE)
     ids = torch.tensor(prompts([20, 20]))
@@ -287,7 +287,7 @@ def sampled(model, prompt, count, tokens, k, m):
     ],
 )
 @pytest.mark.slow
-def test_samples_follow_the_distribution_of_the_dense_policy(monkeypatch, how):
+def test_samples_follow_the_dense_policy(monkeypatch, how):
     V, T = 6, 3
     count = 20_000 if how == "as it should" else 4_000
     model = tiny_model(vocab_size=V, num_hidden_layers=2, initializer_range=0.2)

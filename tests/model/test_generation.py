@@ -67,7 +67,7 @@ def forced(model, ids, answers, prompt, schedule=None):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 11])
-def test_a_prompt_read_in_chunks_is_dense_up_to_its_last_token(model, chunk, cache):
+def test_prefill_in_chunks_is_dense_up_to_the_last_prompt_token(model, chunk, cache):
     ids = tokens(2, 43)  # 43 = 6 x 7 + 1 = 14 x 3 + 1
     whole_tokens, whole = generate(model, ids)
     calls = sparse_calls(model)
@@ -78,14 +78,14 @@ def test_a_prompt_read_in_chunks_is_dense_up_to_its_last_token(model, chunk, cac
     torch.testing.assert_close(found, forced(model, ids, found_tokens, [43, 43]), rtol=0, atol=1e-4)
 
 
-def test_a_single_new_token_after_a_cache_counts_as_prompt(model):
+def test_a_single_prompt_token_after_a_cached_prefix_counts_as_prefill(model):
     ids = tokens(1, 43)
     cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
     answers, found = generate(model, ids, past_key_values=cache)
     torch.testing.assert_close(found, forced(model, ids, answers, [43]), rtol=0, atol=1e-4)
 
 
-def test_a_custom_decoding_loop_marks_its_prefill(model):
+def test_a_custom_decoding_loop_can_mark_steps_as_prefill(model):
     ids = tokens(1, 43)
     with torch.no_grad():
         dense = model(input_ids=ids).logits[:, -1]
@@ -97,7 +97,7 @@ def test_a_custom_decoding_loop_marks_its_prefill(model):
     assert (step - dense).abs().max() > 0.05, "without it the token is decoded"
 
 
-def test_generation_that_fails_leaves_decoding_sparse(model):
+def test_decoding_is_still_sparse_after_a_failed_generation(model):
     def broken(ids, scores):
         raise RuntimeError("stop here")
 
@@ -185,7 +185,7 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-def test_a_compiled_model_is_sparse_under_teacher_forcing_and_dense_afterwards(model, how):
+def test_a_compiled_model_is_sparse_during_teacher_forcing_and_dense_afterwards(model, how):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
     expected = forced(model, ids, answers, [30])
     whole = torch.cat([ids, answers], 1)
@@ -215,7 +215,7 @@ def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_a_missing_teacher_forced_pass_is_noticed_at_the_end(model):
+def test_a_missing_teacher_forced_pass_is_reported_at_the_end_of_the_context(model):
     twin = copy.deepcopy(model)
     with (
         pytest.raises(ConfigError, match=r"no pass through layers \[0, 1\] was teacher-forced"),
@@ -225,7 +225,7 @@ def test_a_missing_teacher_forced_pass_is_noticed_at_the_end(model):
 
 
 @pytest.mark.slow
-def test_generation_with_a_static_cache_compiles_once_and_counts_its_steps(model):
+def test_generation_with_a_static_cache_compiles_once_and_counts_every_step(model):
     """Compilation is requested on a CPU as well; its backend only counts."""
     graphs, seen = [], []
 

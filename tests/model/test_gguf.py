@@ -159,7 +159,9 @@ def test_the_converted_checkpoint_has_the_logits_of_the_original_model(
         torch.testing.assert_close(loaded(ids).logits, written(ids).logits, rtol=0, atol=0)
 
 
-def test_the_converted_tokenizer_produces_the_original_ids(tmp_path, model, tokenizer):
+def test_the_converted_tokenizer_produces_the_ids_of_the_original_tokenizer(
+    tmp_path, model, tokenizer
+):
     write(tmp_path / "model.gguf", model, tokenizer)
     convert(tmp_path / "model.gguf", tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What history guesses: the tokens that followed the longest suffix where it occurred before."""
+"""History guesses the tokens that followed the longest suffix where it occurred before."""
 
 import random
 
@@ -17,20 +17,20 @@ def guessed(*streams, most=2, longest=8, shortest=1):
     ].tolist()
 
 
-def test_the_longest_suffix_wins_over_a_later_one():
+def test_the_longest_suffix_takes_precedence_over_a_more_recent_one():
     stream = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
     assert guessed(stream) == [4, 9], "1 2 3 occurred once, at the start"
     assert guessed(stream, longest=2) == [5, 1], "2 3 was last followed by 5"
 
 
-def test_a_suffix_that_has_not_occurred_guesses_nothing():
+def test_a_suffix_that_has_not_occurred_yields_no_guess():
     assert guessed([1, 2, 3]) == [0, 0]
     assert guessed([7, 1, 8, 1], shortest=2) == [0, 0], "1 has occurred, 8 1 has not"
     assert guessed([7, 1, 8, 1], most=3) == [8, 1, 0], "no more is known"
     assert guessed([5]) == [0, 0]
 
 
-def test_siblings_are_looked_up_and_own_tokens_come_first():
+def test_guesses_come_from_the_same_response_first_and_then_from_its_siblings():
     assert guessed([1, 2], [1, 2, 3, 4]) == [3, 4]
     assert guessed([1, 2], [7, 1, 2, 3], [1, 2, 5, 6]) == [3, 0], "the latest place counts"
     assert guessed([1, 7, 1], [3, 3, 1, 8, 1]) == [7, 1], "a later place, but not its own"
@@ -55,7 +55,7 @@ def by_hand(streams, most, longest, shortest):
 
 
 @pytest.mark.parametrize(("longest", "shortest"), [(8, 1), (3, 2), (1, 1), (4, 3)])
-def test_random_streams_match_a_search_token_by_token(longest, shortest):
+def test_guesses_in_random_streams_match_a_naive_search(longest, shortest):
     generator = random.Random(longest)
     for _ in range(100):
         streams = [
@@ -67,7 +67,7 @@ def test_random_streams_match_a_search_token_by_token(longest, shortest):
         assert found == expected, streams
 
 
-def test_a_history_grows_and_forgets_by_row():
+def test_rows_of_a_history_can_be_extended_and_shortened():
     history = History([[1, 2, 3], [1, 2], [4, 1, 2]], ["a", "a", "b"], 4, 2, torch.device("cpu"))
     rows = torch.tensor([1, 2])
     assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], "the third is of another group"

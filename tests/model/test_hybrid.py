@@ -61,8 +61,8 @@ def test_attention_layers_of_a_hybrid_decode_like_the_eager_reference(kind):
 
 
 def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
-    # As published, one layer in four. Linear layers sum step by step in another order than over a
-    # chunk: with larger weights float32 drifts further apart than the bound.
+    # As published, one layer in four. Linear layers sum in a different order step by step than over
+    # a chunk; with larger weights, float32 results would differ by more than the bound.
     model = build("qwen3_next", None, initializer_range=0.2)
     number = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=number).tolist() for n in (40, 33, 25)]
@@ -84,10 +84,10 @@ def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
         assert (apart < 1e-4) == same
 
 
-def test_unsupported_features_of_a_hybrid_are_refused_by_name():
+def test_unsupported_features_of_a_hybrid_are_refused():
     with pytest.raises(
         UnsupportedModel,
-        match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot undo",
+        match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot be restored",
     ):
         HFEngine(build("qwen3_next"), Decoding.lossless(), eos_ids=[])
     with pytest.raises(

@@ -112,7 +112,7 @@ def arrangements():
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_rows_padded_anywhere_decode_as_if_alone(model, name, static):
+def test_padded_rows_decode_as_they_do_alone(model, name, static):
     rows, ids, mask = arrangements()[name]
     answers = tokens(len(rows), STEPS, seed=5)
     expected = alone(model, rows, answers)
@@ -125,7 +125,7 @@ def test_rows_padded_anywhere_decode_as_if_alone(model, name, static):
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_rows_padded_anywhere_are_teacher_forced_as_if_alone_with_equal_gradients(model, name):
+def test_padded_rows_have_the_teacher_forced_outputs_and_gradients_of_single_rows(model, name):
     rows, ids, mask = arrangements()[name]
     prompt = [11, 20, 30]
     expected = []
@@ -154,7 +154,7 @@ def test_a_row_of_only_padding_does_not_affect_other_rows(model):
     torch.testing.assert_close(decode(model, ids, mask, answers)[:3], expected, rtol=0, atol=1e-4)
 
 
-def test_rows_with_virtual_tokens_before_padding_decode_as_if_alone(model):
+def test_rows_with_virtual_tokens_before_padding_decode_as_they_do_alone(model):
     """Virtual tokens precede the padding, so every padded row has a hole, which the positions of
     peft include.
     """

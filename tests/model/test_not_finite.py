@@ -15,7 +15,7 @@ from tests.conftest import tiny_model
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("mode", ["dense", "lossless"])
-def test_an_engine_reports_logits_that_are_not_finite(mode, bad, temperature):
+def test_an_engine_reports_non_finite_logits(mode, bad, temperature):
     model = tiny_model()
     decoding = Decoding.lossless() if mode == "lossless" else SparsitySchedule.dense()
     engine = HFEngine(model, decoding, eos_ids=[])
@@ -26,7 +26,7 @@ def test_an_engine_reports_logits_that_are_not_finite(mode, bad, temperature):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_damaged_weights_are_reported_as_such(bad):
+def test_non_finite_weights_are_reported_as_damaged(bad):
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight.fill_(bad)
@@ -34,7 +34,7 @@ def test_damaged_weights_are_reported_as_such(bad):
         HFEngine(model, SparsitySchedule.dense(), eos_ids=[])
 
 
-def test_tokens_may_be_excluded_with_minus_infinity():
+def test_logits_of_minus_infinity_exclude_tokens():
     logits = torch.tensor([[0.0, -torch.inf]])
     assert Shape().distribution(logits).tolist() == [[1.0, 0.0]]
     with pytest.raises(TrainingDiverged, match="not finite"):

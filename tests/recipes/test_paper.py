@@ -112,7 +112,7 @@ def priced_at_once(monkeypatch):
     monkeypatch.setattr(cluster, "plan", fit)
 
 
-def test_the_recipe_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
+def test_the_recipe_lists_all_training_runs_of_every_model():
     assert len(RUNS) == 4 * len(MODELS) - 1 + 3
     assert {run[run.index("--schedule") + 1] for run in RUNS if "--schedule" in run} == {
         *(f"qwen3-{m.lower()}-0.86" for m in MODELS),
@@ -125,7 +125,7 @@ def test_the_recipe_has_dense_lossy_lossless_and_distilled_runs_of_every_model()
 @pytest.mark.parametrize(
     "run", RUNS, ids=lambda run: run[run.index("--run-dir") + 1] + run[run.index("--model") + 1]
 )
-def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
+def test_every_training_run_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
     (held_out,) = parse(["train", *run]).eval.benchmark
@@ -144,7 +144,9 @@ def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_o
     assert ("checked when the run starts" in printed) == is_distilled
 
 
-def test_runs_that_do_not_fit_a_machine_are_found(tmp_path, monkeypatch, priced_at_once, capsys):
+def test_a_dry_run_detects_that_a_run_does_not_fit_on_the_machine(
+    tmp_path, monkeypatch, priced_at_once, capsys
+):
     monkeypatch.chdir(ROOT)
     own = [
         "--dataset",
@@ -175,7 +177,7 @@ def test_the_shrunk_run_trains_end_to_end(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", commands("train"), ids=lambda run: run[run.index("--run-dir") + 1])
-def test_every_training_runs_small_on_five_rows_of_its_data(
+def test_a_small_version_of_each_training_run_works_on_five_rows(
     run, reading_checkpoint, small_pages, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
@@ -228,7 +230,7 @@ def test_every_training_runs_small_on_five_rows_of_its_data(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands("sparrow eval"), ids=lambda c: c[-1])
-def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(
+def test_a_small_version_of_each_evaluation_works_on_five_rows_of_each_benchmark(
     command, reading_checkpoint, small_pages, tmp_path
 ):
     assert parse(["eval", *command]).max_new_tokens in (16000, 36864)
@@ -255,7 +257,9 @@ def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(
 
 
 @pytest.mark.slow
-def test_the_calibration_runs_small_on_five_rows(peaked_checkpoint, small_pages, tmp_path):
+def test_a_small_version_of_the_calibration_works_on_five_rows(
+    peaked_checkpoint, small_pages, tmp_path
+):
     (command,) = commands("sparrow calibrate")
     assert parse(["calibrate", *command]).max_new_tokens == 36864
     small = shrunk(
@@ -284,14 +288,14 @@ def test_the_calibration_runs_small_on_five_rows(peaked_checkpoint, small_pages,
 @pytest.mark.parametrize(
     "command", commands("python recipes/paper/verl_math.py"), ids=lambda c: c[1]
 )
-def test_verl_files_are_written_from_five_rows(command, tmp_path):
+def test_data_files_for_verl_can_be_written_from_five_rows(command, tmp_path):
     dataset, out = command[command.index("--dataset") + 1], tmp_path / "data" / "rows.parquet"
     recipe("verl_math").main(["--dataset", local(dataset), "--out", str(out)])
     rows = parquet.read_table(out).to_pylist()
     assert len(rows) == 5 and {row["data_source"] for row in rows} == {dataset}
 
 
-def test_taco_is_filtered_like_code_r1(tmp_path, capsys):
+def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
     first, second, third, fourth, called = (
         json.loads(line) for line in (HUB / "taco.jsonl").read_text().splitlines()
     )
@@ -331,7 +335,7 @@ def test_taco_is_filtered_like_code_r1(tmp_path, capsys):
     ]  # the first of its solutions is wrong
 
 
-def test_the_verl_config_matches_our_trainer(monkeypatch):
+def test_the_verl_config_matches_the_settings_of_sparrows_trainer(monkeypatch):
     monkeypatch.chdir(ROOT)
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
     ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
@@ -358,7 +362,7 @@ def test_the_verl_config_matches_our_trainer(monkeypatch):
     assert gpus.gpus == 32 and memory.full_responses >= 8
 
 
-def test_verl_uses_our_prompts_and_our_verifier():
+def test_verl_uses_the_prompts_and_verifier_of_sparrow():
     verl = recipe("verl_math")
     rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]
@@ -381,7 +385,9 @@ def test_predicted_hours_match_the_cost_model():
 
 
 @pytest.mark.slow
-def test_table_2_measures_every_mode_on_the_same_prompts(reading_checkpoint, tmp_path, capsys):
+def test_the_script_for_table_2_measures_every_mode_on_the_same_prompts(
+    reading_checkpoint, tmp_path, capsys
+):
     out = tmp_path / "table2.json"
     recipe("table2").main(
         [

@@ -146,7 +146,7 @@ def log_of(*rows, schedules=None) -> RunLog:
 
 
 @pytest.mark.slow
-def test_evaluations_are_plotted_from_the_start_and_listed(tmp_path):
+def test_evaluations_are_plotted_from_step_zero_and_listed_in_a_table(tmp_path):
     def score(value):
         return {
             "mean": {"value": value, "low": value - 0.1, "high": value + 0.1},
@@ -292,7 +292,7 @@ def parsed(report) -> Page:
 # Reading a run
 
 
-def test_series_bins_and_tail_are_read_back_as_written(run):
+def test_series_bins_and_tails_are_read_back_as_they_were_written(run):
     log = RunLog.load(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert log.steps.tolist() == list(range(1, 9))
@@ -343,7 +343,7 @@ def test_a_damaged_line_is_refused(tmp_path):
     text = (path / "metrics.jsonl").read_text()
     for damage, message in (
         ("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"),
-        ("[1]\n", "contains a list"),
+        ("[1]\n", "contains a value of type list"),
         ('{"loss": 1}\n', "line 1 of .* has no step"),
         ('{"step": 1}\n', "step 1 of .*metrics.jsonl has no 'correction'"),
     ):
@@ -363,7 +363,7 @@ def test_an_empty_run_is_refused(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_schedule_that_changed_is_described_with_its_start(tmp_path):
+def test_a_changed_schedule_is_described_together_with_the_initial_one(tmp_path):
     start, now = step_row(1), step_row(2, schedule={"top_k": [9, "all"]})
     assert dict(setup_rows(RunLog.load(write_run(tmp_path, [start, now])))) == {
         "schedule": "top 9 to all by length + 3 pages of 10 tokens, dense in layer 0; "
@@ -381,7 +381,7 @@ def test_a_configuration_not_written_by_sparrow_train_is_refused(tmp_path):
 # Numbers
 
 
-def test_summary_rows_by_hand(tmp_path):
+def test_summary_rows_match_a_hand_calculation(tmp_path):
     # Tokens: 100 + ... + 800 = 3600, of which a tenth of the first 100 was masked: 3590 / 3600 =
     # 99.72 %.
     bins = bins_only(
@@ -401,7 +401,7 @@ def test_summary_rows_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (8, 2), (20, 5), (1000, 10)])
-def test_first_and_last_average_a_quarter_of_the_steps_up_to_ten(steps, count):
+def test_first_and_last_values_are_averages_over_a_quarter_of_the_steps_up_to_ten(steps, count):
     values = np.arange(steps, dtype=float)
     expected = ((count - 1) / 2, steps - 1 - (count - 1) / 2, count)
     assert log_of(step_row(1)).first_and_last(values) == expected
@@ -425,7 +425,7 @@ def test_the_verdict_depends_on_the_interval_and_the_upper_bound(p5, low, high, 
     assert BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper).verdict(0.86) == expected
 
 
-def test_a_schedule_can_be_plotted_alone(tmp_path, capsys):
+def test_a_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, capsys):
     (tmp_path / "schedule.json").write_text(SCHEDULE.to_json())
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
@@ -435,7 +435,7 @@ def test_a_schedule_can_be_plotted_alone(tmp_path, capsys):
         )
 
 
-def test_a_measurement_is_plotted_from_its_file(tmp_path, monkeypatch, capsys):
+def test_a_measurement_can_be_plotted_from_its_file(tmp_path, monkeypatch, capsys):
     """Measured values are plotted; an unknown value (nan) leaves a gap."""
     acceptance = np.linspace(0.5, 1, 80)
     measured = mismatch_report(
@@ -483,14 +483,14 @@ def test_bins_and_schedules_have_readable_names():
 
 
 @pytest.mark.slow
-def test_every_figure_is_shown(parsed):
+def test_the_page_shows_every_figure(parsed):
     assert list(parsed.figures) == FIGURES
     assert parsed.figures["p5 of acceptance by length"].startswith(
         "5th percentile of the acceptance rate"
     )
 
 
-def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
+def test_the_page_is_self_contained_and_has_no_scripts(parsed, report):
     assert report.name == "index.html" and list(report.parent.iterdir()) == [report]
     assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in parsed.tags}
     urls = [
@@ -545,7 +545,7 @@ def test_tables_contain_the_recorded_numbers(parsed, run):
         assert cells[6:] == [f"{b['n_tokens']:,}", str(b["n_sequences"])]
 
 
-def test_every_token_is_shown_with_its_acceptance(parsed):
+def test_every_token_is_coloured_and_labelled_by_its_acceptance(parsed):
     assert len(parsed.responses) == 16, "two responses of each of eight steps"
     for spans in parsed.responses:
         assert [text for _, text in spans] == TOKENS
@@ -575,7 +575,7 @@ def test_the_expected_answer_is_shown_beside_a_response(tmp_path):
     assert parsed.text.count("Expected answer:") == 1 and "Expected answer: <7>" in parsed.text
 
 
-def test_a_long_run_shows_selected_steps(tmp_path):
+def test_a_long_run_shows_the_responses_of_selected_steps(tmp_path):
     rows = [step_row(step) for step in range(1, 101)]
     path = write_run(
         tmp_path / "run", rows, [rollout_row(step, [f"{step}"], [0.5]) for step in range(1, 101)]
@@ -642,7 +642,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_colour_scale_is_readable_by_lightness_alone():
+def test_levels_of_the_colour_scale_differ_in_lightness():
     for one, other in pairwise(map(luminance, theme.LEVEL_COLORS)):
         assert other < one, "each lower level lies further from the page"
     for ink, background in zip(theme.LEVEL_INKS, theme.LEVEL_COLORS, strict=True):
@@ -688,7 +688,7 @@ def test_tail_figures_plot_the_recorded_intervals():
     assert dots == [(0, 0.9), (1, 0.8), (2, 0.5)]
 
 
-def test_a_bin_has_one_colour_in_every_figure():
+def test_a_bin_has_the_same_colour_in_every_figure():
     row = step_row(1, mismatch=bins_only(*(bin_row(n, 0.9 - n / 50) for n in range(1, 6))))
     log = log_of(row, {**row, "step": 2}, schedules=(SCHEDULE, SCHEDULE.replace(top_k=(3,))))
     colors = {
@@ -722,7 +722,7 @@ def test_the_ceiling_is_shown_beside_p5_if_logged(tmp_path):
     assert "noise floor" in parsed.figures["p5 by length at the last step"]
 
 
-def test_long_runs_show_a_rolling_mean_of_every_bin():
+def test_figures_of_long_runs_show_a_rolling_mean_of_every_bin():
     bins = [bin_row(n, 0.9 - n / 50) for n in range(20)]
     log = log_of(
         *(step_row(step, mismatch=bins_only(*bins[: 20 - step % 2])) for step in range(1, 71))
@@ -792,7 +792,7 @@ def test_two_runs_are_shown_on_one_page(run, tmp_path):
     assert order == sorted(order), "responses to one problem stand beside each other"
 
 
-def test_a_series_of_only_the_second_run_is_in_the_legend():
+def test_a_series_that_only_one_of_two_runs_has_is_in_the_legend():
     def rewards(*sources):
         return log_of(
             step_row(1, reward={"mean": 0.5, "std": 0.1, "sources": dict.fromkeys(sources, 0.5)})
@@ -810,7 +810,7 @@ def test_a_series_of_only_the_second_run_is_in_the_legend():
 
 
 @pytest.mark.parametrize("steps", [3, 40, UNSMOOTHED_STEPS + 40])
-def test_two_runs_differ_in_marker_and_dash_on_curves_of_any_length(steps):
+def test_two_runs_have_different_markers_and_dashes(steps):
     log = log_of(*(step_row(i) for i in range(1, steps + 1)))
     for panel in PANELS["Reward and responses"]:
         ax = drawn(panel.draw, log, log)
@@ -828,7 +828,7 @@ def test_two_runs_differ_in_marker_and_dash_on_curves_of_any_length(steps):
 
 
 def test_labels_are_unambiguous():
-    """Neither "all" nor "level" appears without saying of or with what."""
+    """A label is never just "all" or "level": it says all of what, or level with what."""
     labels = {
         label
         for panels in PANELS.values()
@@ -850,7 +850,7 @@ def test_wide_tables_have_a_scroll_hint_on_phones(parsed, report):
     assert "@media (max-width: 48rem) { .hint { display: block; } }" in style
 
 
-def test_the_page_follows_a_preference_for_dark_mode(report):
+def test_the_page_supports_dark_mode(report):
     style = report.read_text(encoding="utf-8").partition("</style>")[0]
     dark = style.partition("@media (prefers-color-scheme: dark)")[2]
     assert '<meta name="color-scheme" content="light dark">' in style
@@ -871,13 +871,13 @@ def test_runs_with_different_length_bins_are_not_compared(run, tmp_path):
         write_report(run, wide)
 
 
-def test_rolling_mean_by_hand():
+def test_the_rolling_mean_matches_a_hand_calculation():
     values = np.array([1, 2, nan, 4, 9])
     np.testing.assert_allclose(curves._rolling_mean(values, 3), [1.5, 1.5, 3, 6.5, 6.5])
     assert np.isnan(curves._rolling_mean(np.full(4, nan), 3)).all()
 
 
-def test_schedule_figure_by_hand():
+def test_the_schedule_figure_matches_a_hand_calculation():
     log = log_of(step_row(1), step_row(2), schedules=(SCHEDULE.replace(top_k=(2,)), SCHEDULE))
     start, now = (
         dict(zip(*line.get_data(), strict=True)) for line in drawn(figures.draw_schedule, log).lines
@@ -886,7 +886,7 @@ def test_schedule_figure_by_hand():
     assert now[30] == 100
 
 
-def test_a_schedule_that_changed_is_plotted_by_step_and_alarms_are_counted():
+def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     tables = ((2, 6, ALL_PAGES), (4, 6, ALL_PAGES), (4, 6, ALL_PAGES))
     rows = [step_row(i + 1, guard={"steps_below": i, "alarm": i > 1}) for i in range(3)]
     log = log_of(*rows, schedules=tuple(SCHEDULE.replace(top_k=table) for table in tables))
@@ -942,7 +942,7 @@ def test_a_lossless_run_reports_its_drafts():
 
 
 def bounded(step: int, **changes) -> dict:
-    """Return a step whose lists leave p5 open: p5 of dense samples is as low."""
+    """Return a step whose lists leave p5 open, because p5 of dense samples would be as low."""
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
 
@@ -1005,7 +1005,7 @@ def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path,
     assert ["mode", DENSE[1]] in found.tables["run"] and "bins" not in found.tables
 
 
-def test_a_sparse_actor_is_shown_between_its_bounds(page_of):
+def test_acceptance_of_a_sparse_actor_is_shown_with_its_bounds(page_of):
     found, log = page_of("lossy")
     assert [row[:3] for row in found.tables["bins"][1:]] == [
         ["0-100", "between 0.600 and 0.990", "undecided"],
@@ -1023,7 +1023,7 @@ def test_a_sparse_actor_is_shown_between_its_bounds(page_of):
     assert ends == [[0.6, 0.99], [0.7, 0.999]]
 
 
-def test_lengths_that_are_read_in_full_or_verified_have_no_mismatch(page_of, tmp_path):
+def test_no_mismatch_is_shown_for_lengths_that_are_read_in_full_or_verified(page_of, tmp_path):
     found, log = page_of("lossy", dense_up_to=100)
     assert [row[0] for row in found.tables["bins"][1:]] == ["100-200"]
     assert dict(summary_rows(tmp_path / "lossy"))["p5 at 0-100 tokens"] == OWN_SAMPLES
@@ -1036,7 +1036,7 @@ def test_lengths_that_are_read_in_full_or_verified_have_no_mismatch(page_of, tmp
     assert not any("p5" in name for name in titles(log))
 
 
-def test_dense_lengths_of_older_versions_are_inferred_from_their_settings():
+def test_dense_lengths_of_runs_by_older_versions_are_inferred_from_settings():
     def up_to(schedule, train=(), **changes):
         log = log_of(step_row(1, **changes), schedules=(schedule,))
         log.train.update(train)
@@ -1050,7 +1050,7 @@ def test_dense_lengths_of_older_versions_are_inferred_from_their_settings():
     assert up_to(SCHEDULE, dial={"verified_up_to": 200}) == 200
 
 
-def test_an_auto_schedule_is_sparse_even_while_it_reads_everything(tmp_path):
+def test_an_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_path):
     row = bounded(1, **MODES["dense"])
     log = RunLog.load(write_run(tmp_path, [row], schedule="auto"))
     assert log.is_sparse and dict(setup_rows(log)) == {
@@ -1084,7 +1084,7 @@ def test_a_lone_surrogate_is_replaced_in_the_report(tmp_path, monkeypatch):
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"
 
 
-def test_importing_report_loads_neither_torch_nor_matplotlib():
+def test_importing_the_report_package_loads_neither_torch_nor_matplotlib():
     code = "import sys, sparrow.report; print(sorted({'torch', 'matplotlib', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

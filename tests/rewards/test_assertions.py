@@ -249,7 +249,7 @@ def verifier():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_honest_tests_are_judged_correctly(verifier, name):
+def test_programs_are_judged_correctly_by_honest_tests(verifier, name):
     test, right, wrong = CASES[name]
     judgement = verifier.judge(right, {"test": test})
     assert judgement.passed, judgement.detail
@@ -257,7 +257,7 @@ def test_honest_tests_are_judged_correctly(verifier, name):
         assert not verifier.judge(program, {"test": test}).passed
 
 
-def test_there_are_at_least_forty_cases():
+def test_the_table_contains_at_least_forty_cases():
     assert len(CASES) >= 40
 
 
@@ -272,14 +272,16 @@ def test_there_are_at_least_forty_cases():
         ({"test": "assert gcd(4, 6) == 2", "setup": ""}, "from math import gcd"),
     ],
 )
-def test_functions_of_python_or_the_prelude_do_not_count_as_the_programs(verifier, tests, prelude):
+def test_functions_of_python_or_the_prelude_do_not_count_as_defined_by_the_program(
+    verifier, tests, prelude
+):
     judgement = verifier.judge("", {**tests, "prelude": prelude})
     assert (
         judgement.verdicts == ("error",) and "the program defines no function" in judgement.detail
     )
 
 
-def test_functions_imported_by_the_program_count_as_its_own(verifier):
+def test_functions_imported_by_the_program_count_as_defined_by_the_program(verifier):
     tests = {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2], "prelude": "from math import *"}
     assert verifier.judge("from math import gcd", tests).passed
 
@@ -290,7 +292,7 @@ def test_tests_that_name_only_builtins_must_specify_the_entry_point(verifier):
     judgement = verifier.judge(program, tests)
     assert (
         judgement.detail
-        == "in the tests: ValueError: set 'entry_point' to the one of abs, sum that the program defines"
+        == "in the tests: ValueError: the tests call abs, sum; set 'entry_point' to the one that the program defines"
     )
     assert verifier.judge(program, {**tests, "entry_point": "sum"}).passed
     forged = "def sum(x): return 99\ndef abs(x): return 0"
@@ -336,7 +338,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_callbacks_reach_nothing_but_the_function(verifier, name):
+def test_hostile_callbacks_cannot_obtain_a_pass(verifier, name):
     tests = {"test": "EXPECTED = [3, 4]\nassert apply(lambda x: x + 1, [2, 3]) == EXPECTED"}
     limited = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=3)) if "end" in name else verifier
     judgement = limited.judge(HOSTILE[name], tests)
@@ -459,7 +461,7 @@ def _output(code, tests, given, expected):
         ("taco", 8, []),
     ],
 )
-def test_mutants_are_judged_as_in_one_process(verifier, name, number, not_told):
+def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, not_told):
     """Every mutant fails except those that the tests cannot detect, which also pass in one plain
     process.
     """
@@ -481,7 +483,7 @@ def test_mutants_are_judged_as_in_one_process(verifier, name, number, not_told):
     assert ours.count(False) > 0.6 * len(ours), f"{name}: {ours.count(False)} of {len(ours)}"
 
 
-def test_calls_are_judged_as_in_one_process(verifier):
+def test_right_programs_pass_in_a_single_process_as_well(verifier):
     """The cases above pass and fail in one plain process as well, so their tests are honest."""
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))

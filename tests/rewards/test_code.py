@@ -100,13 +100,13 @@ def test_the_program_is_extracted_from_a_response(response, code):
         "1. " * 200_000 + "```",
     ],
 )
-def test_a_flood_of_fences_is_read_in_linear_time(flood):
+def test_many_code_fences_are_parsed_in_linear_time(flood):
     start = time.process_time()
     extract_code(flood)
     assert time.process_time() - start < 5
 
 
-def test_programs_are_judged_by_standard_output(verifier):
+def test_programs_are_judged_by_their_standard_output(verifier):
     tests = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7", "11\n"]}
     good = "a, b = map(int, input().split())\nprint(a + b)"
     assert judge(verifier, good, tests) == (("pass",) * 3, "")
@@ -124,7 +124,7 @@ def test_programs_are_judged_by_standard_output(verifier):
     assert judge(verifier, "bytearray(1 << 40)", tests) == (("memory",), "MemoryError")
 
 
-def test_a_failed_test_does_not_affect_the_next(verifier):
+def test_a_failed_test_does_not_affect_the_next_test(verifier):
     tests = {"inputs": ["0", "1"], "outputs": ["0", "1"]}
     for bad in (
         "while True: pass",
@@ -138,7 +138,7 @@ def test_a_failed_test_does_not_affect_the_next(verifier):
         assert judge(verifier, program, call, stop_early=False)[0][1] == "pass"
 
 
-def test_programs_are_judged_by_calls(verifier):
+def test_programs_are_judged_by_function_calls(verifier):
     assert judge(verifier, "def add(a, b): return a + b", ADD) == (("pass", "pass"), "")
     method = "class Solution:\n    def add(self, a: List[int], b: int) -> int: return a + b"
     assert judge(verifier, method, {**ADD, "prelude": "from typing import *"})[0] == (
@@ -211,7 +211,7 @@ def test_programs_are_judged_by_assertions(verifier):
     )
 
 
-def test_results_reach_assertions_with_their_types(verifier):
+def test_results_keep_their_types_in_assertions(verifier):
     program = "def f(kind): return {'t': (1, [2]), 's': {1, 2}, 'd': {1: (2,)}, 'b': b'x', 'n': None, 'g': 1.5}[kind]"
     tests = """
 assert f('t') == (1, [2]) and f('t') != [1, [2]]
@@ -294,7 +294,7 @@ def test_a_verdict_cannot_be_forged(name, mode, kinds):
         )
 
 
-def test_programs_do_not_inherit_our_imports_and_globals(verifier):
+def test_programs_do_not_inherit_the_imports_and_globals_of_the_harness(verifier):
     """Our ``from __future__`` imports and globals are not visible to the program, but its own
     imports work.
     """
@@ -307,7 +307,7 @@ def test_programs_do_not_inherit_our_imports_and_globals(verifier):
 
 
 @pytest.mark.slow
-def test_the_whole_program_has_a_time_limit():
+def test_the_total_time_of_a_program_is_limited():
     verifier = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=2))
     tests = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}
     judgement = verifier.judge(
@@ -329,7 +329,7 @@ def test_an_empty_list_of_tests_does_not_pass(verifier):
             verifier.judge("", wrong)
 
 
-def test_rewards_by_hand():
+def test_the_reward_is_one_for_a_correct_program_and_zero_otherwise():
     tests = {"inputs": ["1"], "outputs": ["1"]}
     assert verify_code("So:\n```python\nprint(input())\n```", tests) == 1.0
     assert verify_code("So:\n```python\nprint(2)\n```", tests) == 0.0
@@ -338,7 +338,7 @@ def test_rewards_by_hand():
     assert verify("```python\nprint(input())\n```") == 1.0
 
 
-def test_threads_never_run_more_programs_than_there_are_workers(monkeypatch):
+def test_threads_never_run_more_programs_than_the_number_of_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
 
     class Counted(sandbox.Sandbox):
@@ -385,7 +385,7 @@ def test_threads_never_run_more_programs_than_there_are_workers(monkeypatch):
 
 @pytest.mark.parametrize("folder", ["", "hub"])
 @pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
-def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
+def test_reference_solutions_pass_and_broken_solutions_do_not(name, folder):
     path = DATA / folder / f"{name.replace('+', '_plus')}.jsonl"
     problems = list(
         load_dataset_task(name, {"code": partial(verify_code, limits=LIMITS)}, path=path)
@@ -401,7 +401,7 @@ def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
         assert problem.verify(broken) == 0.0, problem.id
 
 
-def test_livecodebench_rows_are_judged():
+def test_livecodebench_rows_are_judged_correctly():
     task = load_dataset_task(
         "livecodebench",
         {"code": partial(verify_code, limits=LIMITS)},

@@ -1,4 +1,4 @@
-"""What a program may use is counted in its own time and output, however busy the machine, and can
+"""The limits of a program count only its own time and output, however busy the machine is, and can
 be configured.
 """
 
@@ -41,7 +41,7 @@ def pretend(monkeypatch, share, state="S"):
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
-def test_a_called_program_short_of_processor_time_is_waited_for(monkeypatch, share, verdict):
+def test_called_functions_get_more_time_if_they_wait_for_the_processor(monkeypatch, share, verdict):
     """The call takes 1.6 s of the 1 s allowed: too much if asleep, but not at a third of a
     processor.
     """
@@ -50,7 +50,9 @@ def test_a_called_program_short_of_processor_time_is_waited_for(monkeypatch, sha
 
 
 @pytest.mark.parametrize(("share", "end"), [(0.0, (-9, "")), (0.3, (0, None))])
-def test_a_reading_program_short_of_processor_time_is_waited_for(monkeypatch, share, end):
+def test_programs_judged_by_output_get_more_time_if_they_wait_for_the_processor(
+    monkeypatch, share, end
+):
     start = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -99,7 +101,7 @@ def test_processor_time_includes_child_processes():
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_own_time_counts_processor_time_and_sleep(monkeypatch):
+def test_own_time_consists_of_processor_time_and_sleep(monkeypatch):
     time_limit = OwnTime(1.0)
     time_limit.count(0.5, 0.3)  # waited for the processor for 0.2 s
     time_limit.count(0.5, 0.01, runnable=True)  # waited for nearly all of it
@@ -118,7 +120,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
     """Six tests sleep 0.6 s each and end the program: the limit of 2 s is reached in the fourth."""
     pretend(
         monkeypatch, 0.0
-    )  # checking a real process that is awake by chance would exclude its sleep
+    )  # a real process might be awake when it is checked, and its sleep would not count
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
@@ -129,7 +131,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
     )
 
 
-def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
+def test_a_program_that_waits_for_the_processor_does_not_count_as_asleep(monkeypatch):
     """The program was not on the processor in any of the 1.6 s, but it was runnable."""
     pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
@@ -157,7 +159,7 @@ def test_standard_input_can_be_opened_by_name(program):
     assert verdicts == ("pass", "pass")
 
 
-def test_other_files_open_as_usual():
+def test_other_files_can_be_opened_as_usual():
     program = (
         "open('x', 'w').write('7')\nprint(open('x').read())\n"
         "try: open('/dev/none')\nexcept OSError: print('none')"
@@ -174,7 +176,7 @@ def test_other_files_open_as_usual():
         ("class E(float, enum.Enum): A = 1.5", 1.5),
     ],
 )
-def test_members_of_value_enums_arrive_as_plain_values(definition, value):
+def test_members_of_value_enums_are_received_as_plain_values(definition, value):
     tests = {"fn_name": "f", "inputs": [[]], "outputs": [value]}
     for result in ("E.A", "[E.A][0]"):
         judgement = CodeVerifier(LIMITS).judge(
@@ -189,7 +191,7 @@ def test_members_of_value_enums_arrive_as_plain_values(definition, value):
     )
 
 
-def test_the_output_limit_is_an_option():
+def test_the_output_limit_can_be_configured():
     size = 12_000_000
     program = f"print('x' * {size})"
     tests = {"inputs": [""], "outputs": ["x" * size]}
@@ -224,7 +226,7 @@ def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, ver
     )
 
 
-def test_a_result_too_long_to_match_is_not_read():
+def test_a_result_that_is_too_long_to_match_is_not_read():
     tests = {"fn_name": "f", "inputs": [[70_000], [60_000]], "outputs": ["x", "x" * 60_000]}
     judgement = CodeVerifier().judge("def f(n): return 'x' * n", tests, stop_early=False)
     assert (
@@ -263,7 +265,7 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 
 
 @pytest.mark.parametrize("kept_from", [True, False])
-def test_waiting_for_the_processor_in_many_short_calls_does_not_count(monkeypatch, kept_from):
+def test_processor_wait_in_many_short_calls_does_not_count_toward_the_limit(monkeypatch, kept_from):
     """Each call is answered before it is checked; together they take 1.2 s of the 0.6 s allowed."""
     start = time.monotonic()
 
@@ -341,7 +343,7 @@ def test_a_program_that_alternates_sleep_and_work_is_stopped_at_its_limit(kind):
     assert judgement.verdicts == ("timeout",) and judgement.wall_s < 8, judgement
 
 
-def test_a_program_that_does_not_read_is_not_waited_for():
+def test_sending_to_a_program_that_does_not_read_times_out():
     with Child([sys.executable, "-c", "import time\ntime.sleep(60)"]) as child:
         began = time.monotonic()
         with pytest.raises(ChildTimeoutError):

@@ -129,7 +129,7 @@ def test_the_stated_answer_is_extracted(response, answer):
         r"#### 4. No: \boxed{5",
     ],
 )
-def test_a_truncated_response_states_no_answer(response):
+def test_no_answer_is_extracted_from_a_truncated_response(response):
     assert extract_answer(response, last_number=True) is None
 
 
@@ -144,7 +144,7 @@ def test_a_truncated_response_states_no_answer(response):
         (r"\boxed{5} \\", "5"),
     ],
 )
-def test_text_after_the_thinking_takes_precedence(response, answer):
+def test_an_answer_after_the_thinking_takes_precedence(response, answer):
     assert extract_answer(response) == answer
 
 
@@ -171,12 +171,12 @@ def test_verdicts_agree_with_public_labels(verifier, row):
 
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(EQUIVALENT))
-def test_equivalent_answers_are_equal(verifier, answer, reference):
+def test_equivalent_answers_are_judged_equal(verifier, answer, reference):
     assert verifier.equal(answer, reference)
 
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
-def test_different_answers_are_not_equal(verifier, answer, reference):
+def test_different_answers_are_judged_different(verifier, answer, reference):
     """Some answers hedge: a set, a range or an inequality that contains the correct number."""
     assert not verifier.equal(answer, reference)
 
@@ -194,7 +194,7 @@ def test_labelled_pairs_are_judged_correctly(verifier, category):
 
 
 @pytest.mark.slow
-def test_the_table_of_labelled_kinds_in_the_docs_is_current(verifier):
+def test_the_table_of_answer_categories_in_the_docs_is_up_to_date(verifier):
     """Counts by category, no false accept, and the false rejects by name."""
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     table = re.findall(r"^\| (\w+) \| .+ \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
@@ -211,7 +211,7 @@ def test_the_table_of_labelled_kinds_in_the_docs_is_current(verifier):
     assert len(KINDS) >= 120 and verifier.lost == 0
 
 
-def test_there_are_at_least_800_labelled_pairs_of_both_kinds():
+def test_at_least_800_labelled_pairs_are_balanced_between_equal_and_unequal():
     unequal = sum(not row["equal"] for row in PAIRS)
     assert len(PAIRS) >= 800 and len({(row["answer"], row["reference"]) for row in PAIRS}) == len(
         PAIRS
@@ -264,7 +264,7 @@ def test_extraction_accepts_any_text(text):
     ],
     ids=lambda flood: flood[:10],
 )
-def test_a_flood_of_marks_is_read_in_linear_time(flood):
+def test_many_answer_marks_are_parsed_in_linear_time(flood):
     start = time.process_time()
     assert verify_math(flood, "5", last_number=True) == 0.0
     assert time.process_time() - start < 5
@@ -317,7 +317,7 @@ def test_no_comparison_takes_more_than_six_seconds(answer):
 
 
 @pytest.mark.slow
-def test_each_of_many_hanging_answers_costs_a_quarter_of_the_limit(monkeypatch):
+def test_the_time_limit_drops_to_a_quarter_after_many_hanging_answers(monkeypatch):
     monkeypatch.setattr("sparrow.rewards.math.BUDGET_S", 2.0)
     with MathVerifier(workers=2, limit_s=1) as verifier, ThreadPoolExecutor(8) as threads:
         answers = [HANGS] * 24
@@ -345,7 +345,7 @@ def test_stopping_a_comparison_does_not_start_a_new_worker(born):
 
 
 @pytest.mark.slow
-def test_a_hanging_worker_exits_when_its_parent_is_gone():
+def test_a_hanging_worker_exits_when_its_parent_is_killed():
     """The parent is killed in the middle of a comparison that never ends."""
     program = f"""
         import os, threading, time, psutil
@@ -377,7 +377,7 @@ def test_hanging_answers_do_not_affect_other_answers():
 
 
 @pytest.mark.slow
-def test_other_answers_do_not_wait_while_every_worker_hangs(born, monkeypatch):
+def test_other_answers_are_judged_while_every_worker_hangs(born, monkeypatch):
     """The result does not depend on the speed of this machine: two comparisons that would take ten
     minutes run while others are answered, and end when their workers are killed.
     """
@@ -389,8 +389,8 @@ def test_other_answers_do_not_wait_while_every_worker_hangs(born, monkeypatch):
     ):
         at_the_end.callback(lambda: [worker.kill() for worker in born()])
         hanging = [threads.submit(verifier.equal, HANGS, reference) for reference in ("204", "205")]
-        # Each thread takes a place and starts a worker; its place is free again once its comparison
-        # runs and has made room. A worker that is killed while it starts is an error of its own.
+        # Each thread takes a slot and starts a worker; the slot is free again once the comparison
+        # runs. Killing a worker while it starts would be a different error.
         while len(born()) < 2 or verifier._slots.qsize() < 2:
             assert not any(answer.done() for answer in hanging)
             time.sleep(0.01)
@@ -417,9 +417,9 @@ def test_a_hanging_answer_is_not_retried():
 
 
 @pytest.mark.slow
-def test_the_limit_counts_processor_time(monkeypatch, born):
-    """A comparison kept waiting for the processor is not judged wrong for that; one that never gets
-    the processor finally is.
+def test_the_time_limit_of_a_comparison_counts_processor_time(monkeypatch, born):
+    """A comparison that waits for the processor is not judged wrong, unless it never gets the
+    processor.
     """
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
@@ -439,7 +439,7 @@ def test_the_limit_counts_processor_time(monkeypatch, born):
 
 
 @pytest.mark.slow
-def test_threads_share_one_worker_without_mixing_answers(born):
+def test_threads_can_share_a_worker_without_mixing_up_answers(born):
     wrong = []
     with MathVerifier(workers=1, limit_s=20) as verifier:
 
@@ -483,7 +483,7 @@ def test_a_worker_is_replaced_after_a_fixed_number_of_requests(born, monkeypatch
         assert verifier.lost == 0
 
 
-def test_a_worker_that_cannot_start_reports_why(tmp_path, monkeypatch):
+def test_a_worker_that_cannot_start_reports_the_reason(tmp_path, monkeypatch):
     broken = tmp_path / "broken_worker"
     broken.mkdir()
     (broken / "main.py").write_text("import no_such_library")
@@ -501,7 +501,7 @@ def test_invalid_settings_of_a_verifier_are_refused(workers, limit_s):
         MathVerifier(workers, limit_s)
 
 
-def test_the_verifier_pickles_and_works_in_a_forked_process():
+def test_the_verifier_can_be_pickled_and_works_in_a_forked_process():
     verify = partial(verify_math, answer="2x")
     assert (
         pickle.loads(pickle.dumps(verify))(r"\boxed{x+x}") == 1.0
@@ -517,7 +517,7 @@ def test_the_verifier_pickles_and_works_in_a_forked_process():
 
 
 @pytest.mark.slow
-def test_trainer_and_worker_do_not_load_each_others_imports():
+def test_the_trainer_does_not_load_sympy_and_workers_do_not_load_torch():
     """Importing rewards does not load sympy; a worker does not load torch even if the script that
     started it does.
     """
@@ -532,8 +532,8 @@ def test_trainer_and_worker_do_not_load_each_others_imports():
         assert worker.memory_info().rss < 200 * 2**20
         print("fine")
     """
-    # vLLM, where a test before has started it here, preloads a library out of torch's folder into
-    # every process.
+    # If an earlier test has started vLLM in this process, vLLM preloads a library from torch's
+    # folder into every process.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -150,7 +150,7 @@ def verifier():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_objects_are_judged_as_in_one_process(verifier, name):
+def test_honest_objects_get_the_verdicts_of_a_single_process(verifier, name):
     test, right, wrong = HONEST[name]
     exec(f"{right}\n{test}", {"__name__": "here"})
     judgement = verifier.judge(right, {"test": test})
@@ -159,7 +159,7 @@ def test_honest_objects_are_judged_as_in_one_process(verifier, name):
     assert not verifier.judge("", {"test": test}).passed
 
 
-def test_setup_code_may_use_classes_of_the_program(verifier):
+def test_setup_code_may_use_classes_defined_by_the_program(verifier):
     row = {
         "text": "Height of a tree.",
         "test_setup_code": "root = Node(1)\nroot.left = Node(2)\nroot.left.left = Node(4)",
@@ -211,7 +211,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_objects_that_cannot_be_transferred_are_errors_rather_than_wrong_answers(verifier, name):
+def test_objects_that_cannot_be_transferred_cause_an_error_verdict(verifier, name):
     test, program = REFUSED[name]
     exec(f"{program}\n{test}", {"__name__": "here"})
     judgement = verifier.judge(program, {"test": test})
@@ -313,7 +313,7 @@ LIST_TESTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("test", NUMBER_TESTS)
-def test_an_object_that_lies_about_everything_is_not_the_expected_number(verifier, test):
+def test_an_object_that_overrides_every_comparison_does_not_equal_a_number(verifier, test):
     programs = [
         LIES + "def f(x): return E()",
         LIES.replace("class E:", "class E(int):").replace("    __class__ = int\n", "")
@@ -329,7 +329,7 @@ def test_an_object_that_lies_about_everything_is_not_the_expected_number(verifie
 
 @pytest.mark.slow
 @pytest.mark.parametrize("test", LIST_TESTS)
-def test_a_container_that_lies_is_not_the_expected_list(verifier, test):
+def test_a_container_that_overrides_comparisons_does_not_equal_a_list(verifier, test):
     for base, content in (("list", "[9]"), ("tuple", "[9]"), ("object", ""), ("dict", "")):
         lying = LYING_LIST.format(name="E", base=base, length=2)
         program = f"{lying}\ndef f(x): return E({content})"
@@ -455,7 +455,7 @@ def taco(outputs, starter):
         ([[2, 2], [3]], "", ["[x + 1] * (3 - x)"], ["x + 1"]),
     ],
 )
-def test_a_result_in_a_list_of_one_is_unwrapped_if_the_row_allows(
+def test_a_result_in_a_one_element_list_is_unwrapped_if_the_row_allows_it(
     verifier, outputs, starter, right, wrong
 ):
     tests = taco(outputs, starter)

@@ -65,14 +65,14 @@ def test_a_test_that_ignores_its_candidate_does_not_pass(verifier):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAITING)
-def test_tests_that_wait_to_be_called_are_run(verifier, name):
+def test_test_functions_that_nothing_calls_are_run(verifier, name):
     judgement = verifier.judge(RIGHT, {"test": WAITING[name]})
     assert judgement.passed, judgement.detail
     assert verifier.judge(WRONG, {"test": WAITING[name]}).verdicts == ("wrong",)
     assert verifier.judge(PROSE, {"test": WAITING[name]}).verdicts == ("error",)
 
 
-def test_a_test_is_run_once(verifier):
+def test_a_test_is_run_only_once(verifier):
     """A second run would see changes that the first made in the program."""
     test = "def test_count():\n assert count() == 1\ntest_count()"
     assert verifier.judge(
@@ -88,7 +88,7 @@ def test_a_unittest_row_in_humaneval_format_is_run(verifier):
         assert not verifier.judge(program, question.answer).passed
 
 
-def test_a_test_that_needs_pytest_fixtures_is_refused_by_name(verifier):
+def test_a_test_that_requires_pytest_fixtures_is_refused(verifier):
     judgement = verifier.judge(RIGHT, {"test": "def test_add(tmp_path): assert add(1, 2) == 3"})
     assert judgement.verdicts == ("error",)
     assert (
@@ -98,7 +98,7 @@ def test_a_test_that_needs_pytest_fixtures_is_refused_by_name(verifier):
 
 
 @pytest.mark.parametrize("program", [PROSE, "raise ValueError('no')", "def f(x: return"])
-def test_a_program_that_does_not_load_fails_tests_that_expect_an_exception(verifier, program):
+def test_a_program_that_cannot_be_loaded_fails_tests_that_expect_an_exception(verifier, program):
     tests = (
         "import pytest\nwith pytest.raises((ValueError, SyntaxError)): f(-1)",
         "try:\n f(-1)\nexcept Exception: pass",
@@ -144,7 +144,7 @@ def test_an_empty_result_is_close_to_an_empty_result(verifier):
         ("humaneval", NOTHING["a test case without tests"]),
     ],
 )
-def test_a_row_whose_tests_execute_nothing_is_refused_when_it_is_loaded(format, test):
+def test_a_row_whose_tests_execute_nothing_is_refused_on_loading(format, test):
     row = {"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "code": RIGHT, "test": test}
     if format == "humaneval":
         row |= {"prompt": PROMPT, "entry_point": "add"}
@@ -152,20 +152,20 @@ def test_a_row_whose_tests_execute_nothing_is_refused_when_it_is_loaded(format, 
         DatasetTask(format, [row], FORMATS[format], {"code": lambda response, answer: 0.0})
 
 
-def test_an_empty_test_of_humaneval_is_refused_when_it_is_loaded():
+def test_an_empty_humaneval_test_is_refused_on_loading():
     row = {"prompt": PROMPT, "entry_point": "add", "test": " \n"}
     with pytest.raises(ConfigError, match="row 1 of the dataset has no test"):
         DatasetTask("h", [row], FORMATS["humaneval"], {"code": lambda response, answer: 0.0})
 
 
-def test_a_check_of_mbpp_receives_the_entry_point_of_the_row(verifier):
+def test_an_mbpp_check_receives_the_entry_point_of_its_row(verifier):
     row = {"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "entry_point": "add"}
     row["test"] = NOTHING["a check that nobody can call"]
     answer = FORMATS["mbpp"].read(row).answer
     assert verifier.judge(RIGHT, answer).passed and not verifier.judge(WRONG, answer).passed
 
 
-def test_rows_of_common_kinds_are_not_refused():
+def test_rows_with_common_kinds_of_tests_are_accepted():
     for test in WAITING.values():
         row = {"text": "Add.", "test_list": ["-"], "test": test}
         assert FORMATS["mbpp"].read(row).answer["test"] == test

@@ -29,7 +29,7 @@ SCHEDULE = SparsitySchedule(
 )
 
 
-def test_written_steps_and_responses_are_read_back(tmp_path):
+def test_written_steps_and_responses_can_be_read_back(tmp_path):
     RunConfig({"tau": 0.9, "steps": 3}, SCHEDULE).save(tmp_path)
     made = RunDir(tmp_path, resume=False)
     responses = [
@@ -66,7 +66,7 @@ def test_head_budgets_cannot_change_on_resume():
 
 
 @pytest.mark.parametrize(("name", "value"), [("step_down", ["cheap.json"]), ("positions", 0.25)])
-def test_a_run_recorded_with_a_removed_setting_is_not_resumed(name, value):
+def test_a_run_that_used_a_removed_setting_cannot_be_resumed(name, value):
     config = TrainConfig(run_dir="run", steps=3)
     plain = json.loads(json.dumps(asdict(config)))
     unused = plain["distill"] | {"step_down": [], "step_down_every": 10, "positions": 1.0}
@@ -86,7 +86,7 @@ def test_an_incomplete_step_is_not_written(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_response_without_a_field_is_refused_with_its_line(tmp_path):
+def test_a_response_with_a_missing_field_is_reported_with_its_line_number(tmp_path):
     RunConfig({"tau": 0.9}, SCHEDULE).save(tmp_path)
     row = {name: {} for name in RECORDED} | {"step": 1, "schedule": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -98,7 +98,7 @@ def test_a_response_without_a_field_is_refused_with_its_line(tmp_path):
 # --- who may write ---
 
 
-def test_a_copy_beside_the_checkpoints_is_not_deleted(tmp_path):
+def test_other_folders_next_to_the_checkpoints_are_ignored(tmp_path):
     for name in ("step-2", "step-10", "step-10-copy", "step-", "partial-12"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     run = RunDir(tmp_path, resume=True)
@@ -106,7 +106,7 @@ def test_a_copy_beside_the_checkpoints_is_not_deleted(tmp_path):
     assert run.last_checkpoint() == (10, tmp_path / "checkpoints" / "step-10")
 
 
-def test_two_runs_in_one_directory_are_refused(tmp_path):
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     made = make_trainer(tmp_path, steps=1)
     message = r"is in use by process \d+ on \S+, since 20\d\d-.*; wait until that run has ended, or choose another"
     with pytest.raises(ConfigError, match=message):
@@ -116,7 +116,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
         make_trainer(tmp_path, steps=1)
 
 
-def test_a_running_run_cannot_be_resumed(tmp_path):
+def test_a_run_in_progress_cannot_be_resumed(tmp_path):
     def again(event, metrics):
         if event == "step" and metrics["step"] == 3:
             before = (
@@ -137,7 +137,7 @@ def test_a_running_run_cannot_be_resumed(tmp_path):
     assert make_trainer(tmp_path, steps=5, resume=True).step == 4
 
 
-def test_a_lock_excludes_other_processes_until_its_process_ends(tmp_path):
+def test_a_lock_excludes_other_processes_until_its_owner_ends(tmp_path):
     lock = f"held = RunDir({str(tmp_path)!r}, False); held.lock()"
     code = f"import sys; from sparrow.run import RunDir; {lock}; print(1, flush=True); sys.stdin.read()"
     process = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_a_run_that_finished_while_another_waited_is_not_overwritten(tmp_path):
         here.lock()
 
 
-def test_a_refused_trainer_holds_no_lock(tmp_path):
+def test_a_refused_trainer_releases_its_lock(tmp_path):
     with pytest.raises(ConfigError, match="cannot add a LoRA to nowhere"):
         make_trainer(tmp_path, distill=DistillConfig(enabled=True, target_modules=("nowhere",)))
     make_trainer(tmp_path, steps=1).train()
@@ -276,7 +276,7 @@ def test_a_finished_run_cannot_be_reconfigured(tmp_path):
     assert len(metrics_of(tmp_path)) == 3
 
 
-def test_a_setting_missing_from_an_older_run_counts_as_its_default(stopped):
+def test_a_setting_missing_from_an_older_run_has_its_default_value(stopped):
     recorded = json.loads((stopped / "config.json").read_text())
     del recorded["train"]["guard"]["patience"], recorded["resumed"]
     recorded["train"]["gone"] = 1
@@ -303,7 +303,7 @@ def test_either_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
         }
 
 
-def test_resuming_needs_only_the_run_directory(tmp_path, capsys):
+def test_resuming_requires_only_the_run_directory(tmp_path, capsys):
     from sparrow.cli import main
 
     checkpoint, run = tmp_path / "checkpoint", tmp_path / "run"

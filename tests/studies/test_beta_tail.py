@@ -44,18 +44,18 @@ def test_the_beta_fit_agrees_with_scipy(study, mirror):
     )
 
 
-def test_the_beta_fit_has_a_large_ks_distance_for_other_distributions(study):
+def test_the_ks_distance_of_the_beta_fit_is_large_for_other_distributions(study):
     two_clumps = np.concatenate([np.linspace(0.2, 0.21, 500), np.linspace(0.7, 0.71, 500)])
     assert study.beta_tail.beta_tail_fit(two_clumps).ks > 0.2
 
 
-def test_beta_variance_by_hand(study):
+def test_the_beta_variance_matches_a_hand_calculation(study):
     # Beta(1, 1) on [0, 0.6] is uniform: variance 0.36 / 12.
     uniform = study.beta_tail.BetaTail(a=1.0, b=1.0, ks=0.0, n=10, fraction_in_tail=1.0, cut=0.6)
     assert uniform.variance == pytest.approx(0.03)
 
 
-def test_the_beta_fit_is_none_without_a_tail(study):
+def test_no_beta_distribution_is_fitted_without_a_tail(study):
     assert study.beta_tail.beta_tail_fit([]) is None
     assert study.beta_tail.beta_tail_fit(np.ones(1000)) is None
     assert study.beta_tail.beta_tail_fit(np.linspace(0.1, 0.9, 9)) is None
@@ -95,12 +95,12 @@ def test_the_beta_fit_is_finite_for_any_input(study, atoms, others):
 @pytest.mark.parametrize(
     ("alpha", "cut", "message"), [([0.5], 0.0, "cut is 0"), ([-0.1], 0.9, "from -0.1")]
 )
-def test_the_beta_fit_refuses_bad_input(study, alpha, cut, message):
+def test_the_beta_fit_of_invalid_input_is_refused(study, alpha, cut, message):
     with pytest.raises(ValueError, match=message):
         study.beta_tail.beta_tail_fit(alpha, cut)
 
 
-def test_the_weighted_ks_distance_equals_that_of_repeated_tokens(study):
+def test_the_weighted_ks_distance_equals_the_distance_for_repeated_tokens(study):
     rng = np.random.default_rng(4)
     values, sequence = (
         np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)),

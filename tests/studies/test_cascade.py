@@ -1,5 +1,5 @@
-"""The first stage of a cascade: what history guesses, passes and cycles counted by hand, and speed
-from its parts.
+"""The first stage of a cascade: guesses from history, passes and cycles counted by hand, and the
+speedup computed from measured parts.
 """
 
 import json
@@ -24,7 +24,7 @@ def test_a_guess_follows_the_last_occurrence_of_the_longest_suffix(study):
     assert shorter.guess(shorter.add([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), 2) == [5, 1]
 
 
-def test_a_suffix_that_has_not_occurred_guesses_nothing(study):
+def test_a_suffix_that_has_not_occurred_yields_no_guess(study):
     history = study.history.History(longest=8, shortest=1)
     assert history.guess(history.add([1, 2, 3]), 3) == []
     least = study.history.History(longest=8, shortest=2)
@@ -33,24 +33,26 @@ def test_a_suffix_that_has_not_occurred_guesses_nothing(study):
     assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # no more is known yet
 
 
-def test_a_response_keeps_what_repeats(study):
+def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
     kept = study.history.kept_guesses([5, 6, 7, 8, 5], [[6, 7, 9, 5, 6, 7]], [], 3, 8, 1)
-    # After 5: 6 7 8, two of which are right; then 7 8 5, one; then 8 5 6, none. 9 is new. After the
-    # second 5, the last time gave 6 7 9: all that is left is right, and so on to the end.
+    # After 5, the guess is 6 7 8, of which two are right; then 7 8 5, one; then 8 5 6, none. 9 is
+    # new. After the second 5, the most recent occurrence gives 6 7 9, which is right for all
+    # remaining tokens.
     assert kept[0].tolist() == [2, 1, 0, 0, 2, 1]
 
 
-def test_siblings_show_what_they_had_a_step_before(study):
+def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study):
     ahead, behind = [1, 2, 3, 4, 5, 6], [9, 1, 2, 3, 4, 5]
     alone = study.history.kept_guesses([0], [behind], [], 3, 8, 1)
     assert alone[0].tolist() == [0] * 6
     first, second = study.history.kept_guesses([0], [ahead, behind], [], 3, 8, 1)
     assert first.tolist() == [0] * 6
-    # At step 2 the sibling has 1 2: after 1 it guesses 2 and no more. So at each later step.
+    # At step 2 the sibling has sampled 1 2, so after 1 the guess is 2 and no more; the same holds
+    # at each later step.
     assert second.tolist() == [0, 0, 1, 1, 1, 1]
 
 
-def test_an_earlier_epoch_is_known_to_its_end(study):
+def test_guesses_from_an_earlier_epoch_use_the_whole_response(study):
     kept = study.history.kept_guesses([0], [[1, 2, 3, 4]], [[1, 2, 3, 4, 5]], 3, 8, 1)
     assert kept[0].tolist() == [3, 3, 2, 1]
     # The response's own tokens are more recent than the earlier one's.
@@ -61,30 +63,31 @@ def test_an_earlier_epoch_is_known_to_its_end(study):
 @pytest.mark.parametrize(
     ("kept", "guesses", "drafts", "counts"),
     [
-        ([0] * 5, 3, 4, [4, 1]),  # nothing guessed: a pass per token, and a cycle cut by the end
+        # No guesses: one pass per token, and a last cycle that is cut off by the end.
+        ([0] * 5, 3, 4, [4, 1]),
         ([3, 9, 9, 9, 1, 9, 0, 9], 3, 4, [1, 3]),
         ([7] * 24, 7, 12, [2, 2]),  # 8 and then the 4 that are left of the cycle
         ([7] * 24, 3, 12, [3, 3]),
         ([], 3, 12, []),
     ],
 )
-def test_passes_of_cycles(study, kept, guesses, drafts, counts):
+def test_passes_per_cycle_are_counted(study, kept, guesses, drafts, counts):
     assert study.history.passes(np.array(kept, int), guesses, drafts) == counts
 
 
-def test_the_slowest_of_some_rows(study):
+def test_the_expected_maximum_over_rows_matches_a_hand_calculation(study):
     assert study.history.slowest([3, 5], 1) == 4
     assert study.history.slowest([3, 5], 2) == 3 / 4 + 5 * 3 / 4
     assert study.history.slowest([6, 6, 6], 32) == 6
 
 
-def test_speed_from_its_parts(study):
+def test_the_speedup_is_computed_from_measured_parts(study):
     times = dict(tokens_per_cycle=9, drafts=12, guess_ms=1, sparse_ms=4, verify_ms=15, dense_ms=15)
     assert study.history.speed(1, **times) == 9 * 15 / (12 * 5 + 15)
     assert study.history.speed(2.4, **times) == 9 * 15 / (5 * 5 + 15)
 
 
-def test_an_interval_holds_the_ratio_of_sums(study):
+def test_the_interval_contains_the_ratio_of_sums(study):
     estimate, low, high = study.history.ratio([10, 20, 60], [10, 10, 10])
     assert estimate == 3 and 1 <= low < 3 < high <= 6
     assert study.history.ratio([4, 8], [2, 4]) == [2, 2, 2]
@@ -107,7 +110,7 @@ def samples(tmp_path):
     return tmp_path / "samples.npz"
 
 
-def test_a_file_of_samples_makes_tables(study, samples, tmp_path, monkeypatch):
+def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkeypatch):
     parts = tmp_path / "parts.json"
     sparse_ms = {"0": 4.0, "3": 4.0, "7": 5.0}
     measured = {"state": "32 x 15,000", "tokens_per_cycle": 9.0, "guess_ms": 0.0}
@@ -158,13 +161,13 @@ def letters(text: str, add_special_tokens: bool) -> SimpleNamespace:
     return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
-def test_passages_are_of_texts_that_are_long_enough(study):
+def test_passages_are_taken_only_from_texts_that_are_long_enough(study):
     texts = iter(["ab", "c" * 9, "d" * 8])
     passages = study.samples.continued(letters, texts, 4, random.Random(0))
     assert list(passages) == [[ord("c")] * 4]  # more than twice as long
 
 
-def test_a_cut_run_leaves_the_kinds_that_it_has_sampled(study, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_keeps_the_kinds_already_sampled(study, tmp_path, monkeypatch, capsys):
     class LLM:
         def __init__(self, model, **settings):
             assert settings["logprobs_mode"] == "processed_logprobs"

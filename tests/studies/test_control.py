@@ -48,7 +48,7 @@ def parts(study):
 # --- lines and units of the file ---
 
 
-def test_code_excludes_strings_comments_and_numbers(study):
+def test_strings_comments_and_numbers_do_not_count_as_code(study):
     text = 'x = f"a # b" + y2  # c\n"""Doc\nimport os\nend""" + z\n  # only\n)\nr\'\'\'a\'\'\'\nq = "it\'s"'
     lines = study.task.read_lines(text)
     assert [line.code for line in lines] == ['x = "" + y0', "", "", "+ z", "", "", "", 'q = ""']
@@ -111,7 +111,7 @@ except ValueError:
     assert parsed == [True, True, True, True, True, True, False, True]
 
 
-def test_bound_names_of_a_prompt_by_hand(study):
+def test_bound_names_of_a_prompt_match_a_hand_count(study):
     assert study.task.bound_names(PROMPT) == NAMES
 
 
@@ -144,11 +144,11 @@ def empty(owner):
         ("for i in self.items:", "for x = x.x:"),
     ],
 )
-def test_shapes_of_lines_by_hand(study, code, shape):
+def test_line_shapes_match_a_table_made_by_hand(study, code, shape):
     assert study.task.shape(code) == shape
 
 
-def test_a_good_continuation_by_hand(study, parts):
+def test_the_reward_of_a_good_continuation_matches_a_hand_calculation(study, parts):
     found = parts(GOOD)
     lines = [line.strip().replace('"nobody"', '""') for line in GOOD.splitlines() if line.strip()]
     reading = [
@@ -215,7 +215,7 @@ def test_code_that_reads_no_names_from_the_prompt_earns_at_most_a_quarter(parts)
     assert found["names"] == 0 and 0.1 < found["reward"] <= 0.25
 
 
-def test_a_bad_unit_costs_only_its_own_lines(parts):
+def test_an_invalid_unit_loses_only_the_reward_of_its_own_lines(parts):
     bad = "\n\ndef broken(:\n    return LIMIT\n\n\ndef last():\n    return LIMIT\n"
     found, good = parts(GOOD + bad), parts(GOOD)
     lost = len("def x(:") + len("return x")
@@ -233,7 +233,7 @@ def test_a_bad_unit_costs_only_its_own_lines(parts):
         "\n\ncla",
     ],
 )
-def test_code_truncated_by_the_limit_costs_nothing(parts, end):
+def test_code_truncated_by_the_token_limit_is_not_penalised(parts, end):
     found = parts(GOOD + end)
     assert found["valid"] == 1 and found["reward"] >= parts(GOOD)["reward"] - 0.06
 
@@ -268,7 +268,7 @@ HACKS = {
 }
 
 
-# Code that exploits the present weights: many lines with few names, many forms, or all names.
+# Code that tries to exploit the reward: many lines with few names, many forms, or all names.
 LETTERS = [a + b for a in "abcdefgh" for b in "abcdefgh"]
 HACKS |= {
     name: "\n        return 0\n" + "".join(f"{line}\n" for line in lines)
@@ -296,11 +296,11 @@ HACKS |= {
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_hacks_earn_little(parts, name):
+def test_reward_hacks_earn_little(parts, name):
     assert parts(HACKS[name][:2500])["reward"] < 0.16 < 0.4 < parts(GOOD)["reward"]
 
 
-def test_names_read_once_do_not_pay_for_trivial_lines_after_them(parts):
+def test_names_that_were_already_read_earn_nothing_for_later_trivial_lines(parts):
     trivial = "".join(f"{v} = 1\n" for v in LETTERS)
     assert parts(GOOD + trivial)["reward"] < parts(GOOD)["reward"] + 0.02
 
@@ -341,7 +341,7 @@ def checkpoint(study, tmp_path_factory):
     return folder, tokenizer
 
 
-def test_problems_are_file_beginnings_and_the_same_on_every_machine(study, checkpoint):
+def test_problems_are_beginnings_of_files_and_identical_on_every_machine(study, checkpoint):
     folder, tokenizer = checkpoint
     task, other = study.task.Continue(folder), study.task.Continue(folder, "held_out")
     count = len(task.problems)
@@ -361,7 +361,7 @@ def test_problems_are_file_beginnings_and_the_same_on_every_machine(study, check
     assert all("attention" in p["prompt"].partition("\n")[0] for p in other.problems)
 
 
-def test_a_checkpoint_that_does_not_name_its_tokenizer_is_refused(study, checkpoint, tmp_path):
+def test_a_checkpoint_without_a_tokenizer_config_is_refused(study, checkpoint, tmp_path):
     (tmp_path / study.task.FILE).write_bytes((checkpoint[0] / study.task.FILE).read_bytes())
     with pytest.raises(FileNotFoundError, match="tokenizer_config"):
         study.task.Continue(tmp_path).problem(0)
@@ -440,8 +440,8 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
         "ended": "time is over"
     }
 
-    # A killed run's last line is cut off: with all its steps it counts, with one of two it does
-    # not.
+    # The last line of a killed run is cut off. The run counts if it has all its steps, but not if
+    # it has one of two.
     lines = (
         (tmp_path / "p50-0.jsonl")
         .read_text()
@@ -476,7 +476,7 @@ def made_up_run(arm, seed, reward, held_out):
     return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out}
 
 
-def test_summary_numbers_by_hand(study):
+def test_summary_numbers_match_a_hand_calculation(study):
     s = study.control_summary
     runs = [
         made_up_run("dense", 0, [0.0] * 5 + [0.4] * 5, [[0, 0.2], [5, 0.3], [10, 0.4]]),
@@ -502,10 +502,11 @@ def test_summary_numbers_by_hand(study):
     ]
 
 
-def test_the_ranking_and_points_of_the_figure_by_hand(study):
+def test_the_ranking_and_the_points_of_the_figure_match_a_hand_calculation(study):
     # In arms with rising p5 the rewards rise and held-out rewards fall; dense is not ranked.
     def run(arm, seed, p5, reward, held_out):
-        measured = {"tail": [[p5, p5, p5]] * 2, "mean": [p5] * 2, "kl": [1 - p5] * 2, "actor": ""}
+        tail = dict.fromkeys(("p1", "p5", "p10", "mean"), [p5] * 2)
+        measured = {**tail, "kl": [1 - p5] * 2, "actor": ""}
         return made_up_run(arm, seed, [reward] * 10, [[0, 0.2], [10, held_out]]) | measured
 
     runs = [run("dense", seed, 1.0, 0.5, 0.5) for seed in (0, 1)]

@@ -33,7 +33,7 @@ from stability_statistics import (
     threshold,
 )
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
-from stability_summary import PAGE, load, render, tables
+from stability_summary import MODELS, PAGE, RESULTS, kept, load, render, tables
 
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
 
@@ -47,7 +47,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("top_k", [(10**6,), (0,), (1, 2, 3)])
-def test_the_graph_engine_samples_from_the_reference_distribution(top_k):
+def test_log_probs_of_the_graph_engine_match_the_reference(top_k):
     schedule = SparsitySchedule(top_k, **LAYOUT)
     graph = engine(schedule)
     rollouts = graph.generate(prompts(), Sampling(40, 1.0, 20, seed=3))
@@ -61,12 +61,12 @@ def test_the_graph_engine_samples_from_the_reference_distribution(top_k):
     assert counted.tokens_held == 4 * sum(int(n.sum()) for n in lengths)
 
 
-def test_the_graph_engine_refuses_budgets():
+def test_the_graph_engine_refuses_head_budgets():
     with pytest.raises(ConfigError, match="GraphEngine keeps as many pages in every kv head"):
         engine(SparsitySchedule((2,), **LAYOUT, head_budgets=((1, 1),) * 4))
 
 
-def test_the_graph_engine_is_dense_while_it_verifies_and_sparse_afterwards():
+def test_the_graph_engine_is_dense_up_to_the_verified_length_and_sparse_afterwards():
     schedule = SparsitySchedule((1,), **LAYOUT)
     graph = engine(schedule)
     graph.verify_up_to(48)
@@ -117,7 +117,7 @@ def test_tokens_are_priced_at_the_length_they_represent():
     assert lossy == pytest.approx(expected, rel=0.01) and 1.05 < lossless / lossy < 1.15
 
 
-def test_eviction_keeps_the_budget_and_never_restores_a_token():
+def test_eviction_respects_the_budget_and_never_restores_a_token():
     graph = engine(SparsitySchedule((2,), **LAYOUT), evict=True)
     graph.generate(prompts(), Sampling(10, 1.0, 5, seed=3))
     before = graph._alive[1:].clone()
@@ -144,7 +144,7 @@ def test_noise_is_added_to_the_configured_share_of_tokens():
     assert np.allclose(found[noisy], 0.5 * np.exp(dense[noisy]) + 0.5 / VOCAB, atol=1e-3)
 
 
-def test_quantization_by_hand():
+def test_quantization_matches_a_hand_calculation():
     weight = torch.tensor([[1.0, 0.4, -0.2], [3.0, -3.0, 1.4]])
     assert torch.allclose(quantized(weight, 2), torch.tensor([[1.0, 0.0, 0.0], [3.0, -3.0, 0.0]]))
     assert torch.allclose(
@@ -153,7 +153,7 @@ def test_quantization_by_hand():
     assert torch.equal(quantized(weight[0], 2), weight[0])
 
 
-def test_threshold_by_hand():
+def test_the_threshold_matches_a_hand_calculation():
     assert threshold([0.7, 0.8, 0.9, 1.0], [True, True, False, False]) == pytest.approx(0.85)
     assert threshold([0.9, 0.8, 1.0, 0.7], [False, True, False, True]) == pytest.approx(0.85)
     assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx(
@@ -165,7 +165,7 @@ def made_up_run(arm, seed, reward, held_out):
     return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out, "schedule": "auto:92"}
 
 
-def test_difference_from_dense_by_hand():
+def test_the_difference_from_dense_runs_matches_a_hand_calculation():
     """Runs are compared with the dense run of the same seed after the same number of steps."""
     runs = [
         made_up_run(
@@ -190,14 +190,14 @@ def test_difference_from_dense_by_hand():
     assert alone[0] == pytest.approx(-0.1) and np.isnan(alone[1])
 
 
-def test_arrival_by_hand():
+def test_the_step_at_which_a_run_reaches_tau_matches_a_hand_calculation():
     run = made_up_run("auto92", 0, [], [])
     run["bins"] = [[[2, 1.0], [3, 0.93]], [[2, 0.935], [3, 0.91]], [[2, 0.95], [3, 0.89]]]
     first, near, holds = arrival(run)
     assert first == 1 and near.tolist() == [0.5, 1.0, 0.0] and holds.tolist() == [1.0, 1.0, 0.5]
 
 
-def test_a_closed_loop_begins_with_the_given_schedule(tmp_path):
+def test_a_closed_loop_starts_from_the_given_schedule(tmp_path):
     (tmp_path / "schedules.json").write_text('{"p86": [1, 2]}')
     dense, fixed, table = (
         find_schedule(Arm(schedule), tmp_path / "schedules.json")
@@ -212,7 +212,7 @@ def test_a_closed_loop_begins_with_the_given_schedule(tmp_path):
     ]
 
 
-def test_faults_affect_the_actor_and_persist(tmp_path):
+def test_faults_affect_the_actor_and_persist_after_a_weight_update(tmp_path):
     trainer = run(tmp_path, ON, schedule=SCHEDULE.replace(top_k=(6,)))
     ids = torch.randint(0, 151, (1, 50))
     policy, actor = (model(input_ids=ids).logits for model in (trainer.model, trainer.engine.model))
@@ -245,7 +245,7 @@ def test_a_step_of_a_run_is_recorded(tmp_path):
     assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
 
 
-def test_a_step_under_the_dial_is_recorded(tmp_path):
+def test_a_step_of_a_run_with_the_dial_is_recorded(tmp_path):
     path = tmp_path / "dial98-0.jsonl"
     options = Options(
         out=tmp_path,
@@ -264,7 +264,7 @@ def test_a_step_under_the_dial_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_reasoner", "stability_study", "distill_study"])
-def test_names_that_scripts_import_late_exist(script):
+def test_names_imported_inside_functions_of_scripts_exist(script):
     source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(
         encoding="utf-8"
     )
@@ -282,7 +282,15 @@ def test_tables_on_the_page_match_the_result_files():
     assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)
 
 
-def test_acceptance_is_one_if_everything_is_read_and_lower_otherwise(checkpoint, tmp_path):
+def test_result_files_contain_nothing_that_tables_and_figures_do_not_read():
+    for file in MODELS:
+        for stored in json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8")):
+            assert kept(stored, file) == stored, (
+                f"{file}.json, {stored['arm']}, seed {stored['seed']}"
+            )
+
+
+def test_acceptance_is_one_only_if_drafts_read_everything(checkpoint, tmp_path):
     out = tmp_path / "acceptance.json"
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     small = draft_acceptance.Options(out, models=(checkpoint,), lines=(4,), **few)
@@ -298,7 +306,7 @@ def test_acceptance_is_one_if_everything_is_read_and_lower_otherwise(checkpoint,
         draft_acceptance.main(replace(small, lines=(4, 5)))
 
 
-def test_probabilities_that_two_distributions_draw_the_same_token():
+def test_probabilities_of_drawing_the_same_token_match_a_hand_calculation():
     p, q = (
         torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]),
         torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]),
@@ -314,7 +322,7 @@ def test_probabilities_that_two_distributions_draw_the_same_token():
     )
 
 
-def test_a_seed_yields_dense_tokens_if_drafts_are_drafter_invariant(checkpoint, tmp_path):
+def test_drafter_invariant_sampling_yields_the_tokens_of_dense_decoding(checkpoint, tmp_path):
     out = tmp_path / "invariance.json"
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     drafter_invariance.main(drafter_invariance.Options(out, model=checkpoint, lines=4, **few))

@@ -89,7 +89,7 @@ def test_folders_are_held_out_by_name_at_any_depth(study, tmp_path):
         study.corpus.split(study.corpus.folders([tmp_path], ".py"), ["numpy"])
 
 
-def test_copies_and_files_that_are_not_utf_8_are_skipped(study, tmp_path):
+def test_duplicate_and_non_utf_8_files_are_skipped(study, tmp_path):
     write(tmp_path / "a", "x.py", "x = 1\n")
     write(tmp_path / "b", "copy.py", "x = 1\n")
     (tmp_path / "b" / "latin.py").write_bytes(b"# \xe9" * 1000)
@@ -99,7 +99,7 @@ def test_copies_and_files_that_are_not_utf_8_are_skipped(study, tmp_path):
     assert [text.splitlines()[0] for text in found] == [f"# file {tmp_path.name}/a/x.py"]
 
 
-def test_each_file_begins_with_an_end_token_and_the_count_is_as_requested(study):
+def test_each_file_starts_with_an_end_token_and_the_token_count_is_limited(study):
     tokenizer = study.corpus.train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
     tokens = study.corpus.encode(tokenizer, ["def f", "return"], 100)
     assert tokens.dtype == np.uint16 and (tokens == 0).sum() == 2 and tokens[0] == 0
@@ -110,7 +110,7 @@ def test_each_file_begins_with_an_end_token_and_the_count_is_as_requested(study)
 # --- training ---
 
 
-def test_the_learning_rate_warms_up_by_steps_and_decays_with_time(study):
+def test_the_learning_rate_warms_up_with_steps_and_decays_with_time(study):
     found = [
         study.train.learning_rate(step, share)
         for step, share in ((0, 0), (29, 0), (99, 0.3), (99, 0.65), (99, 1))
@@ -158,7 +158,7 @@ def test_windows_do_not_overlap(study):
 # --- drafts ---
 
 
-def test_drafts_that_read_everything_are_always_accepted(study, sharp):
+def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     model, ids, start = sharp
     everything = study.acceptance.schedule(256 + 12)
     p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(everything, 1)])
@@ -172,7 +172,7 @@ def test_drafts_that_read_everything_are_always_accepted(study, sharp):
 @pytest.mark.parametrize(
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
-def test_a_cycle_matches_the_actor_decoding_from_its_start(study, sharp, dense_layers, budgets):
+def test_drafts_of_a_cycle_match_the_teacher_forced_actor(study, sharp, dense_layers, budgets):
     """With pages selected at every step (reuse 1), cycles match the teacher-forced actor of the
     package with all earlier tokens as prompt.
     """
@@ -221,7 +221,7 @@ def test_cycles_longer_than_the_recent_pages_are_refused(study, sharp):
 # --- the statistics ---
 
 
-def test_tokens_per_cycle_by_hand(study):
+def test_tokens_per_cycle_match_a_hand_calculation(study):
     alpha = np.array([[[0.5, 1.0, 0.0], [1.0, 0.5, 0.5]]])
     measured, geometric = study.acceptance.tokens_a_cycle(alpha, 2)
     mean = 3.5 / 6
@@ -230,13 +230,13 @@ def test_tokens_per_cycle_by_hand(study):
     assert study.acceptance.tokens_a_cycle(np.ones((1, 1, 4)), 4) == (5.0, 5.0)
 
 
-def test_each_text_has_different_starts_across_the_context(study):
+def test_cycles_start_at_different_positions_spread_over_the_context(study):
     start = study.acceptance.starts(texts=4, cycles=5, context=8192, drafted=12)
     assert start.min() >= 1024 and start.max() + 12 <= 8192 and len(start.unique()) == 20
     assert start.flatten().sort().values.diff().float().std() < 1
 
 
-def test_a_summary_splits_drafts_by_position_and_cycles_by_start(study):
+def test_a_summary_groups_drafts_by_position_and_cycles_by_start(study):
     alpha = np.array([[[1.0, 1.0], [0.5, 1.0]], [[0.8, 0.6], [0.2, 0.4]]])
     position = np.array([[[10, 11], [19, 20]], [[12, 13], [25, 26]]])
     found = study.acceptance.summary(alpha, position, [10, 20, 30], [2])
@@ -247,7 +247,7 @@ def test_a_summary_splits_drafts_by_position_and_cycles_by_start(study):
     assert second["tokens_a_cycle"][2][0] == pytest.approx(1 + 0.2 + 0.08)
 
 
-def test_correlations_with_position_are_pearson_correlations(study):
+def test_correlations_with_position_match_numpys_pearson_correlation(study):
     rng = np.random.default_rng(0)
     position = np.tile(np.arange(800), 6)
     text = np.repeat(np.arange(6), 800)
@@ -267,7 +267,7 @@ def test_correlations_with_position_are_pearson_correlations(study):
     ]
 
 
-def test_a_beta_distributed_tail_is_recognised(study):
+def test_a_beta_distributed_tail_is_fitted_with_a_small_ks_distance(study):
     rng = np.random.default_rng(0)
     alpha = np.where(rng.random((40, 25, 12)) < 0.3, 0.999 * rng.beta(2.0, 0.6, (40, 25, 12)), 1.0)
     position = np.broadcast_to(np.arange(25 * 12).reshape(25, 12), alpha.shape)
@@ -286,7 +286,7 @@ def test_a_beta_distributed_tail_is_recognised(study):
     assert study.acceptance.shape(np.ones_like(alpha), position) == {}
 
 
-def test_the_command_writes_the_file_that_the_tables_read(study, trained, tmp_path, monkeypatch):
+def test_the_script_writes_the_file_read_by_the_tables(study, trained, tmp_path, monkeypatch):
     out, _, card = trained
     path = tmp_path / "text_acceptance.json"
     counts = ["--texts", "3", "--cycles", "2", "--batch", "2", "--prompt", "64"]
@@ -384,7 +384,7 @@ class Engine:
                 )
 
 
-def test_every_step_but_the_first_and_the_last_is_one_cycle(study, monkeypatch):
+def test_every_step_except_the_first_and_the_last_is_one_cycle(study, monkeypatch):
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
     monkeypatch.setitem(
         sys.modules,
@@ -397,7 +397,7 @@ def test_every_step_but_the_first_and_the_last_is_one_cycle(study, monkeypatch):
     assert found == [([5] * 3 + [7] * 16, [(3, 9), (12, 2)]), ([6] + [7] * 4, [])]
 
 
-def test_the_acceptance_probability_is_the_mean_over_tokens_of_the_policy(study, sharp):
+def test_the_mean_acceptance_over_tokens_of_the_policy_equals_the_acceptance_rate(study, sharp):
     """Averaged over all possible tokens, weighted by the dense policy, min(1, q/p) is the
     acceptance.
     """
@@ -415,7 +415,7 @@ def test_the_acceptance_probability_is_the_mean_over_tokens_of_the_policy(study,
     torch.testing.assert_close(alpha[:1], consecutive, atol=1e-6, rtol=0)
 
 
-def test_cycles_are_compared_with_predictions_from_their_drafts(study):
+def test_cycles_are_compared_with_predictions_from_draft_acceptance(study):
     start, emitted = np.array([[10, 30], [12, 25]]), np.array([[3, 1], [2, 2]])
     alpha = np.array([[[0.8, 0.5], [0.6, 0.4]], [[1.0, 1.0], [0.2, 0.4]]])
     ratio = np.array([[[0.5, 1.0], [0.0, 1.0]], [[1.0, 0.3], [0.5, 1.0]]])
@@ -442,7 +442,7 @@ def cached(model, ids):
     return layer.keys, layer.values
 
 
-def test_a_model_rounds_its_cache_to_e4m3_with_scales_from_its_prompts(study, sharp):
+def test_the_cache_is_rounded_to_e4m3_with_scales_from_the_prompts(study, sharp):
     model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
     exact, logits = cached(model, ids), model(input_ids=ids).logits
     scales = study.rounding.scales_of(model, ids[:, :64])
@@ -458,7 +458,7 @@ def test_a_model_rounds_its_cache_to_e4m3_with_scales_from_its_prompts(study, sh
     assert torch.equal(model(input_ids=ids).logits, logits)  # no rounding remains afterwards
 
 
-def test_a_model_rounds_its_cache_to_int8_with_a_scale_per_token_and_head(study, sharp):
+def test_the_cache_is_rounded_to_int8_with_a_scale_per_token_and_head(study, sharp):
     model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
     exact = cached(model, ids)
     with study.rounding.int8_cache(model):
@@ -469,7 +469,7 @@ def test_a_model_rounds_its_cache_to_int8_with_a_scale_per_token_and_head(study,
         assert ((after - before).abs() <= step / 2).all() and (after.abs() <= 127 * step).all()
 
 
-def test_weights_have_a_scale_per_output_and_inputs_a_scale_per_token(study):
+def test_weights_are_rounded_with_a_scale_per_output_and_inputs_with_a_scale_per_token(study):
     model = tiny_model()
     linear = model.model.layers[1].mlp.up_proj
     x = torch.randn(3, linear.in_features) * torch.tensor([[1.0], [100.0], [0.01]])

@@ -67,7 +67,7 @@ def result(study, folder):
     return study.distill.main(command(folder))
 
 
-def test_losses_by_hand(study):
+def test_losses_match_a_hand_calculation(study):
     p = torch.tensor([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1]], dtype=torch.float64).log()
     q = torch.tensor([[0.2, 0.2, 0.6], [0.7, 0.2, 0.1]], dtype=torch.float64).log()
     forward = 0.5 * np.log(2.5) + 0.3 * np.log(1.5) + 0.2 * np.log(1 / 3)
@@ -76,7 +76,7 @@ def test_losses_by_hand(study):
         assert study.distill.LOSSES[name](p, q).tolist() == pytest.approx([value, 0], abs=1e-6)
 
 
-def test_the_gain_compares_the_same_responses(study):
+def test_the_gain_is_computed_from_the_same_responses(study):
     rng = np.random.default_rng(0)
     before = rng.random((10, 50)) * np.linspace(0.2, 0.8, 10)[:, None]
     found = study.distill.gain(before, before + 0.1)
@@ -104,13 +104,13 @@ def test_every_loss_brings_the_actor_closer_to_the_policy(result):
         assert late["drafting"]["mean"] != before["drafting"]["mean"] and "drafting" not in early
 
 
-def test_the_schedule_nearest_to_the_target_is_chosen(result):
+def test_the_schedule_with_p5_nearest_to_the_target_is_chosen(result):
     nearest = min(result["calibration"], key=lambda row: abs(row["p5"] - 0.9))
     assert [row["pages"] for row in result["calibration"]] == [1, 2]
     assert result["schedule"]["top_k"] == [nearest["pages"]]
 
 
-def test_finished_losses_are_kept_and_different_settings_are_refused(
+def test_finished_losses_are_not_trained_again_and_different_settings_are_refused(
     study, folder, result, monkeypatch
 ):
     def refuse(*args):
@@ -125,7 +125,7 @@ def test_finished_losses_are_kept_and_different_settings_are_refused(
         study.distill.main(command(folder, train=TRAIN + 1))
 
 
-def test_an_actor_that_reads_everything_matches_the_policy(study, folder):
+def test_an_actor_that_reads_all_pages_matches_the_policy(study, folder):
     given = {k.replace("-", "_"): v for k, v in OPTIONS.items()} | {
         "pages": (20,),
         "calibration": 2,

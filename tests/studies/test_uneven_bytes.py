@@ -65,7 +65,7 @@ def pages(study, model, ids, calibration, **options):
 
 
 @pytest.mark.parametrize("budget", [128, 192, 320])
-def test_every_allocation_has_the_same_total_of_tokens(study, calibration, budget):
+def test_every_allocation_has_the_same_total_number_of_tokens(study, calibration, budget):
     ways = study.uneven_bytes.Spread.__args__
     shared = {spread: calibration.tokens(spread, budget) for spread in ways}
     for tokens in shared.values():
@@ -87,7 +87,7 @@ def test_every_allocation_has_the_same_total_of_tokens(study, calibration, budge
     assert shared["layers"][:, 0].argmax() == 3
 
 
-def test_allocations_by_hand(study):
+def test_allocations_match_a_hand_calculation(study):
     assert study.uneven_budgets.by_shares([1, 1, 1, 3], 192).tolist() == [
         64 + 96,
         64 + 80,
@@ -96,7 +96,7 @@ def test_allocations_by_hand(study):
     ]
 
 
-def test_bytes_by_hand(study):
+def test_bytes_match_a_hand_calculation(study):
     tokens, length = np.array([[128, 64], [320, 128]]), np.array([256, 512])
 
     def read(**options):
@@ -121,7 +121,7 @@ def test_bytes_by_hand(study):
 # --- selections ---
 
 
-def test_the_even_schedule_matches_that_of_other_studies(study, sharp, calibration):
+def test_the_even_allocation_matches_the_schedule_of_other_studies(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -142,7 +142,7 @@ def test_each_head_reads_its_allocated_number_of_pages(study, sharp, calibration
                 ).tolist()
 
 
-def test_page_scores_by_hand(study):
+def test_page_scores_match_a_hand_calculation(study):
     q = torch.tensor([[2.0, 0.0], [-2.0, 1.0]])[None, :, None]  # two heads of one group
     marks = torch.tensor([[3.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])[None, None]
     known = torch.tensor([[[True, True, False]]])
@@ -158,7 +158,7 @@ def test_page_scores_by_hand(study):
     )
 
 
-def test_two_level_selection_of_every_group_equals_one_level(study, sharp, calibration):
+def test_two_level_selection_with_every_group_equals_one_level_selection(study, sharp, calibration):
     one = pages(study, *sharp, calibration, budget=96)
     every = pages(study, *sharp, calibration, budget=96, candidates=100)
     some = pages(study, *sharp, calibration, budget=96, candidates=2)
@@ -292,7 +292,7 @@ def test_curves_are_compared_at_equal_bytes(study):
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatch):
+def test_the_script_writes_the_file_read_by_the_tables(study, tmp_path, monkeypatch):
     path = tmp_path / "text_uneven.json"
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))

@@ -90,7 +90,7 @@ def test_an_arm_runs_end_to_end(checkpoint, tmp_path, arm):
 
 
 @pytest.mark.slow
-def test_an_arm_stopped_by_its_time_limit_is_evaluated_at_its_last_step(checkpoint, tmp_path):
+def test_an_arm_that_reaches_its_time_limit_is_evaluated_at_its_last_step(checkpoint, tmp_path):
     rows, _ = run_arm(
         checkpoint, tmp_path, "p86", steps=3, tokens=100, seconds=0, ended="time is over"
     )
@@ -111,7 +111,7 @@ def test_the_lossless_arm_runs_end_to_end(checkpoint, tmp_path):
     assert step["tokens_per_cycle"] >= 1
 
 
-def test_summary_numbers_by_hand(study, tmp_path):
+def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
     def log(name, rollout, profile):
         start = {"arm": name, "seed": 0, "top_k": ["all"], "device": "GPU", "token_bytes": 4}
         start["options"] = {"checkpoint": "here", "out": "there", "samples": 2}
@@ -181,7 +181,7 @@ def test_the_interval_of_the_rollout_share_resamples_steps(study):
     assert study.wall_clock_summary.rollout_share(run) == pytest.approx([3 / 4, 1 / 2, 5 / 6])
 
 
-def test_paired_steps_by_hand(study):
+def test_paired_steps_match_a_hand_calculation(study):
     def run(name, model, reward):
         return {"arm": name, "model": model, "seed": 0, "steps": len(reward), "reward": reward}
 
@@ -205,7 +205,7 @@ def test_paired_steps_by_hand(study):
     assert row["reward_minus_dense"] == pytest.approx([0.2 / 3, 0.1])
 
 
-def test_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypatch):
+def test_the_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypatch):
     figure = study.wall_clock_figure
     _, ax = figure.plt.subplots()
     seconds = {"rollout": 8.0, "score": 2.0, "update": 4.0, "sync": 1.0}

@@ -60,7 +60,7 @@ def write(path: Path, rows) -> Path:
     return path
 
 
-def test_gsm8k_rows_become_problems():
+def test_gsm8k_rows_are_converted_to_problems():
     problems = list(load_dataset_task("gsm8k", VERIFIERS, path=DATA / "gsm8k.jsonl"))
     first = problems[0]
     assert first.id == "gsm8k-0"
@@ -84,7 +84,7 @@ def test_gsm8k_rows_become_problems():
 @pytest.mark.parametrize(
     ("name", "answers"), [("aime24", ["204", "113", "371"]), ("amc23", ["27", "36", "45"])]
 )
-def test_competition_rows_become_problems(name, answers):
+def test_competition_rows_are_converted_to_problems(name, answers):
     problems = list(load_dataset_task(name, VERIFIERS, path=DATA / f"{name}.jsonl"))
     assert [p.verify.keywords["answer"] for p in problems] == answers
     assert all(
@@ -93,7 +93,7 @@ def test_competition_rows_become_problems(name, answers):
     )
 
 
-def test_problems_record_the_expected_answer_if_it_is_text():
+def test_problems_contain_the_expected_answer_if_it_is_text():
     (problem,) = task([{"problem": "2+2?", "answer": 4}])
     assert problem.answer == "4"
     checked = load_dataset_task(
@@ -104,7 +104,7 @@ def test_problems_record_the_expected_answer_if_it_is_text():
     assert synthetic.verify(f"answer: {synthetic.answer}") == 1.0
 
 
-def test_numbers_as_answers_become_text():
+def test_numeric_answers_are_converted_to_text():
     assert next(iter(task([{"problem": "2+2?", "answer": 4}]))).verify("4") == 1.0
 
 
@@ -118,7 +118,7 @@ def test_every_epoch_is_a_permutation_that_depends_only_on_the_index(epoch, seed
     )
 
 
-def test_epochs_and_seeds_differ():
+def test_each_epoch_and_seed_has_a_different_order():
     orders = {
         tuple(task().problem(10 * epoch + i, seed).id for i in range(10))
         for epoch in range(3)
@@ -127,16 +127,16 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 9
 
 
-def test_the_order_never_changes_between_versions():
+def test_the_order_of_problems_is_the_same_in_every_version():
     """A resumed run must see the same problems: this order must never change."""
     assert [task().problem(i, 7).id for i in range(4)] == ["sums-3", "sums-4", "sums-1", "sums-7"]
 
 
-def test_rows_keep_their_order_for_evaluation():
+def test_iteration_for_evaluation_keeps_the_order_of_rows():
     assert [p.id for p in task()] == [f"sums-{i}" for i in range(10)] and len(task()) == 10
 
 
-def test_duplicates_and_long_prompts_are_dropped_and_counted(caplog):
+def test_duplicates_and_prompts_that_are_too_long_are_dropped_and_counted(caplog):
     rows = [
         *ROWS,
         {"question": " what IS  3+0?", "answer": "3"},
@@ -161,7 +161,7 @@ def test_an_id_contains_the_row_number_even_if_earlier_rows_were_dropped():
     assert [p.id for p in task(rows)] == ["sums-0", "sums-2"]
 
 
-def test_prompts_are_rendered_with_templates_and_as_chats():
+def test_prompts_are_rendered_with_the_template_and_as_chats():
     rows = [{"question": "Is {x} \\in {question}?", "answer": "yes"}]
     prompt = next(
         iter(task(rows, template="Q: {question} {y}\nA:", render="<user>{}<assistant>".format))
@@ -205,7 +205,7 @@ def test_local_files_of_every_format_are_read(tmp_path):
         ({}, "its fields are none"),
     ],
 )
-def test_an_incomplete_row_is_reported_with_its_number(tmp_path, row, message):
+def test_an_incomplete_row_is_reported_with_its_row_number(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
     with pytest.raises(ConfigError, match=message):
         load_dataset_task("qa", VERIFIERS, path=path)
@@ -242,7 +242,7 @@ def test_a_missing_file_is_refused():
         load_dataset_task("gsm8k", VERIFIERS, path="/nowhere/rows.jsonl")
 
 
-def test_an_unreachable_hub_is_reported_with_the_local_alternative(monkeypatch):
+def test_an_error_about_an_unreachable_hub_suggests_a_local_file(monkeypatch):
     import datasets
 
     def offline(*_, **__):
@@ -257,7 +257,7 @@ def test_an_unreachable_hub_is_reported_with_the_local_alternative(monkeypatch):
     )
 
 
-def test_rows_from_the_hub_are_requested_by_name_config_and_split(monkeypatch):
+def test_hub_datasets_are_requested_by_name_config_and_split(monkeypatch):
     import datasets
 
     asked = []
@@ -285,7 +285,7 @@ def test_unknown_datasets_and_missing_verifiers_are_refused():
         load_dataset_task("gsm8k", {"code": same}, path=DATA / "gsm8k.jsonl")
 
 
-def test_the_reference_solutions_earn_full_reward():
+def test_reference_solutions_earn_full_reward():
     from sparrow.rewards import verify_math
 
     for name in ("gsm8k", "aime24", "amc23"):
@@ -300,7 +300,7 @@ def test_the_reference_solutions_earn_full_reward():
     assert next(iter(last)).verify("So she sold 72 clips.") == 1.0
 
 
-def test_local_files_need_neither_torch_nor_the_hub_client():
+def test_reading_local_files_loads_neither_torch_nor_the_hub_client():
     program = f"""
         import sys
         from sparrow.tasks.dataset import load_dataset_task
@@ -318,7 +318,7 @@ def read(name: str, file: str | None = None, kind: str = "math"):
 
 
 @pytest.mark.parametrize("name", sorted(name for name, format in FORMATS.items() if format.hub))
-def test_five_rows_with_the_columns_of_each_hub_dataset_become_five_problems(name, caplog):
+def test_five_rows_of_each_hub_dataset_are_converted_to_five_problems(name, caplog):
     path = DATA / "hub" / f"{name.replace('-', '_').replace('+', '_plus')}.jsonl"
     verifiers = {**VERIFIERS, "code": same}
     problems = list(
@@ -381,7 +381,7 @@ def test_math_formats_are_read(name, start, answers):
         assert verify_math(f"So it is \\boxed{{{answer}}}.", other) == 0.0
 
 
-def test_instructions_and_copies_in_dapo_are_dropped(caplog):
+def test_instructions_and_duplicates_in_dapo_are_removed(caplog):
     task = load_dataset_task("dapo-math", VERIFIERS, path=DATA / "dapo_math.jsonl")
     assert caplog.messages[0].endswith("rows: 1 duplicate")
     prompt = next(iter(task)).prompt
@@ -416,7 +416,7 @@ def test_capitalised_field_names_are_read():
     assert problem.verify.keywords["answer"] == "25.0"
 
 
-def test_taco_rows_become_problems(caplog):
+def test_taco_rows_are_converted_to_problems(caplog):
     task = load_dataset_task("taco", {"code": same}, path=DATA / "taco.jsonl")
     call, stdin = task
     assert caplog.messages[0].endswith("dropped 1 of 3 rows: 1 unusable")
@@ -443,7 +443,7 @@ def test_taco_rows_become_problems(caplog):
     assert stdin.solution.startswith("```python\na, b = ")
 
 
-def test_results_that_are_lists_stay_lists():
+def test_expected_results_that_are_lists_are_not_unwrapped():
     row = {
         "question": "?",
         "input_output": json.dumps(
@@ -468,7 +468,7 @@ def test_unusable_taco_rows_are_dropped_and_counted(tests, caplog):
     ] == ["taco-1"]
 
 
-def test_humaneval_and_mbpp_rows_become_problems():
+def test_humaneval_and_mbpp_rows_are_converted_to_problems():
     first, _, helper, _ = read("humaneval", "humaneval", kind="code")
     tests = helper.verify.keywords["answer"]
     assert first.prompt.startswith("Complete this function:\n```python\nfrom typing import List")
@@ -529,7 +529,7 @@ def test_pickles_in_livecodebench_cannot_run_code(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_files_are_named_for_repositories_that_need_it(monkeypatch):
+def test_data_files_are_specified_for_repositories_that_require_them(monkeypatch):
     import datasets
 
     asked = []

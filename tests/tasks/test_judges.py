@@ -77,7 +77,7 @@ def task(function, rows=ROWS):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_reward_is_called_as_in_its_trainer_with_the_columns_of_the_row(function, right):
+def test_a_reward_function_is_called_with_the_arguments_its_trainer_would_pass(function, right):
     problem = next(iter(task(function)))
     assert verify(pickle.loads(pickle.dumps(problem)), "2") == pytest.approx(right)
     if function is not as_in_trl_with_prompts:
@@ -111,12 +111,12 @@ async def asynchronous(completions, **kwargs):
         (3, "is a int; a reward is f"),
     ],
 )
-def test_an_unusable_signature_is_refused_when_the_data_is_read(function, message):
+def test_a_reward_function_with_an_unusable_signature_is_refused_on_loading(function, message):
     with pytest.raises(ConfigError, match=message):
         task(function)
 
 
-def test_a_column_missing_from_some_rows_is_refused_at_once():
+def test_a_required_column_missing_from_some_rows_is_refused_on_loading():
     rows = [ROWS[0], {"question": "3+3?", "answer": "6"}]
     with pytest.raises(ConfigError, match="needs 'level', but the columns of row 2 of rows"):
         task(ours_with_columns, rows)
@@ -131,6 +131,6 @@ def test_a_column_missing_from_some_rows_is_refused_at_once():
         (lambda solution_str, ground_truth: {"acc": 1}, r"without the key 'score' \(keys: acc\)"),
     ],
 )
-def test_results_of_the_wrong_shape_are_refused_in_one_sentence(function, message):
+def test_rewards_of_the_wrong_type_or_shape_are_refused_in_one_sentence(function, message):
     with pytest.raises(RewardError, match=message):
         verify(next(iter(task(function))), "2")

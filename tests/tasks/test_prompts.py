@@ -34,7 +34,7 @@ def words(*known: str, bos: bool = True, eos: bool = False, **settings) -> PreTr
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **settings})
 
 
-def test_a_text_has_exactly_one_bos():
+def test_an_encoded_text_has_exactly_one_bos_token():
     tokenizer = words("a", "b")
     assert encode(tokenizer, "a b") == tokenizer("a b").input_ids == [1, 3, 4]
     assert encode(tokenizer, "<s>a b") == [1, 3, 4]
@@ -47,7 +47,7 @@ def test_a_tokenizer_without_special_tokens_adds_none():
     assert encode(words("a", bos=False, bos_token=None), "a") == [3]
 
 
-def test_a_tokenizer_that_ends_prompts_is_refused():
+def test_a_tokenizer_that_appends_eos_to_prompts_is_refused():
     tokenizer = words("a", eos=True)
     with pytest.raises(ConfigError, match=r"ends every prompt with '</s>'.*add_eos_token"):
         encode(tokenizer, "a")
@@ -74,7 +74,7 @@ def test_template_arguments_are_parsed_as_json_if_possible():
         (("messages=[]",), "sets 'messages', which Sparrow sets itself"),
     ],
 )
-def test_invalid_template_arguments_are_refused_at_once(arguments, reason):
+def test_invalid_template_arguments_are_refused(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         ChatConfig(arguments=arguments)
 
@@ -109,7 +109,7 @@ def test_a_chat_template_that_drops_the_prompt_is_refused(template, config, reas
         chat_template(tokenizer, config)
 
 
-def test_a_template_file_turns_prompts_of_a_base_model_into_chats(tmp_path):
+def test_a_template_file_renders_prompts_of_a_base_model_as_chats(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text(CHAT)
     assert chat_template(words("a"), NO_CHAT) is None
@@ -120,17 +120,17 @@ def test_a_template_file_turns_prompts_of_a_base_model_into_chats(tmp_path):
 @pytest.mark.parametrize(
     ("text", "share"), [("a b", 0), ("", 0), ("a xyz", 0.75), ("xyz", 1), ("<s> a", 0)]
 )
-def test_text_mapped_to_the_unknown_token_counts_as_unread(text, share):
+def test_text_mapped_to_the_unknown_token_counts_as_unreadable(text, share):
     assert unread(words("a", "b"), text) == share
 
 
-def test_text_dropped_by_a_tokenizer_counts_as_unread():
+def test_text_dropped_by_the_tokenizer_counts_as_unreadable():
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     dropping = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert unread(dropping, "ab \u4f60\u597d") == 0.5
 
 
-def test_a_byte_level_tokenizer_reads_everything():
+def test_a_byte_level_tokenizer_can_read_any_text():
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE({**alphabet, "<end>": 256}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -139,7 +139,7 @@ def test_a_byte_level_tokenizer_reads_everything():
     assert unread(loaded, "a \u4f60\u597d \U0001f600 <end>") == 0
 
 
-def test_prompts_are_refused_if_half_is_unread_and_otherwise_warned_about(caplog):
+def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
     tokenizer = words("aaaa", "b")
     read, half = Prompt("line 1", "aaaa aaaa"), Prompt("line 2", "aaaa xxxx")
     lost = Prompt("line 3", "xxxx xxxx")
@@ -179,7 +179,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_character_of_several_tokens_is_shown_at_the_first():
+def test_a_character_of_several_tokens_is_shown_with_the_first_of_them():
     tokenizer = byte_level()
     ids = tokenizer("a\u4f60 \U0001f600!").input_ids
     texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]
@@ -190,7 +190,7 @@ def test_a_character_of_several_tokens_is_shown_at_the_first():
         assert len(texts) == len(cut) and "".join(texts) == tokenizer.decode(cut)
 
 
-def test_a_word_keeps_its_space():
+def test_a_token_that_starts_a_word_is_shown_with_the_preceding_space():
     tokenizer = sentence_piece()
     byte = {i: 4 + i for i in range(256)}
     ids = [1, 2, 3, *(byte[b] for b in "\u4f60".encode()), 1]

@@ -61,14 +61,14 @@ def test_a_trace_solution_matches_the_result_of_its_program(
     assert problem.prompt.count("\n") == lines + 2
 
 
-def test_hard_problems_reach_thousands_of_tokens() -> None:
+def test_solutions_of_hard_problems_have_thousands_of_tokens() -> None:
     problem = Trace(300).problem(0)
     assert problem.solution is not None
     assert len(build_tokenizer()(problem.solution)["input_ids"]) > 2500
     assert problem.verify(problem.solution) == 1.0
 
 
-def test_long_programs_reuse_a_name_only_after_it_was_read() -> None:
+def test_long_programs_reuse_a_name_only_after_its_value_was_read() -> None:
     for index in range(20):
         problem = Trace(400).problem(index)
         assert problem.solution is not None
@@ -85,7 +85,7 @@ def test_problems_are_a_pure_function_of_index_and_seed() -> None:
     assert len({p.prompt for p in problems}) == len({p.id for p in problems}) == 200
 
 
-def test_problems_match_the_published_ones() -> None:
+def test_generated_problems_match_the_published_ones() -> None:
     # The checkpoint and every reported figure depend on exactly these texts.
     problem = Trace(4).problem(0)
     assert problem.prompt == "program:\n 8 -> gi\n 3 -> je\n je - 1 -> se\n gi - se -> pa\ntrace:\n"
@@ -94,12 +94,12 @@ def test_problems_match_the_published_ones() -> None:
     )
 
 
-def test_problems_can_be_sent_to_other_processes() -> None:
+def test_problems_can_be_pickled() -> None:
     problem = Trace(6).problem(3)
     assert pickle.loads(pickle.dumps(problem)).verify(problem.solution) == 1.0
 
 
-def test_slip_corrupts_the_stated_share_of_results() -> None:
+def test_slip_corrupts_the_specified_share_of_results() -> None:
     line = re.compile(r" \w+ ([+-]) (\w+) \w+ \w+ (\d),(?: \w+ (\d),)? \w+ \w+ (\d)")
     wrong, results, unsolved = 0, 0, 0
     for index in range(400):
@@ -141,7 +141,7 @@ def test_linking_words_are_drawn_from_a_polya_urn() -> None:
         ("", 0.0),
     ],
 )
-def test_only_a_final_answer_counts(response: str, reward: float) -> None:
+def test_only_the_final_answer_is_rewarded(response: str, reward: float) -> None:
     assert check_answer(response, 7) == reward
 
 
@@ -180,7 +180,7 @@ def test_names_are_distinct_and_differ_from_linking_words() -> None:
     assert not set(NAMES) & set(LINKS)
 
 
-def test_tasks_are_loaded_by_name() -> None:
+def test_tasks_can_be_loaded_by_name() -> None:
     assert load_task("trace", lines=7, slip=0.1) == Trace(7, slip=0.1)
     with pytest.raises(ConfigError, match="no task 'maze'; choose one of trace,"):
         load_task("maze")
@@ -227,7 +227,9 @@ def test_the_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
     assert [p.verify(text) for p, text in zip(problems, texts, strict=True)] == [1.0] * 8
 
 
-def test_acceptance_of_the_reasoner_rises_gradually_with_pages_read(reasoner: Any) -> None:
+def test_acceptance_of_the_reasoner_rises_gradually_with_the_number_of_pages_read(
+    reasoner: Any,
+) -> None:
     import torch
 
     from sparrow.engines.hf import set_schedule, teacher_forced
@@ -259,7 +261,7 @@ def test_acceptance_of_the_reasoner_rises_gradually_with_pages_read(reasoner: An
         (lambda: Trace(8, slip=1.0), "slip is 1.0, but must be less than 1"),
     ],
 )
-def test_impossible_tasks_are_refused(make: Callable[[], object], message: str) -> None:
+def test_invalid_task_settings_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -23,7 +23,7 @@ def judged(verify, count, **options):
     )
 
 
-def test_rewards_are_in_the_order_of_responses():
+def test_rewards_are_returned_in_the_order_of_the_responses():
     def verify(text):
         time.sleep(SLOW_S * (text == "0"))
         return float(text)
@@ -32,7 +32,7 @@ def test_rewards_are_in_the_order_of_responses():
     assert judged(verify, 0) == []
 
 
-def test_the_first_error_is_raised_and_nothing_begins_after_it(monkeypatch):
+def test_the_first_error_is_raised_and_no_further_verification_starts(monkeypatch):
     monkeypatch.setattr(verify_module, "VERIFYING", 2)
     begun = []
 
@@ -46,7 +46,7 @@ def test_the_first_error_is_raised_and_nothing_begins_after_it(monkeypatch):
     assert set(begun) <= {"0", "1"}
 
 
-def test_a_hanging_verifier_is_named_unless_another_verifier_failed():
+def test_a_hanging_verifier_is_reported_unless_another_verifier_failed():
     def verify(text):
         time.sleep(30 * SLOW_S * (text == "1"))
         return float(text)
@@ -64,7 +64,7 @@ def test_a_hanging_verifier_is_named_unless_another_verifier_failed():
 @pytest.mark.parametrize(
     "ends", [lambda text: sys.exit(3), lambda text: exec("raise GeneratorExit")]
 )
-def test_a_verifier_that_exits_is_named_at_once(ends):
+def test_a_verifier_that_exits_is_reported_immediately(ends):
     began = time.monotonic()
     with pytest.raises((RewardError, GeneratorExit)) as raised:
         judged(ends, 3, time_limit=60)

@@ -28,7 +28,7 @@ def rows(first: float, others: float) -> list[float]:
         ("rloo", rows(1.0, -1 / 3)),
     ],
 )
-def test_advantages_by_hand(kind, expected):
+def test_advantages_match_a_hand_calculation(kind, expected):
     advantages, metrics = compute_advantages(kind, REWARDS, GROUPS)
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-12)
@@ -51,7 +51,7 @@ batches = st.lists(
 
 @settings(deadline=None)
 @given(batches, st.randoms())
-def test_advantages_have_the_invariants_of_their_kind(batch, random):
+def test_each_kind_of_advantage_satisfies_its_invariants(batch, random):
     rewards = torch.tensor([reward / 64 for reward, _ in batch])
     groups = torch.tensor([group for _, group in batch])
     standard, centred, left_out = (

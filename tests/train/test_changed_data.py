@@ -34,7 +34,7 @@ CHANGED = {
 }
 
 
-def test_a_resumed_run_notices_any_change_in_its_data(tmp_path):
+def test_any_change_in_the_training_data_is_detected_on_resume(tmp_path):
     make_trainer(tmp_path / "run", steps=1, task=task_of(tmp_path, ROWS)).train()
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["data"]
     assert recorded["train"]["problems"] == 5
@@ -51,7 +51,7 @@ def test_a_resumed_run_notices_any_change_in_its_data(tmp_path):
     made.run_dir.release()
 
 
-def test_a_resumed_run_notices_a_changed_benchmark(tmp_path):
+def test_a_changed_benchmark_is_detected_on_resume(tmp_path):
     from sparrow.train.config import EvalConfig
 
     held = [draw(Trace(2), i, 1) for i in range(3)]
@@ -73,7 +73,7 @@ def test_a_run_without_a_recorded_fingerprint_can_be_resumed(tmp_path):
     made.run_dir.release()
 
 
-def test_a_mixture_is_identified_by_its_parts(tmp_path):
+def test_the_fingerprint_of_a_mixture_consists_of_those_of_its_tasks(tmp_path):
     one, other = task_of(tmp_path, ROWS[:2], "one"), task_of(tmp_path, ROWS[2:], "other")
     assert fingerprint(Mixture([one, other], [1, 1])) == [fingerprint(one), fingerprint(other)]
     assert fingerprint(Trace(2)) is None

@@ -27,7 +27,7 @@ from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 # --- rewards ---
 
 
-def test_overlong_penalty_by_hand():
+def test_the_overlong_penalty_matches_a_hand_calculation():
     # DAPO: no penalty up to 16384 of 20480 tokens, then linear, -1 at the limit.
     lengths = (1, 16384, 17408, 18432, 20480)
     assert [overlong_penalty(n, 20480, 4096) for n in lengths] == [0, 0, -0.25, -0.5, -1]
@@ -51,7 +51,7 @@ def test_the_reward_is_the_sum_of_its_named_parts():
     )  # a fifth of 10
 
 
-def test_reward_metrics_by_hand():
+def test_reward_metrics_match_a_hand_calculation():
     rows = [
         ("math", {"correct": 1.0, "format": 0.5}),
         ("math", {"correct": 0.0, "format": 0.5}),
@@ -64,7 +64,7 @@ def test_reward_metrics_by_hand():
     assert set(reward_metrics([("math", {"correct": 1.0})])) == {"mean", "std"}
 
 
-def test_bad_settings_are_refused():
+def test_invalid_reward_settings_are_refused():
     for make, message in (
         (lambda: RewardConfig(format=-1), "reward.format is -1"),
         (
@@ -88,7 +88,9 @@ class Named:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 99), st.integers(0, 5))
-def test_a_mixture_gives_each_task_its_share_in_its_own_order(weights, turns, seed):
+def test_a_mixture_draws_from_each_task_in_order_and_in_proportion_to_its_weight(
+    weights, turns, seed
+):
     mixture = Mixture([Named(str(i)) for i in range(len(weights))], weights)
     period = sum(weights)
     ids = [mixture.problem(turns * period + i, seed).id.split("-") for i in range(2 * period)]
@@ -98,13 +100,13 @@ def test_a_mixture_gives_each_task_its_share_in_its_own_order(weights, turns, se
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, 0.5), ()])
-def test_weights_are_one_integer_per_task(weights):
+def test_a_mixture_requires_one_integer_weight_per_task(weights):
     with pytest.raises(ConfigError, match="needs a weight for each of its 2 tasks, a whole number"):
         Mixture([Named("a"), Named("b")], weights)
 
 
 @pytest.mark.slow
-def test_math_and_code_train_together_from_the_command_line(reading_checkpoint, tmp_path, capsys):
+def test_the_command_line_can_train_on_math_and_code_together(reading_checkpoint, tmp_path, capsys):
     (tmp_path / "sums.jsonl").write_text(
         "".join(
             json.dumps({"question": f"{i} + 1 ?", "answer": str(i + 1)}) + "\n" for i in range(8)
@@ -154,7 +156,7 @@ def test_math_and_code_train_together_from_the_command_line(reading_checkpoint, 
     assert "weight is 0.5, but must be a valid integer" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_bundled_task_extracts_the_stated_answer():
+def test_bundled_tasks_extract_the_stated_answer():
     problem = load_task("trace", lines=4).problem(0)
     assert (
         problem.extract(problem.solution) == problem.solution[-1]
@@ -235,8 +237,8 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
 
 def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
-    # Of 0..7 the problems 0, 3, 6 are level; 8, 9, 10 replace them, 9 is level too, and 11 replaces
-    # it.
+    # Of problems 0 to 7, the rewards of 0, 3 and 6 are all equal, so 8, 9 and 10 replace them.
+    # Those of 9 are equal as well, so 11 replaces it.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
@@ -267,7 +269,7 @@ def test_every_process_receives_the_batch_of_a_single_process(ranks):
     assert max(len(e.seeds) for e in engines) <= min(len(e.seeds) for e in engines) + 3
 
 
-def test_a_slow_verifier_does_not_delay_the_others():
+def test_verifiers_run_concurrently():
     meeting = threading.Barrier(16)
 
     class Meeting:
@@ -299,7 +301,7 @@ class Sparse(EarlyWords):
 
 
 @pytest.mark.slow
-def test_a_resampled_run_is_resumed_exactly(tmp_path):
+def test_a_run_that_resamples_groups_resumes_exactly(tmp_path):
     # Without a penalty, all rewards of an unsolvable problem would be equal.
     changes = {**RESAMPLED, "reward": RewardConfig(overlong="mask")}
     make_trainer(tmp_path / "whole", steps=3, task=Sparse(), **changes).train()
@@ -342,7 +344,7 @@ def test_truncated_responses_do_not_contribute_to_the_loss(tmp_path, monkeypatch
         tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")
     ).train()
     assert [advantage for advantage, _ in keep] == [advantage for advantage, _ in seen]
-    # 24 tokens may also be a response that ended by itself there, in theory.
+    # In theory, a response may also end by itself after 24 tokens.
     assert [length if length < 24 else 0 for _, length in keep] == [length for _, length in seen]
     assert 0 < sum(length > 0 for _, length in seen) < 64 and any(
         a for a, length in keep if length == 24

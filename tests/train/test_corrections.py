@@ -67,7 +67,7 @@ def assert_correction(actual: Correction, weights: list[list[float]], kept: list
 UNCAPPED = 1e9
 
 
-def test_no_correction_by_hand():
+def test_metrics_without_a_correction_match_a_hand_calculation():
     correction = correct("none", *EXAMPLE)
     assert_correction(correction, [[1, 1, 1], [1, 1, 0]], [[1, 1, 1], [1, 1, 0]])
     assert correction.metrics == pytest.approx(
@@ -88,13 +88,13 @@ def test_no_correction_by_hand():
     )
 
 
-def test_empty_sequences_do_not_count():
+def test_empty_sequences_do_not_affect_the_correction():
     empty = correct("icepop", *batch([1, 4, 0.5], [], [0.25, 0.125]))
     assert empty.metrics == correct("icepop", *EXAMPLE).metrics
     assert empty.weight_BT[1].tolist() == [0, 0, 0]
 
 
-def test_token_tis_by_hand():
+def test_token_tis_matches_a_hand_calculation():
     correction = correct("token_tis", *EXAMPLE)
     assert_correction(correction, [[1, 2, 0.5], [0.25, 0.125, 0]], [[1, 1, 1], [1, 1, 0]])
     metrics = correction.metrics
@@ -107,7 +107,7 @@ def test_token_tis_by_hand():
     assert metrics["ratio_max"] == pytest.approx(4.0)  # raw, not truncated
 
 
-def test_sequence_tis_by_hand():
+def test_sequence_tis_matches_a_hand_calculation():
     product = correct("sequence_tis", *EXAMPLE, cap=1.5)
     assert_correction(product, [[1.5] * 3, [1 / 32, 1 / 32, 0]], [[1, 1, 1], [1, 1, 0]])
     assert product.metrics["clipped_fraction"] == pytest.approx(3 / 5)
@@ -118,7 +118,7 @@ def test_sequence_tis_by_hand():
     assert geometric.metrics["clipped_fraction"] == 0.0
 
 
-def test_icepop_by_hand():
+def test_icepop_matches_a_hand_calculation():
     correction = correct(
         "icepop", *EXAMPLE
     )  # 0.5 is in the band of 0.5 to 5, its ends included; 1/4 and 1/8 are not
@@ -137,9 +137,9 @@ def test_icepop_by_hand():
     )
 
 
-def test_sparse_rl_by_hand():
-    # First: 4 and 1.6 leave the band of 0.5 to 1.5. Second: one ratio below 1e-4 takes the good
-    # tokens with it.
+def test_sparse_rl_matches_a_hand_calculation():
+    # First: 4 and 1.6 are outside the band of 0.5 to 1.5. Second: one ratio below 1e-4 excludes the
+    # whole sequence.
     correction = correct("sparse_rl", *batch([1, 4, 0.5, 1.6, 1.5], [1, 9e-5, 1], [1, 2e-4]))
     assert_correction(
         correction,
@@ -158,7 +158,7 @@ def test_sparse_rl_by_hand():
     assert correction.metrics["dropped_sequence_fraction"] == pytest.approx(1 / 3)
 
 
-def test_obrs_by_hand():
+def test_obrs_matches_a_hand_calculation():
     z_BT = torch.tensor([[0.8, 0.6, 0.5], [0.9, 0.4, torch.nan]])
     uniform_BT = torch.tensor([[0.9, 0.9, 0.4], [0.3, 0.1, torch.nan]])
     # Acceptance min(1, r) is 1, 1, 1/2 | 1/4, 1/8: all but the fourth. Weight Z max(1, r).
@@ -175,7 +175,7 @@ def test_obrs_by_hand():
     assert_correction(half, [[1.6, 2.4, 0], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]])
 
 
-def test_obrs_allows_for_a_rounded_normalizer():
+def test_obrs_tolerates_a_normalizer_rounded_above_one():
     assert (
         correct(
             "obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1 + 1e-6), uniform_BT=torch.zeros(2, 3)
@@ -184,7 +184,7 @@ def test_obrs_allows_for_a_rounded_normalizer():
     )
 
 
-def test_m2po_by_hand():
+def test_m2po_matches_a_hand_calculation():
     # log r: 0.5 0.1 | -0.2 0.3, squares 0.25 0.01 | 0.04 0.09; means of the smallest 0.01 0.025
     # 0.0467 0.0975
     example = batch([math.exp(0.5), math.exp(0.1)], [math.exp(-0.2), math.exp(0.3)])
@@ -201,7 +201,7 @@ def test_m2po_by_hand():
     assert nothing.metrics["masked_fraction"] == nothing.metrics["dropped_sequence_fraction"] == 1.0
 
 
-def test_obrs_requires_its_random_draws():
+def test_obrs_requires_random_draws():
     with pytest.raises(ValueError, match="pass z_BT and uniform_BT"):
         compute_correction(CorrectionConfig("obrs"), *EXAMPLE)
 
@@ -223,7 +223,7 @@ def padded(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(sequences)
-def test_weights_and_masks_are_valid_for_any_batch(kind, rows):
+def test_weights_masks_and_metrics_are_valid_for_any_batch(kind, rows):
     log_p, log_q, mask = padded(rows)
     correction = correct(kind, log_p, log_q, mask)
     weight, kept, metrics = correction.weight_BT, correction.mask_BT, correction.metrics
@@ -259,7 +259,7 @@ def test_weights_and_masks_are_valid_for_any_batch(kind, rows):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "obrs"])
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_a_batch_without_mismatch_is_unchanged(kind, lengths):
+def test_corrections_leave_a_batch_without_mismatch_unchanged(kind, lengths):
     log_p, _, mask = padded([[0.3] * length for length in lengths])
     correction = correct(kind, log_p, log_p, mask)
     assert torch.equal(correction.weight_BT, mask.float()) and torch.equal(correction.mask_BT, mask)
@@ -270,7 +270,7 @@ def test_a_batch_without_mismatch_is_unchanged(kind, lengths):
 
 @settings(deadline=None)
 @given(sequences, st.floats(1e-3, 2.0))
-def test_m2po_meets_the_bound_with_as_many_tokens_as_possible(rows, bound):
+def test_m2po_keeps_as_many_tokens_as_the_bound_allows(rows, bound):
     log_p, log_q, mask = padded(rows)
     kept = correct("m2po", log_p, log_q, mask, m2_bound=bound).mask_BT
     m2 = (log_p - log_q).square()
@@ -291,7 +291,7 @@ distributions = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5).map(
 
 @settings(deadline=None)
 @given(distributions, distributions, st.floats(0.5, 3.0))
-def test_the_expectation_under_obrs_is_the_target(p_V, q_V, obrs_lambda):
+def test_the_expectation_under_obrs_equals_that_under_the_target_policy(p_V, q_V, obrs_lambda):
     """Take every vocabulary entry v in turn as the sampled token: q(v) P(accept v) weight(v) = Z
     p(v).
     """
@@ -316,7 +316,7 @@ def test_the_expectation_under_obrs_is_the_target(p_V, q_V, obrs_lambda):
     )
 
 
-def test_obrs_accepts_the_expected_share_of_a_grid_of_draws():
+def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
     """Check the same without knowing the acceptance probability, by averaging over 10,000 evenly
     spaced draws.
     """
@@ -343,7 +343,7 @@ def test_obrs_accepts_the_expected_share_of_a_grid_of_draws():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
+def test_sequences_of_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
     T = 32_768
     log_q = torch.full((2, T), -1.0, dtype=dtype)
     log_p = log_q + torch.tensor([[0.5], [-0.5]], dtype=dtype)  # products e^16384 and e^-16384
@@ -358,7 +358,7 @@ def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
         assert correction.weight_BT[:, 0].tolist() == pytest.approx(expected[kind])
 
 
-def test_the_product_over_32k_tokens_keeps_its_digits():
+def test_the_product_of_32k_ratios_is_precise():
     log_q = torch.full((1, 32_768), -0.7, dtype=torch.float64)
     correction = correct(
         "sequence_tis", log_q + 1e-5, log_q, torch.ones(1, 32_768, dtype=torch.bool)
@@ -367,7 +367,7 @@ def test_the_product_over_32k_tokens_keeps_its_digits():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_corrections_carry_no_gradient(kind):
+def test_no_gradient_flows_through_corrections(kind):
     log_p, log_q, mask = padded([[0.1, -0.3], [0.2]])
     assert not correct(
         kind, log_p.requires_grad_(), log_q.requires_grad_(), mask
@@ -418,7 +418,7 @@ def test_invalid_arguments_are_refused(call, message):
         {"m2_bound": -0.04},
     ],
 )
-def test_the_config_is_validated(options):
+def test_the_correction_config_is_validated(options):
     (name,) = options
     with pytest.raises(
         ConfigError,
@@ -427,7 +427,7 @@ def test_the_config_is_validated(options):
         CorrectionConfig(**options)
 
 
-def test_the_config_defines_command_line_options():
+def test_the_correction_config_defines_command_line_options():
     parsed = tyro.cli(CorrectionConfig, args=["--kind", "icepop", "--band", "0.4", "3"])
     assert parsed == CorrectionConfig(kind="icepop", band=(0.4, 3.0))
     assert tyro.cli(CorrectionConfig, args=[]) == CorrectionConfig(kind="token_tis", cap=2.0)

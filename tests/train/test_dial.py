@@ -31,14 +31,13 @@ def words(bins):
     return [(b.start // 100, b.mode, b.verdict) for b in bins]
 
 
-def test_bins_turn_lossy_one_by_one_from_the_longest():
+def test_bins_become_lossy_one_by_one_starting_with_the_longest():
     dial = Dial(TAU, twice_as_fast)
     drafts = [tail(i, 0.97) for i in (1, 2, 3)]
     assert dial.verified_up_to == inf
     assert words(dial.turn(drafts, [])) == [(i, "lossless", "ready") for i in (1, 2, 3)]
     assert dial.verified_up_to == 300
-    # Bin 3 has unverified tokens of its own now, and they decide; what drafts there are in it does
-    # not count.
+    # Bin 3 now contains unverified tokens, and only these count; its drafts are ignored.
     found = dial.turn([*drafts[:2], tail(3, 0.5)], [tail(3, 0.96)])
     assert words(found) == [
         (1, "lossless", "ready"),
@@ -57,11 +56,11 @@ def test_bins_turn_lossy_one_by_one_from_the_longest():
         (
             tail(3, 0.97, low=0.96, ceiling=0.96),
             "may be below tau 0.95",
-        ),  # 0.04 and 0.04 make 0.057
+        ),  # 0.04 and 0.04 add up to 0.057 in quadrature
         (tail(3, nan, low=nan), "may be below tau 0.95"),
     ],
 )
-def test_a_bin_that_may_miss_tau_keeps_all_shorter_bins_lossless(longest, reason):
+def test_a_bin_that_may_miss_tau_and_all_shorter_bins_stay_lossless(longest, reason):
     dial = Dial(TAU, twice_as_fast)
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), longest], [])
     assert dial.verified_up_to == inf and found[-1].verdict == "waits" and reason in found[-1].why
@@ -72,10 +71,10 @@ def test_draft_acceptance_is_rescaled_for_absolute_but_not_for_relative_tau():
     drafts = tail(3, 0.97, low=0.96, ceiling=0.97)
     assert absolute.turn([drafts], [])[0].low == pytest.approx(
         0.95
-    )  # losses of 0.04 and 0.03 make 0.05
+    )  # losses of 0.04 and 0.03 add up to 0.05 in quadrature
     assert relative.turn([drafts], [])[0].low == 0.96
     assert absolute.verified_up_to == relative.verified_up_to == 300
-    # 0.945 is 0.055 below 1, of which 0.03 are the ceiling's: 0.0461 are sparsity's.
+    # 0.945 is 0.055 below 1. The ceiling accounts for 0.03, and sparsity for 0.0461.
     own = replace(tail(3, 0.945, ceiling=0.97), ceiling_low=0.97, ceiling_high=0.97)
     assert absolute.turn([], [own])[0].verdict == "fails"
     found = relative.turn([], [own])[0]
@@ -83,7 +82,7 @@ def test_draft_acceptance_is_rescaled_for_absolute_but_not_for_relative_tau():
     assert "relative p5 of unverified tokens, 0.954, reaches relative tau 0.95" in found.why
 
 
-def test_a_bin_of_few_responses_cannot_turn_lossy_but_can_restore_verification():
+def test_a_bin_with_few_responses_cannot_become_lossy_but_can_restore_verification():
     dial = Dial(TAU, twice_as_fast)
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), tail(3, 0.5, sequences=7)], [])
     assert found[-1].verdict == "unknown" and dial.verified_up_to == 200
@@ -95,7 +94,7 @@ def test_a_bin_of_few_responses_cannot_turn_lossy_but_can_restore_verification()
     )
 
 
-def test_a_failing_bin_turns_shorter_bins_lossless_but_not_longer_ones():
+def test_a_failing_bin_and_all_shorter_bins_become_lossless_but_not_longer_ones():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     found = dial.turn([], [tail(1, 0.99), tail(2, 0.9499), tail(3, 0.96)])
@@ -108,7 +107,7 @@ def test_a_failing_bin_turns_shorter_bins_lossless_but_not_longer_ones():
     )
 
 
-def test_a_bin_turns_lossy_only_if_that_is_faster():
+def test_a_bin_becomes_lossy_only_if_that_is_faster():
     def by_length(length, acceptance):
         return {150: (1.0, 1.1), 250: (1.0, 1 / FASTER - 1e-3), 350: (1.0, 1.0)}[length]
 
@@ -123,7 +122,7 @@ def test_a_bin_turns_lossy_only_if_that_is_faster():
     assert slower.turn([], [tail(2, 0.99)])[0].verdict == "fails" and slower.verified_up_to == inf
 
 
-def test_an_overoptimistic_meter_is_detected_and_retried_ever_less_often():
+def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimistic():
     """Drafts are measured at 0.99, but unverified tokens turn out at 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
@@ -138,7 +137,7 @@ def test_an_overoptimistic_meter_is_detected_and_retried_ever_less_often():
     assert tries == [1, 1 + WAIT + 1, 1 + WAIT + 1 + 2 * WAIT + 1, 1 + 7 * WAIT + 3]
 
 
-def test_a_noisy_tail_at_tau_does_not_flap():
+def test_the_dial_does_not_oscillate_if_p5_is_close_to_tau():
     dial, ends = Dial(TAU, twice_as_fast), []
     for step in range(64):
         p5 = TAU.value + (0.003 if step % 2 else -0.003)
@@ -147,7 +146,7 @@ def test_a_noisy_tail_at_tau_does_not_flap():
     assert set(ends) == {inf}, "what does not surely hold is never tried"
 
 
-def test_the_dial_continues_from_its_saved_state():
+def test_the_dial_can_be_restored_from_a_saved_state():
     dial = Dial(TAU, twice_as_fast)
     dial.turn([tail(2, 0.99), tail(3, 0.99)], [])
     dial.turn([tail(2, 0.99)], [tail(3, 0.9)])
@@ -159,7 +158,7 @@ def test_the_dial_continues_from_its_saved_state():
         assert dial.verified_up_to == again.verified_up_to
 
 
-def test_gain_by_hand():
+def test_the_gain_matches_a_hand_calculation():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
@@ -173,7 +172,7 @@ def test_gain_by_hand():
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx((0.15 + 0.75) / (0.15 + 0.3))
 
 
-def test_predicted_times_come_from_the_cost_model():
+def test_predicted_times_match_the_cost_model():
     shape, machine, schedule = SHAPES["qwen3-1.7b"], MACHINES["h200"], SparsitySchedule.fixed(61)
     lossless, lossy = price(shape, machine, schedule, 4, 32)(12_000, 0.97)
     assert lossy == decode_step(shape, machine, [12_000] * 32, schedule).seconds
@@ -182,7 +181,7 @@ def test_predicted_times_come_from_the_cost_model():
         for k in range(5)
     ]
     assert lossless == min(cycles) == cycles[4] and 1.1 < lossless / lossy < 3
-    # Where everything is read, nothing can be gained.
+    # Where lossy mode reads everything, it cannot be faster.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)
     assert lossless <= lossy
     # As many sequences as fit.

@@ -34,7 +34,7 @@ def rollout(prompt, tokens, verified, alpha):
     return Rollout([1] * prompt, ids, top[:, 0], top.astype(np.int32), top, "stop", verification)
 
 
-def test_verified_and_unverified_tokens_are_separated_by_hand():
+def test_verified_and_unverified_tokens_are_separated():
     rollouts = [rollout(10, 4, 2, [np.nan, 0.5]), rollout(30, 2, 2, [0.25, 0.75])]
     acceptances = [
         TokenAcceptance(
@@ -60,7 +60,7 @@ def test_verified_and_unverified_tokens_are_separated_by_hand():
     ]  # 11 cached tokens, and 30 and 31
 
 
-def test_metrics_of_a_turn_by_hand():
+def test_metrics_of_a_turn_of_the_dial_match_a_hand_calculation():
     """Twelve responses of 16 tokens begin at length 16, half of each verified; the dial was at
     24.
     """
@@ -104,7 +104,7 @@ def cheap(tau=0.1):
 
 
 @pytest.mark.slow
-def test_a_run_that_turns_the_dial_resumes_exactly(tmp_path):
+def test_a_run_in_auto_mode_resumes_exactly(tmp_path):
     trainer(tmp_path / "whole", cheap()).train()
     whole = metrics_of(tmp_path / "whole")
     ends = [row["dial"]["verified_up_to"] for row in whole]
@@ -120,7 +120,7 @@ def test_a_run_that_turns_the_dial_resumes_exactly(tmp_path):
     assert [row["reward"] for row in cut] == [row["reward"] for row in whole]
 
 
-def test_an_engine_that_verifies_all_or_nothing_is_refused_by_name(tmp_path):
+def test_an_engine_that_cannot_stop_verifying_mid_response_is_refused(tmp_path):
     class Server:
         pass
 
@@ -158,8 +158,8 @@ def test_the_correction_does_not_change_verified_tokens():
     assert {r.verification.tokens for r in rollouts} == {exact} and 20 < exact < 24
     assert (found.weight_BT[:, :exact] - 1).abs().max() < 1e-3
     assert (found.weight_BT[:, exact:] - 1).abs().mean() > 0.05
-    # As the trainer measures it: what was verified is as good as the engine's rounding, what was
-    # not is not.
+    # As measured by the trainer, verified tokens differ only by the engine's rounding, and
+    # unverified tokens by more.
     alpha = [
         token_acceptance(r, s.top_logprobs, SCHEDULE) for r, s in zip(rollouts, dense, strict=True)
     ]

@@ -64,7 +64,7 @@ def theta(trainer: Trainer) -> dict[str, torch.Tensor]:
     )
 
 
-def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
+def test_distillation_does_not_change_the_policy_by_a_single_bit(tmp_path):
     without, with_phi = run(tmp_path / "a", DistillConfig()), run(tmp_path / "b", ON)
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in theta(without).items())
     assert metrics_of(tmp_path / "b")[0]["distill"]["kl"] > 0.01
@@ -75,7 +75,7 @@ def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in loaded.named_parameters())
 
 
-def test_the_dense_loss_has_no_gradient_for_phi_and_the_sparse_loss_none_for_theta(tmp_path):
+def test_the_dense_loss_trains_only_the_policy_and_the_sparse_loss_only_the_adapter(tmp_path):
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     ids = torch.randint(0, 151, (2, 60))
@@ -114,7 +114,7 @@ def test_checkpointed_layers_do_not_recompute_sparse_attention(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_distillation_raises_the_tail_of_a_frozen_policy(tmp_path):
+def test_distillation_raises_the_acceptance_tail_for_a_frozen_policy(tmp_path):
     run(tmp_path, replace(ON, policy_loss=False, learning_rate=1e-3), steps=24, learning_rate=1e-9)
     rows = metrics_of(tmp_path)
     kl = [row["distill"]["kl"] for row in rows]
@@ -147,7 +147,7 @@ def test_actor_weights_are_merged_out_of_place():
     assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
 
 
-def test_gradients_of_the_layers_match_those_of_a_lora():
+def test_gradients_of_adapter_layers_match_those_of_a_lora():
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     for p in adapter.parameters:
@@ -172,7 +172,7 @@ def test_gradients_of_the_layers_match_those_of_a_lora():
         assert (coarse - direct).norm() < 0.02 * direct.norm()
 
 
-def test_rollouts_come_from_the_merged_actor(tmp_path):
+def test_the_engine_samples_from_the_merged_actor(tmp_path):
     trainer = run(tmp_path, ON, steps=3)
     merged = model_()
     merged.load_state_dict(dict(trainer.learner.distiller.actor_weights()), strict=False)
@@ -183,7 +183,7 @@ def test_rollouts_come_from_the_merged_actor(tmp_path):
         assert torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
 
 
-def test_a_delta_below_the_precision_of_the_weights_is_not_lost():
+def test_adapter_changes_smaller_than_the_precision_of_the_weights_are_preserved():
     model = model_().to(torch.bfloat16)
     adapter = Adapter(model, ON, SCHEDULE)
     layer = model.model.layers[1].mlp.up_proj
@@ -198,7 +198,7 @@ def test_a_delta_below_the_precision_of_the_weights_is_not_lost():
     torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
 
 
-def test_policy_and_adapter_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
+def test_policy_and_adapter_are_resumed_and_the_adapter_can_be_loaded_by_peft(tmp_path):
     run(tmp_path / "whole", ON, steps=4)
     run(tmp_path / "parts", ON, steps=2)
     resumed = run(tmp_path / "parts", ON, steps=4, resume=True)
@@ -236,7 +236,7 @@ def test_the_closed_loop_reduces_the_pages_of_a_distilled_actor_that_meets_tau(t
 
 
 @pytest.mark.slow
-def test_the_adapter_follows_a_schedule_raised_by_the_guard(tmp_path):
+def test_distillation_uses_a_schedule_raised_by_the_guard(tmp_path):
     run(tmp_path, ON, steps=3, guard=GuardConfig("raise", threshold=0.999, patience=1))
     rows = metrics_of(tmp_path)
     tables = [row["schedule"]["top_k"][0] for row in rows]
@@ -245,7 +245,7 @@ def test_the_adapter_follows_a_schedule_raised_by_the_guard(tmp_path):
     )  # 3, 5, 8 pages with the 3 always kept
 
 
-def test_bucket_kl_by_hand_and_as_a_lower_bound():
+def test_bucket_kl_matches_a_hand_calculation_and_is_a_lower_bound():
     p = torch.tensor([[0.5, 0.25]]).log()
     q = torch.tensor([[0.25, 0.25]]).log()
     # 0.5 ln 2 + 0 + 0.25 ln(0.25 / 0.5) = 0.25 ln 2
@@ -259,7 +259,7 @@ def test_bucket_kl_by_hand_and_as_a_lower_bound():
     assert (bucket_kl(full_p[:, :7], full_q[:, :7]) <= exact + 1e-5).all()
 
 
-def test_the_worst_responses_have_the_lowest_acceptance_tail():
+def test_responses_with_the_lowest_acceptance_tail_are_the_worst():
     acceptance = [
         np.full(9, 0.9),
         np.array([0.2] + [1.0] * 8),
@@ -272,7 +272,7 @@ def test_the_worst_responses_have_the_lowest_acceptance_tail():
 
 
 @pytest.mark.slow
-def test_excluded_responses_need_no_forward_pass(tmp_path, monkeypatch):
+def test_excluded_responses_are_not_scored(tmp_path, monkeypatch):
     scored = []
     stock = Distiller.actor_logprobs
     monkeypatch.setattr(
@@ -290,7 +290,7 @@ def test_excluded_responses_need_no_forward_pass(tmp_path, monkeypatch):
     )
 
 
-def test_bad_input_is_refused_in_one_sentence(tmp_path):
+def test_invalid_distillation_settings_are_refused_in_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="schedule is dense already"):
         Adapter(model_(), ON, SparsitySchedule.dense())
     for targets in (("warp_proj",), ("q_proj", "warp_proj")):
@@ -309,7 +309,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
 
 
-def test_an_adapter_is_accepted_for_its_trained_base_but_not_for_another_model(tmp_path):
+def test_an_adapter_is_accepted_for_its_further_trained_base_but_not_for_another_model(tmp_path):
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     adapter.save(tmp_path, adapter.adapter_weights())

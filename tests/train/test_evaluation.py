@@ -71,7 +71,7 @@ def test_evaluations_do_not_change_training_by_a_single_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_matches_sparrow_eval_on_the_export(tmp_path):
+def test_evaluations_match_sparrow_eval_on_the_export(tmp_path):
     made = make_trainer(tmp_path, steps=2, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     for row in evaluations_of(tmp_path)[1:]:
@@ -94,7 +94,7 @@ def test_an_evaluation_matches_sparrow_eval_on_the_export(tmp_path):
 
 
 @pytest.mark.slow
-def test_exports_are_few_and_loadable_and_the_best_is_linked(tmp_path):
+def test_old_exports_are_deleted_and_the_best_is_linked(tmp_path):
     made = make_trainer(tmp_path, steps=6, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
     means = {row["step"]: row["eval"]["words"]["mean"]["value"] for row in evaluations_of(tmp_path)}
@@ -111,7 +111,9 @@ def test_exports_are_few_and_loadable_and_the_best_is_linked(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", ["in an evaluation", "in an export", "after one"])
-def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, monkeypatch, stop):
+def test_an_interrupted_run_has_each_evaluation_and_export_exactly_once(
+    tmp_path, monkeypatch, stop
+):
     whole = dict(steps=5, benchmarks={"words": words("a", 3)}, **EVALUATED)
     make_trainer(tmp_path / "whole", **whole).train()
     begun = []
@@ -169,12 +171,12 @@ def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, m
         ),
     ],
 )
-def test_impossible_evaluations_are_refused(settings, message):
+def test_invalid_evaluation_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**{name: make() for name, make in settings.items()})
 
 
-def test_the_best_step_is_the_first_with_the_highest_mean_over_benchmarks():
+def test_the_best_step_is_the_earliest_with_the_highest_mean_over_benchmarks():
     def row(step, *means):
         return {
             "step": step,

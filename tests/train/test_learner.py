@@ -60,7 +60,7 @@ def trainer_of(run_dir, **changes) -> Trainer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_variant_resumes_to_the_same_numbers(name, tmp_path):
+def test_every_variant_resumes_exactly(name, tmp_path):
     changes = CHANGES[name]
     trainer_of(tmp_path / "whole", **changes).train()
 
@@ -96,7 +96,7 @@ def test_the_largest_log_ratio_is_taken_over_all_minibatches(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_initial_model(tmp_path):
+def test_the_reference_policy_is_the_initial_model(tmp_path):
     """The KL to the reference is 0 in the first step and grows; a large beta keeps the policy
     close.
     """
@@ -110,7 +110,7 @@ def test_the_reference_is_the_initial_model(tmp_path):
     assert rows[100.0][-1] < 0.8 * rows[1e-6][-1]
 
 
-def test_only_the_lora_trains_and_the_engine_receives_it_merged(tmp_path):
+def test_only_the_lora_is_trained_and_the_engine_receives_merged_weights(tmp_path):
     made = trainer_of(
         tmp_path, lora=LoraConfig(r=4, target_modules=("q_proj", "v_proj")), **CHANGES["beta"]
     )
@@ -137,7 +137,7 @@ def test_only_the_lora_trains_and_the_engine_receives_it_merged(tmp_path):
     assert changed == {f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qv"}
 
 
-def test_a_lora_needs_existing_layers_and_excludes_a_distillation_adapter(tmp_path):
+def test_a_lora_requires_existing_layers_and_cannot_be_combined_with_distillation(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r"cannot add a LoRA to lm_head; choose from the linear layers of this model:",
@@ -149,7 +149,7 @@ def test_a_lora_needs_existing_layers_and_excludes_a_distillation_adapter(tmp_pa
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_the_learning_rate_matches_transformers(kind, warmup, tmp_path):
+def test_learning_rate_schedules_match_transformers(kind, warmup, tmp_path):
     made = make_trainer(
         tmp_path,
         steps=6,

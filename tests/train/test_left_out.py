@@ -109,7 +109,7 @@ CORRECTIONS = {
         ("dr_grpo", "token_tis", "mask", 0.0),
     ],
 )
-def test_the_gradient_comes_only_from_responses_that_train(
+def test_the_gradient_comes_only_from_included_responses(
     normalization, kind, overlong, beta, tmp_path, monkeypatch
 ):
     made, experience, grad = step_of(
@@ -144,7 +144,7 @@ def test_the_gradient_comes_only_from_responses_that_train(
         torch.testing.assert_close(grad[name], p.grad, rtol=2e-3, atol=2e-5 * float(largest))
 
 
-def test_a_step_in_which_nothing_trains_has_no_gradient(tmp_path, monkeypatch):
+def test_the_gradient_is_zero_if_all_responses_are_excluded(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sparrow.train.experience.Experience.truncated",
         property(lambda self: self.rewards == self.rewards),
@@ -170,7 +170,7 @@ def test_the_correction_ignores_excluded_responses(tmp_path, monkeypatch):
     assert masks[0].sum(1).tolist() == expected
 
 
-def test_the_policy_loss_of_the_adapter_is_divided_by_the_tokens_that_train(monkeypatch, tmp_path):
+def test_the_policy_loss_of_the_adapter_is_normalized_by_included_tokens(monkeypatch, tmp_path):
     from sparrow.train import distill
     from sparrow.train.config import DistillConfig
     from tests.train.test_learner import trainer_of

@@ -46,7 +46,7 @@ def example() -> torch.Tensor:
         ("dr_grpo", (-3.06 + 3.8) / (2 * 10)),
     ],
 )
-def test_losses_by_hand(normalization, expected):
+def test_losses_match_a_hand_calculation(normalization, expected):
     config = LossConfig(normalization=normalization)
     loss, metrics = policy_loss(
         example(), OLD, ADVANTAGES, MASK, WEIGHT, config, count_normalizers(MASK, 10)
@@ -68,7 +68,7 @@ def test_losses_by_hand(normalization, expected):
     ("ratio", "advantage", "low", "high"),
     [(1.5, 1, 0, 1), (1.5, -1, 0, 0), (0.5, 1, 0, 0), (0.5, -1, 1, 0)],
 )
-def test_a_clip_is_active_only_on_its_side_of_the_advantage(ratio, advantage, low, high):
+def test_each_clip_bound_applies_only_to_one_sign_of_the_advantage(ratio, advantage, low, high):
     one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
     logp = (math.log(ratio) * one).requires_grad_()
     advantages = torch.tensor([float(advantage)])
@@ -80,7 +80,7 @@ def test_a_clip_is_active_only_on_its_side_of_the_advantage(ratio, advantage, lo
     assert (logp.grad.item() == 0) == bool(low + high)
 
 
-def test_gradient_by_hand():
+def test_the_gradient_matches_a_hand_calculation():
     logp = example()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)[0].backward()
@@ -92,7 +92,7 @@ def test_gradient_by_hand():
     torch.testing.assert_close(logp.grad, expected)
 
 
-def test_clip_widths_come_from_the_settings():
+def test_clip_bounds_are_taken_from_the_settings():
     config = LossConfig(clip_low=0.6, clip_high=0.6, normalization="dapo")
     loss, metrics = policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
     assert metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == 0.0
@@ -100,16 +100,16 @@ def test_clip_widths_come_from_the_settings():
     assert loss.item() == pytest.approx(0.0 / 5, abs=1e-12)
 
 
-def test_the_on_policy_gradient_is_reinforce():
+def test_the_on_policy_gradient_is_that_of_reinforce():
     logp = OLD.clone().requires_grad_()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, torch.ones(2, 3), config, NORMALIZERS)[0].backward()
     torch.testing.assert_close(logp.grad, torch.where(MASK, -ADVANTAGES.double()[:, None] / 5, 0.0))
 
 
-def test_dual_clip_by_hand():
-    # With c = 1.2 the second row's 1.5 counts as 1.2, its clipped 0.5 as 0.8 still; the first, of
-    # advantage 1, as ever.
+def test_dual_clip_matches_a_hand_calculation():
+    # With c = 1.2, the second row's ratio of 1.5 counts as 1.2, and its clipped 0.5 still as 0.8.
+    # The first row, with advantage 1, is unchanged.
     config = LossConfig(clip_ratio_c=1.2)
     logp = example()
     loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
@@ -129,9 +129,9 @@ def test_dual_clip_by_hand():
         LossConfig(clip_ratio_c=1.0)
 
 
-def test_kl_to_the_reference_by_hand():
-    # The reference has twice the policy's chance everywhere: 2 - 1 - log 2 a token, whatever the
-    # token's weight.
+def test_the_kl_to_the_reference_matches_a_hand_calculation():
+    # The reference has twice the policy's probability everywhere: 2 - 1 - log 2 per token, whatever
+    # the token's weight.
     logp = example()
     reference = torch.where(MASK, logp.detach() + math.log(2), math.inf)
     loss, metrics = reference_loss(logp, reference, MASK, LossConfig(beta=0.1), NORMALIZERS)
@@ -143,7 +143,7 @@ def test_kl_to_the_reference_by_hand():
     torch.testing.assert_close(logp.grad, torch.where(MASK, -0.1 / 5, 0.0).double())
 
 
-def test_the_mean_over_tokens_is_the_default():
+def test_the_default_normalization_is_the_mean_over_tokens():
     assert LossConfig().normalization == "dapo"
 
 
@@ -173,7 +173,7 @@ def test_padding_is_never_read(garbage):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_inputs_are_computed_in_float32(dtype):
+def test_the_loss_of_half_precision_inputs_is_computed_in_float32(dtype):
     logp = OLD.to(dtype).requires_grad_()
     loss, _ = policy_loss(logp, OLD.to(dtype), ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     assert loss.dtype == torch.float32
@@ -186,7 +186,9 @@ def test_half_precision_inputs_are_computed_in_float32(dtype):
     normalization=st.sampled_from(["grpo", "dapo", "dr_grpo"]),
     seed=st.integers(0, 2**31),
 )
-def test_micro_batches_add_up_to_the_batch(lengths, cuts, normalization, seed):
+def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(
+    lengths, cuts, normalization, seed
+):
     B, T = len(lengths), max(lengths)
     random = torch.Generator().manual_seed(seed)
     old, noise = (torch.randn(B, T, generator=random, dtype=torch.float64) for _ in range(2))
@@ -214,13 +216,13 @@ def test_micro_batches_add_up_to_the_batch(lengths, cuts, normalization, seed):
     assert merge_metrics(part for _, part in parts) == pytest.approx(metrics, rel=1e-12, abs=1e-12)
 
 
-def test_count_normalizers_by_hand():
+def test_normalizers_match_a_hand_calculation():
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     assert count_normalizers(mask, 7) == Normalizers(sequences=2, tokens=3, max_length=7)
     assert count_normalizers(mask & False, 7) == Normalizers(sequences=1, tokens=1, max_length=7)
 
 
-def test_merge_metrics_by_hand():
+def test_merged_metrics_match_a_hand_calculation():
     parts = [{"loss": 0.25, "log_ratio_abs_max": 3.0}, {"loss": -1.0, "log_ratio_abs_max": 2.0}]
     assert merge_metrics(parts) == {"loss": -0.75, "log_ratio_abs_max": 3.0}
 
@@ -228,7 +230,7 @@ def test_merge_metrics_by_hand():
 @pytest.mark.parametrize(
     "values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)]
 )
-def test_merged_metrics_keep_nan(values):
+def test_merged_metrics_preserve_nan(values):
     assert math.isnan(merge_metrics({"x_max": value} for value in values)["x_max"])
 
 
@@ -254,7 +256,7 @@ def test_a_non_finite_loss_is_detected(bad):
         check_finite(metrics, 20.0)
 
 
-def test_any_metric_can_be_checked():
+def test_any_metric_can_be_checked_for_non_finite_values():
     with pytest.raises(TrainingDiverged, match="grad_norm is inf"):
         check_finite({"loss": 0.1, "grad_norm": math.inf}, 20.0)
 
@@ -278,7 +280,7 @@ def test_invalid_arguments_are_refused(call, message):
     "options",
     [{"clip_low": 1.5}, {"clip_high": 0.0}, {"max_log_ratio": math.inf}],
 )
-def test_the_config_is_validated(options):
+def test_the_loss_config_is_validated(options):
     (name,) = options
     with pytest.raises(ConfigError, match=rf"^loss\.{name} is .*, but must be .*$"):
         LossConfig(**options)

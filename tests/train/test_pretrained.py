@@ -34,7 +34,7 @@ def source(tmp_path, checkpoint):
     return folder
 
 
-def test_a_model_is_written_in_the_dtype_of_its_checkpoint(tmp_path, source):
+def test_a_model_is_saved_in_the_dtype_of_its_checkpoint(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     weights = {name: p.detach() for name, p in model.named_parameters()}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
@@ -48,7 +48,7 @@ def test_a_model_is_written_in_the_dtype_of_its_checkpoint(tmp_path, source):
         assert torch.equal(weight, weights[name].bfloat16())
 
 
-def test_a_config_keeps_the_field_names_of_earlier_versions(tmp_path, source):
+def test_a_saved_config_keeps_the_field_names_of_earlier_versions(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -67,7 +67,7 @@ def test_a_model_without_a_checkpoint_keeps_its_dtype(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float32
 
 
-def test_modules_kept_in_float32_stay_in_float32(tmp_path, source):
+def test_modules_that_must_stay_in_float32_are_saved_in_float32(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     model._keep_in_fp32_modules = {"norm"}
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
@@ -114,7 +114,7 @@ def test_the_tokenizer_class_of_a_checkpoint_is_kept(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_training_saves_models_in_the_dtype_of_the_initial_one(tmp_path, source):
+def test_training_saves_models_in_the_dtype_of_the_initial_model(tmp_path, source):
     small = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     run = tmp_path / "run"
     arguments = ["--model", str(source), "--task", "trace:lines=4", "--run-dir", str(run)]

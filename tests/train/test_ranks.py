@@ -1,5 +1,5 @@
-"""Several processes: they train like one, report the same error when something fails, and notice a
-dead process.
+"""Several processes train like one, report the same error when something fails, and detect a dead
+process.
 """
 
 import json
@@ -26,7 +26,7 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
 
 @given(LENGTHS, st.integers(1, 9))
-def test_shares_of_processes_are_balanced(lengths, count):
+def test_work_is_divided_evenly_between_processes(lengths, count):
     parts = divide(lengths, count)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     tokens = [sum(lengths[i] for i in part) for part in parts]
@@ -34,9 +34,7 @@ def test_shares_of_processes_are_balanced(lengths, count):
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 500))
-def test_every_process_runs_the_same_number_of_passes_and_each_row_counts_once(
-    lengths, count, budget
-):
+def test_all_processes_run_equally_many_passes_and_each_row_counts_once(lengths, count, budget):
     rows = [3 * i for i in range(len(lengths))]
     sparse = [0] * (3 * len(lengths))
     for row, length in zip(rows, lengths, strict=True):
@@ -155,7 +153,7 @@ def test_a_sharded_run_resumes_exactly_after_losing_a_process(tmp_path):
     assert np.mean([(phi[0][k] - phi[1][k]).abs().mean().item() for k in phi[0]]) < 1e-5
 
 
-def test_failures_are_reported_in_one_sentence_and_leave_a_checkpoint(tmp_path):
+def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_path):
     (code, error), (killed, _) = launch("fail", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
@@ -172,7 +170,7 @@ def test_failures_are_reported_in_one_sentence_and_leave_a_checkpoint(tmp_path):
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
         )
-    # One process goes on where two stopped, and ends where one alone would have.
+    # One process continues where two stopped, and ends where a single process would have.
     from dataclasses import replace
 
     trainer(replace(PLAIN, resume=True), tmp_path / "killed").train()

@@ -71,10 +71,10 @@ def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
 
 
-def test_a_relative_tau_adjusts_schedules_by_the_loss_due_to_sparsity():
+def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
-    # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not
-    # told from dense.
+    # No p5 here comes near 0.95, so the loop with absolute tau raises any schedule; and 0.99 cannot
+    # be distinguished from dense.
     assert ClosedLoop(Tau(0.96)).propose(start, start, report(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
     assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()[
@@ -84,7 +84,8 @@ def test_a_relative_tau_adjusts_schedules_by_the_loss_due_to_sparsity():
     raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
     assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
-    # The guard: 0.02 below on the same scale; nothing is judged without a known ceiling.
+    # The guard's threshold is 0.02 lower on the same scale. Without a known ceiling, nothing is
+    # judged.
     for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
         watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
         watching.propose(start, start, report(bin))
@@ -94,7 +95,7 @@ def test_a_relative_tau_adjusts_schedules_by_the_loss_due_to_sparsity():
     assert ClosedLoop(relative).propose(start, start, report(seen(0, 0.5))) == start
 
 
-def test_a_relative_tau_too_close_to_the_ceiling_stays_dense_with_a_warning():
+def test_the_schedule_stays_dense_if_relative_tau_is_too_close_to_the_ceiling():
     movers = Movers(TrainConfig(relative_tau=0.99), closed_loop=True)
     dense = report(noisy(0, 1.0))
     for _ in range(3):
@@ -120,7 +121,7 @@ def test_exactly_one_kind_of_tau_is_required():
 # --- the update, in numbers worked out by hand (3 pages are always kept) ---
 
 
-def test_a_low_bin_is_raised_at_once_in_proportion_and_at_most_doubled():
+def test_a_bin_below_tau_is_raised_at_once_in_proportion_and_at_most_doubled():
     assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == (
         (21, 27, 40),
         (0, 1),
@@ -133,7 +134,7 @@ def test_a_low_bin_is_raised_at_once_in_proportion_and_at_most_doubled():
     assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # at least one page
 
 
-def test_the_lower_limit_decides():
+def test_the_closed_loop_uses_the_lower_confidence_limit():
     assert turn([17, 40], seen(0, 0.95, low=0.881))[0] == (21, 40)
     assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == (
         (17, 40),
@@ -150,17 +151,17 @@ def test_spare_acceptance_lowers_a_bin_after_two_steps_by_at_most_a_quarter():
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1]) == ((72, 200), (0,))
 
 
-def test_a_budget_that_failed_or_left_no_room_becomes_the_floor():
+def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
     def floors(p5, floor=()):
         return next_schedule(
             Control(SparsitySchedule((17, 40)), (), floor), [seen(0, p5)], TAU
         ).floor
 
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
-    assert floors(0.905, (20,)) == (20,)  # the floor never sinks
+    assert floors(0.905, (20,)) == (20,)  # the floor never decreases
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
-    # A schedule lowered by hand is not raised where it has room, and goes back to what is known
-    # where it fails.
+    # A schedule lowered by hand is not raised where it meets tau with room, and returns to the
+    # floor where it fails.
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[99])[0] == (97, 200)
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
@@ -174,7 +175,7 @@ def test_a_dense_start_is_lowered_in_bounded_steps_up_to_the_longest_length_seen
     )
 
 
-def test_a_bin_is_never_raised_beyond_its_full_cache():
+def test_a_bin_is_never_raised_beyond_its_full_length():
     assert turn([100, 200], seen(0, 0.1))[0] == (122, 200)
 
 
@@ -205,13 +206,13 @@ def test_bins_with_few_responses_keep_their_pages_unless_they_clearly_fail():
     )
 
 
-def test_unused_bins_follow_the_first_bin_with_data():
+def test_bins_below_the_first_bin_with_data_follow_it():
     low = turn([90, 90, 97, 200], seen(2, 0.9359), room_steps=[0, 0, 1])
     assert low == ((83, 83, 83, 200), (0, 0, 0))
     assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
 
 
-def test_bins_below_tau_are_raised_by_hand():
+def test_bins_below_tau_are_found_and_raised():
     bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
     assert below(bins, 0.8) == bins[:1]
     assert below(enough := [seen(0, 0.79, sequences=8)], 0.8) == enough
@@ -266,7 +267,7 @@ def test_the_guard_does_not_warn_in_modes_without_a_tau(mode, schedule):
         assert watching.warning is None
 
 
-def test_the_guard_acts_if_p5_is_certainly_too_low():
+def test_the_guard_raises_an_alarm_if_p5_is_certainly_too_low():
     watching, sparse = guard(patience=2), SparsitySchedule((17, 40))
     for step, alarm in ((1, False), (2, True), (3, True)):
         watching.propose(sparse, sparse, report(loose(0, 0.5, 0.83)))
@@ -275,7 +276,7 @@ def test_the_guard_acts_if_p5_is_certainly_too_low():
     assert not watching.alarm and watching.steps_below == 0
 
 
-def test_the_guard_acts_if_p1_has_certainly_fallen_to_half_of_its_best():
+def test_the_guard_acts_if_p1_has_certainly_fallen_below_half_of_its_best_value():
     watching, sparse = guard("raise", patience=2), SparsitySchedule((17, 40))
     below_half = []
     for p1, p1_upper in ((0.7, 0.7), (0.9, 0.95), (0.44, 0.46), (0.30, 0.44), (0.2, 0.44)):
@@ -284,7 +285,7 @@ def test_the_guard_acts_if_p1_has_certainly_fallen_to_half_of_its_best():
     assert below_half == [0, 0, 0, 1, 2] and after.top_k == (27, 40)
 
 
-def test_a_dense_actor_is_not_advised_to_read_more():
+def test_the_guard_does_not_suggest_more_pages_for_a_dense_actor():
     watching, dense = guard("raise"), SparsitySchedule.dense()
     assert watching.propose(dense, dense, report(seen(0, 0.5))) is dense
     assert (
@@ -317,15 +318,15 @@ def test_the_guard_does_not_raise_bins_that_the_closed_loop_raised():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     start = SparsitySchedule((17, 27, 40))
     movers = Movers(config, closed_loop=True)
-    # The loop raises the first bin to 20 * 1.9; the second has few responses, which it leaves and
-    # so does the guard.
+    # The loop raises the first bin to 20 * 1.9. The second has few responses, so both the loop and
+    # the guard leave it unchanged.
     after = movers.next(start, report(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
     assert (
         after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
     )
 
 
-def test_both_movers_can_be_enabled_and_restore_their_state():
+def test_closed_loop_and_guard_can_be_combined_and_restore_their_state():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     movers = Movers(config, closed_loop=True)
     assert movers.next(start := SparsitySchedule((97, 200)), report(seen(0, 0.94))) == start
@@ -382,15 +383,15 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
             assert np.all(p5 >= TAU - 0.02)
         elif 30 <= step < 60:
             assert np.all(p5 >= TAU - 0.02)
-            # A longer bin may read more than it needs, where a shorter one needs that much; and all
-            # by one page.
+            # A longer bin may read more than it needs if a shorter one needs as much, and any bin
+            # may read one page too many.
             one_less = 1 - (1 - TAU) * (needed[0] / (pages[0] - 1)) ** exponent
             assert one_less <= TAU + 0.02 + 4 * noise
         control = after
 
 
 @pytest.mark.parametrize("surer", [0.0, 0.5])
-def test_the_closed_loop_settles_on_the_measured_plant_without_oscillating(surer):
+def test_the_closed_loop_settles_without_oscillating_on_a_simulated_reasoner(surer):
     """Four bins simulate the bundled reasoner: each rejects 5 % at its needed number of pages, and
     less with a power of -4 to -2.5.
 
@@ -479,12 +480,12 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     _, fault, _, after = [r["mismatch"]["bins"] for r in metrics_of(tmp_path)]
     hit = [b["bin"] for b in fault if b["n_sequences"] >= 8 and b["interval_low"] < 0.94]
     assert hit
-    # 16 responses leave room for chance on the far side of tau.
+    # With 16 responses, p5 may be on the other side of tau by chance.
     assert all(b["lower_bound"] >= 0.95 - 0.02 for b in after if b["bin"] in hit)
 
 
 @pytest.mark.slow
-def test_the_closed_loop_resumes_to_the_same_numbers(tmp_path):
+def test_a_run_with_the_closed_loop_resumes_exactly(tmp_path):
     # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is
     # dense.
     changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
@@ -510,7 +511,7 @@ def test_the_closed_loop_resumes_to_the_same_numbers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.99, 0.5])
-def test_floors_of_the_closed_loop_are_discarded_when_tau_changes(tmp_path, tau):
+def test_closed_loop_floors_are_discarded_when_tau_changes(tmp_path, tau):
     changes = dict(closed_loop=True, rollout=EXACT)
     before = make_trainer(tmp_path, steps=2, tau=0.99, **changes)
     before.train()
@@ -521,7 +522,7 @@ def test_floors_of_the_closed_loop_are_discarded_when_tau_changes(tmp_path, tau)
 
 
 @pytest.mark.slow
-def test_the_closed_loop_and_the_guard_can_be_combined(tmp_path):
+def test_a_run_can_use_the_closed_loop_together_with_the_guard(tmp_path):
     made = make_trainer(
         tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise")
     )
@@ -536,7 +537,7 @@ EXACT = RolloutConfig(4, 4, 24, top_n=151)
 
 
 @pytest.mark.slow
-def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, caplog):
+def test_the_guard_does_not_stop_a_dense_run_with_short_lists(tmp_path, monkeypatch, caplog):
     from tests.train import test_trainer
 
     monkeypatch.setattr(test_trainer, "SCHEDULE", SparsitySchedule.dense(**LAYOUT))
@@ -552,7 +553,7 @@ def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.slow
-def test_the_guard_warns_once_and_logs_every_step(tmp_path, caplog):
+def test_the_guard_warns_only_once_and_logs_every_step(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(
             tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)
@@ -579,7 +580,7 @@ def test_the_guard_raises_the_schedule(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_guard_stops_with_a_resumable_checkpoint(tmp_path):
+def test_the_guard_stops_the_run_with_a_resumable_checkpoint(tmp_path):
     guard = GuardConfig("stop", threshold=0.999, patience=3)
     with pytest.raises(
         TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"
@@ -594,7 +595,7 @@ def test_the_guard_stops_with_a_resumable_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_auto_schedules_work_on_the_command_line(tmp_path):
+def test_the_command_line_accepts_auto_schedules(tmp_path):
     from sparrow.cli import main
 
     layout = tmp_path / "layout.json"

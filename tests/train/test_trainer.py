@@ -101,7 +101,7 @@ def metrics_of(run_dir) -> list[dict]:
         (SCHEDULE, "lossless", None),
     ],
 )
-def test_acceptance_is_logged_for_samples_of_a_sparse_actor(tmp_path, schedule, mode, up_to):
+def test_acceptance_is_logged_only_for_samples_of_a_sparse_actor(tmp_path, schedule, mode, up_to):
     made = make_trainer(tmp_path, steps=1, logged_rollouts=16)
     made.config = replace(made.config, rollout=replace(made.config.rollout, mode=mode))
     made.set_schedule(schedule)
@@ -158,7 +158,7 @@ def test_the_reward_rises_and_every_metric_is_logged(tmp_path):
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
 
-def test_a_listener_is_notified_of_each_phase(tmp_path):
+def test_listeners_are_notified_of_each_phase(tmp_path):
     told = []
     optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
     make_trainer(
@@ -170,13 +170,13 @@ def test_a_listener_is_notified_of_each_phase(tmp_path):
 @pytest.mark.parametrize(
     "kind", ["none", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
 )
-def test_every_correction_trains(tmp_path, kind):
+def test_training_works_with_every_correction(tmp_path, kind):
     make_trainer(tmp_path, steps=1, correction=CorrectionConfig(kind=kind)).train()
     assert metrics_of(tmp_path)[0]["correction"]["weight_mean"] >= 0
 
 
 @pytest.mark.parametrize("advantage", ["dr_grpo", "rloo"])
-def test_every_advantage_and_minibatches_train(tmp_path, advantage):
+def test_training_works_with_every_advantage_and_with_minibatches(tmp_path, advantage):
     optimizer = OptimizerConfig(learning_rate=1e-3, minibatches=2, warmup_steps=4, token_budget=100)
     make_trainer(tmp_path, steps=1, advantage=advantage, optimizer=optimizer).train()
     assert metrics_of(tmp_path)[0]["learning_rate"] == pytest.approx(1e-3 / 4)
@@ -259,7 +259,7 @@ class Choosing(HFEngine):
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_resumed_run_repeats_the_draft_lengths_it_logged(tmp_path, monkeypatch, changed):
+def test_a_resumed_run_repeats_the_logged_draft_lengths(tmp_path, monkeypatch, changed):
     """Two steps were logged after the checkpoint. With different rollouts the run differs
     anyway.
     """
@@ -314,7 +314,7 @@ def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
 @pytest.mark.parametrize(
     ("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")]
 )
-def test_a_bad_reward_is_reported_with_its_problem_and_finished_steps_are_kept(
+def test_an_invalid_reward_is_reported_with_its_problem_and_finished_steps_are_kept(
     tmp_path, returned, message
 ):
     with pytest.raises(RewardError, match=rf"problem 'words-12' {message}.*resume"):
@@ -350,7 +350,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path, monkeypatch
         return whole(folder)
 
     monkeypatch.setattr(trainer.accelerator, "save_state", full_disk)
-    with pytest.raises(CheckpointError, match=r"step 4.*No space left.*resumed from step 2"):
+    with pytest.raises(CheckpointError, match=r"step 4.*No space left.*resume the run from step 2"):
         trainer.train()
     make_trainer(tmp_path, steps=4, resume=True).train()
     make_trainer(tmp_path / "whole", steps=4).train()
@@ -365,7 +365,7 @@ def test_a_run_directory_is_not_overwritten(tmp_path):
         make_trainer(tmp_path / "new", resume=True)
 
 
-def test_a_second_precision_in_one_process_is_refused_before_any_writing(tmp_path):
+def test_a_second_precision_in_one_process_is_refused_before_anything_is_written(tmp_path):
     make_trainer(
         tmp_path / "first"
     ).run_dir.release()  # like the earlier tests of this process, in float32
@@ -408,7 +408,7 @@ def test_a_killed_process_can_be_resumed(tmp_path):
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
 
 
-def test_the_tail_by_length_reaches_tensorboard_under_stable_names(tmp_path):
+def test_the_acceptance_tail_by_length_is_logged_to_tensorboard_under_fixed_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     make_trainer(tmp_path, steps=2, trackers=("tensorboard",)).train()
@@ -470,7 +470,7 @@ class Noisy:
 WHOLE_LISTS = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, top_n=10**4)
 
 
-def test_p5_is_logged_beside_the_ceiling_from_dense_rollouts(tmp_path):
+def test_p5_is_logged_together_with_the_ceiling_from_dense_rollouts(tmp_path):
     made = make_trainer(tmp_path, steps=1, rollout=WHOLE_LISTS)
     made.engine = Noisy(made.engine)
     made._collector = replace(made._collector, engine=made.engine)
@@ -482,7 +482,7 @@ def test_p5_is_logged_beside_the_ceiling_from_dense_rollouts(tmp_path):
     )
 
 
-def test_a_ceiling_is_measured_once_and_kept_on_resume(tmp_path, monkeypatch):
+def test_the_ceiling_is_measured_only_once_and_kept_on_resume(tmp_path, monkeypatch):
     measured = []
     real = Trainer._measure_ceiling
     monkeypatch.setattr(

@@ -147,7 +147,7 @@ def assert_each_has_its_model(models, completions, asked=ASKED, whose=WHOSE):
 
 
 @pytest.mark.parametrize("pages", [2, 1000])
-def test_greedy_tokens_of_each_request_match_stock_vllm_with_its_adapter(made, stock, pages):
+def test_greedy_tokens_of_each_request_match_stock_vllm_with_the_same_adapter(made, stock, pages):
     folder, models = made
     with cases.engine(folder, lossless(4, pages=pages), **LORA) as llm:
         got = answers(llm, folder)
@@ -162,7 +162,7 @@ def test_greedy_tokens_of_each_request_match_stock_vllm_with_its_adapter(made, s
         assert 0.05 < share < 0.85
 
 
-def test_drafts_without_the_adapters_would_be_rejected(made, stock, monkeypatch):
+def test_drafts_without_the_adapters_are_often_rejected(made, stock, monkeypatch):
     folder, _ = made
     monkeypatch.setattr(DraftAdapters, "by_sequence", lambda self: self.captured(True))
     with cases.engine(folder, lossless(4, pages=1000), **LORA) as llm:
@@ -171,7 +171,7 @@ def test_drafts_without_the_adapters_would_be_rejected(made, stock, monkeypatch)
 
 
 class Replayed:
-    """In place of a CUDA graph: a draft step with padding, which is counted."""
+    """A stand-in for a CUDA graph: it runs a draft step with padding and counts replays."""
 
     rows = 8
     count = 0
@@ -184,7 +184,7 @@ class Replayed:
         self.drafter._draft(self.rows)
 
 
-def test_batches_with_and_without_adapters_replay_graphs_of_their_own(made, stock):
+def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
     """Graphs are captured while no row has an adapter, which later passes do not notice."""
     folder, models = made
 
@@ -218,7 +218,7 @@ def test_batches_with_and_without_adapters_replay_graphs_of_their_own(made, stoc
         assert still == with_adapters and without > 0
 
 
-def test_samples_of_a_seed_match_stock_vllm_with_adapters(made):
+def test_seeded_samples_match_stock_vllm_with_adapters(made):
     """With ``drafter_invariant``; the adapters of the batch change as requests come and go."""
     folder, _ = made
     sampling = dict(temperature=1.0, seed=3, tokens=24, asked=ASKED * 2, whose=WHOSE * 2)
@@ -229,7 +229,7 @@ def test_samples_of_a_seed_match_stock_vllm_with_adapters(made):
     assert found[0] == found[1]
 
 
-def test_drafts_follow_adapters_that_are_replaced(made):
+def test_drafts_use_adapters_that_were_replaced(made):
     """An adapter is replaced under its name, and another one is removed and loaded again."""
     folder, models = made
     with cases.engine(folder, lossless(4, pages=1000), **LORA) as llm:
@@ -246,7 +246,7 @@ def test_drafts_follow_adapters_that_are_replaced(made):
             assert share_accepted(llm) > 0.85
 
 
-def test_drafts_follow_weights_that_are_loaded_under_adapters(made, tmp_path):
+def test_drafts_use_base_weights_that_were_updated_while_adapters_are_loaded(made, tmp_path):
     folder, _ = made
     plain = tiny.checkpoint(tmp_path, num_hidden_layers=2, seed=1)
     models = [plain, *(adapter_on(tmp_path, folder / f"adapter-{n}") for n in (1, 2))]
@@ -260,8 +260,10 @@ def test_drafts_follow_weights_that_are_loaded_under_adapters(made, tmp_path):
         assert share_accepted(llm) > 0.85
 
 
-def test_drafts_with_weights_in_8_bits_use_the_adapters(made):
-    """The copy is of the weights without adapters, which drafts add as all other steps do."""
+def test_drafts_with_8_bit_weights_use_the_adapters(made):
+    """The copy contains the weights without adapters; drafts apply the adapters like all other
+    steps.
+    """
     folder, models = made
     shares = []
     for whose in (WHOSE, (0,) * 6):
@@ -303,7 +305,9 @@ def test_adapters_of_the_output_layer_are_refused(made, tmp_path):
 
 
 @pytest.mark.parametrize("is_scored_with_it", [True, False])
-def test_an_audit_with_an_adapter_is_exact_if_the_scorer_has_it_too(tmp_path, is_scored_with_it):
+def test_an_audit_with_an_adapter_is_exact_only_if_the_scorer_uses_the_same_adapter(
+    tmp_path, is_scored_with_it
+):
     folder = tmp_path / "model"
     model = tiny.checkpoint(folder, vocab_size=24, num_hidden_layers=2, initializer_range=0.2)
     adapter_of(tmp_path / "adapter", folder, 1)
@@ -326,7 +330,7 @@ def test_an_audit_with_an_adapter_is_exact_if_the_scorer_has_it_too(tmp_path, is
     assert audited.verdict.status == ("exact" if is_scored_with_it else "cannot tell")
 
 
-def test_an_adapter_of_a_training_engine_and_a_missing_adapter_are_refused(tmp_path):
+def test_adapters_for_training_engines_and_missing_adapters_are_refused(tmp_path):
     asked = Asked(
         parse_engine("vllm:adapter=tuned"), "m", None, None, lossless(3), "fp32", sleeps=True
     )

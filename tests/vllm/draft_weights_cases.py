@@ -112,7 +112,9 @@ def answered(llm, found, seed=3):
     return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
 
 
-def test_drafts_use_rounded_weights_and_the_meter_measures_their_acceptance(old_and_new, cycles):
+def test_drafts_use_rounded_weights_and_the_meter_measures_the_acceptance_of_drafts(
+    old_and_new, cycles
+):
     folder, model, *_ = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         llm.collective_rpc("sparrow_acceptance")
@@ -153,7 +155,7 @@ def test_a_meter_schedule_is_measured_with_the_original_weights(old_and_new):
     assert metered.drafts > 20 and metered.mean > 0.9999 and drafts.mean < 0.98
 
 
-def test_a_compiled_model_also_drafts_with_the_copy(old_and_new, monkeypatch):
+def test_a_compiled_model_drafts_with_the_rounded_copy(old_and_new, monkeypatch):
     """Which weights are used is not fixed when torch.compile traces, which happens in a
     dense step.
     """
@@ -180,7 +182,7 @@ def test_a_compiled_model_also_drafts_with_the_copy(old_and_new, monkeypatch):
 # --- what is logged and refused ---
 
 
-def test_the_size_of_the_copy_is_logged(tmp_path, monkeypatch):
+def test_the_size_of_the_weight_copy_is_logged(tmp_path, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=said.append)
     monkeypatch.setattr(
@@ -202,7 +204,7 @@ def test_the_size_of_the_copy_is_logged(tmp_path, monkeypatch):
     )
 
 
-def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
+def test_a_model_without_any_layer_that_can_be_copied_is_refused(tmp_path):
     odd = dict(hidden_size=60, head_dim=32, intermediate_size=100)
     checkpoint(tmp_path, num_hidden_layers=2, **odd)
     with (
@@ -219,7 +221,8 @@ def test_renewing_draft_weights_without_a_copy_is_refused(old_and_new):
     with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
         with pytest.raises(
-            ConfigError, match=r"have no copy of the weights; start it with .* draft_weights 'fp8'"
+            ConfigError,
+            match=r"has no separate copy of the weights for drafts; start it with .* draft_weights 'fp8'",
         ):
             llm.collective_rpc("sparrow_renew_draft_weights")
 
@@ -251,7 +254,7 @@ def negated(model):
     return other
 
 
-def test_the_copy_is_updated_however_weights_are_loaded(old_and_new, cycles):
+def test_the_weight_copy_is_updated_by_every_way_of_loading_weights(old_and_new, cycles):
     folder, old, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         model, written = old, answered(llm, cycles)
@@ -293,7 +296,7 @@ def where_copies_are(worker):
     return [x.data_ptr() for method in copies(worker) for x in (method.values, method.scales)]
 
 
-def test_the_copy_is_made_again_after_sleep(old_and_new, cycles):
+def test_the_weight_copy_is_made_again_after_sleep(old_and_new, cycles):
     """vLLM does not sleep on a CPU; here memory that its allocator would drop, including the copy,
     is overwritten.
     """
@@ -316,7 +319,9 @@ def lose_copies(worker):
 # --- tensor parallel ---
 
 
-def test_each_tensor_parallel_worker_copies_its_part(old_and_new, tmp_path, monkeypatch):
+def test_each_tensor_parallel_worker_copies_its_part_of_the_weights(
+    old_and_new, tmp_path, monkeypatch
+):
     folder, model, new, weights = old_and_new
     monkeypatch.setenv("PYTHONPATH", on_v2(tmp_path))
     with engine(

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.attention import attention
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.input_batch import post_update
+from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
@@ -152,7 +153,7 @@ def reference_overlap(target, draft, temperature):
 
 
 @pytest.mark.parametrize("temper", [True, False])
-def test_overlap_matches_the_double_precision_reference(temper):
+def test_computed_overlaps_match_a_double_precision_reference(temper):
     generator = torch.Generator().manual_seed(1)
     target, draft = (torch.randn(*n, 5000, generator=generator) * 3 for n in ((7,), (4, 3)))
     target[0, :4000] = draft[1, 1, 3:2500] = -float("inf")
@@ -170,7 +171,7 @@ def test_overlap_matches_the_double_precision_reference(temper):
     ) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_kernels_run_by_numpy_match_the_triton_interpreter(monkeypatch):
+def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(12, 97, generator=generator)
     rows, heat = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5] * 4)
@@ -286,12 +287,12 @@ class Landmarks:
         self.worst, self.pages, self.calls = 0.0, 0, 0
         stock = SparseSpeculator.propose
 
-        def propose(speculator, batch, *args, dummy_run=False, **kwargs):
+        def propose(speculator, input_batch, *args, dummy_run=False, **kwargs):
             if not dummy_run:
                 self.calls += 1
                 rejected = kwargs["num_rejected"] if "num_rejected" in kwargs else args[5]
-                self.check(speculator, batch, rejected)
-            return stock(speculator, batch, *args, dummy_run=dummy_run, **kwargs)
+                self.check(speculator, input_batch, rejected)
+            return stock(speculator, input_batch, *args, dummy_run=dummy_run, **kwargs)
 
         monkeypatch.setattr(SparseSpeculator, "propose", propose)
 
@@ -314,7 +315,7 @@ class Landmarks:
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
-def test_landmarks_are_current_after_every_cycle(folder, monkeypatch, landmark_dtype):
+def test_landmarks_are_up_to_date_after_every_cycle(folder, monkeypatch, landmark_dtype):
     found = Landmarks(monkeypatch)
     with engine(folder, lossless(8, landmark_dtype=landmark_dtype)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
@@ -342,7 +343,9 @@ def test_stale_landmarks_of_rejected_tokens_would_be_detected(folder, monkeypatc
     assert found.worst > 1e-2
 
 
-def test_only_draft_steps_store_tokens_for_the_next_decode_kernel(folder, monkeypatch):
+def test_only_draft_steps_store_tokens_for_an_immediately_following_decode_kernel(
+    folder, monkeypatch
+):
     stores, update = Counter(), CpuImpl.do_kv_cache_update
 
     def watched(self, layer, key, value, kv_cache, slot_mapping):
@@ -409,7 +412,7 @@ def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
     assert found.worst < 1e-5 and found.pages > 500
 
 
-def test_steps_without_drafts_bypass_the_speculator_with_unchanged_counts(
+def test_steps_without_drafts_bypass_the_speculator_without_changing_counters(
     folder, model, monkeypatch
 ):
     found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
@@ -436,7 +439,7 @@ def test_steps_without_drafts_bypass_the_speculator_with_unchanged_counts(
 @pytest.mark.parametrize(
     ("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)]
 )
-def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_verify, is_idle):
+def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(drafts, to_verify, is_idle):
     drafting = SimpleNamespace(plan=DraftPlan(4, budget=0))
     scheduled = SimpleNamespace(
         num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify
@@ -485,7 +488,7 @@ def test_the_speculator_passes_its_plan_to_any_drafter():
 # --- vLLM's handling of requests around a cycle ---
 
 
-def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
+def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(
     folder, model, monkeypatch
 ):
     preempted = []
@@ -507,7 +510,7 @@ def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_drafts_see_no_more_blocks_than_the_workspace_covers(folder, model):
+def test_drafts_use_no_more_blocks_than_the_workspace_covers(folder, model):
     asked = prompts(90, 17, seed=3)
     with engine(
         folder, lossless(4), max_model_len=130
@@ -525,7 +528,7 @@ def test_drafts_see_no_more_blocks_than_the_workspace_covers(folder, model):
     assert_greedy_and_dense(model, asked, got)
 
 
-def test_a_second_turn_reuses_a_dense_cache(folder, model):
+def test_a_second_turn_reuses_the_dense_cache_of_the_first(folder, model):
     asked = prompts(150, 33, 70, seed=4)
     with engine(folder, lossless(4)) as llm:
         first = generate(llm, asked, 40)
@@ -537,7 +540,7 @@ def test_a_second_turn_reuses_a_dense_cache(folder, model):
     assert_greedy_and_dense(model, turns, [o.outputs[0] for o in outputs])
 
 
-def test_responses_end_inside_accepted_drafts(folder, model):
+def test_responses_can_end_within_accepted_drafts(folder, model):
     asked = prompts(64, seed=5)
     with engine(
         folder, lossless(8, pages=40)
@@ -554,7 +557,7 @@ def test_responses_end_inside_accepted_drafts(folder, model):
     assert counts["accepted"] > 0.5 * counts["drafted"]
 
 
-def test_cancelled_requests_do_not_affect_the_others(folder, model):
+def test_cancelled_requests_do_not_affect_other_requests(folder, model):
     asked = prompts(*FEW, *FEW, seed=6)
     done = {}
     with engine(folder, lossless(4), max_num_seqs=4) as llm:
@@ -614,7 +617,7 @@ def test_bad_words_are_never_generated(folder):
     assert first[0][0] not in ours[0]
 
 
-def test_a_seed_reproduces_samples_bit_for_bit_with_dense_log_probs(folder, model):
+def test_the_same_seed_gives_identical_samples_with_dense_log_probs(folder, model):
     asked = prompts(64, 33, seed=8)
     with engine(folder, lossless(4)) as llm:
         answers = []
@@ -655,7 +658,7 @@ def seeded(llm, asked, tokens=24):
     return answers
 
 
-def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeypatch):
+def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
     """With ``drafter_invariant`` any number of drafts, pages and batches is allowed, even if the
     number of drafts changes.
     """
@@ -680,7 +683,7 @@ def test_tokens_of_a_seed_match_stock_vllm_whatever_is_drafted(tmp_path, monkeyp
         assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with their own noise
 
 
-def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monkeypatch):
+def test_drafts_that_share_the_noise_of_verification_are_mostly_accepted(folder, monkeypatch):
     """At least a / (2 - a) and at most a of the drafts are kept, where a is their acceptance; with
     separate noise far fewer.
     """
@@ -705,7 +708,9 @@ def test_drafts_drawn_with_the_noise_of_the_tokens_are_mostly_kept(folder, monke
     assert shares[1] < a / (2 - a) - 0.1
 
 
-def enumerated(model, prompt, tokens, temperature, min_p=0.0, logit_bias=None):
+def enumerated(
+    model, prompt, tokens, temperature, min_p=0.0, logit_bias=None, top_k=None, top_p=1.0
+):
     """Return probabilities ``[V ** tokens]`` of all continuations, by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
@@ -719,6 +724,14 @@ def enumerated(model, prompt, tokens, temperature, min_p=0.0, logit_bias=None):
         if min_p:
             least = log_p.amax(-1, keepdim=True) + np.log(min_p)
             log_p = log_p.masked_fill(log_p < least, -float("inf")).log_softmax(-1)
+        if top_k is not None:
+            least = log_p.topk(top_k).values[:, -1:]
+            log_p = log_p.masked_fill(log_p < least, -float("inf")).log_softmax(-1)
+        if top_p < 1:
+            best, order = log_p.exp().sort(-1, descending=True)
+            is_beyond = torch.empty_like(best, dtype=torch.bool)
+            is_beyond.scatter_(-1, order, best.cumsum(-1) - best >= top_p)
+            log_p = log_p.masked_fill(is_beyond, -float("inf")).log_softmax(-1)
         p = (p[:, None] * log_p.exp().numpy()).reshape(-1)
         written = np.concatenate(
             [written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1
@@ -737,15 +750,54 @@ def likelihood(counts, p):
     return stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue
 
 
+def with_a_fused_sampler(monkeypatch):
+    """Let vLLM draw with a stand-in for FlashInfer's sampler, which has random numbers of its own.
+
+    Returns the numbers of tokens that it draws in each step.
+    """
+    drawn = []
+
+    def flashinfer_sample(logits, k, p):
+        drawn.append(len(logits))
+        kept = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
+        return torch.multinomial(kept.softmax(-1), 1).view(-1)
+
+    monkeypatch.setattr(sampler, "flashinfer_sampler_supported", lambda: True)
+    monkeypatch.setattr(sampler, "flashinfer_sample", flashinfer_sample)
+    return drawn
+
+
+def keep_rejected(monkeypatch):
+    """Keep the first rejected draft of each sequence instead of replacing it."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    verify = rejection_sampler.rejection_sample
+
+    @wraps(verify)
+    def keep(*args, **named):
+        tokens, count = verify(*args, **named)
+        draft_sampled, first = args[2], args[3]
+        at = first[:-1] + count  # the last verified draft is the token after the accepted ones
+        rows = torch.arange(len(count))
+        rejected = at < first[1:]
+        tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[at[rejected].long()].to(
+            tokens.dtype
+        )
+        return tokens, count
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", keep)
+
+
 SAMPLES = {
     "exact": 20_000,
     "any number of drafts": 20_000,
+    "two samplers": 10_000,
     "min_p and logit_bias": 10_000,
     "worst drafts": 10_000,
     "shared noise": 20_000,
     "no resampling": 2_000,
 }
-EXACT = ("exact", "any number of drafts", "min_p and logit_bias", "worst drafts")
+EXACT = ("exact", "any number of drafts", "two samplers", "min_p and logit_bias", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
@@ -753,12 +805,11 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     """Continuations follow the dense policy, whatever is drafted, and the test detects
     two defects.
     """
-    # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared
-    # noise best.
-    adapts = (
-        variant == "any number of drafts"
-    )  # which changes with every step, at a temperature below 1
-    V, T = 12, 3 if variant in EXACT[:2] else 2  # with fewer outcomes a bias is found sooner
+    # Of 108 models tried, this one reveals shared noise best; three in ten of its drafts are
+    # rejected. In two variants, the number of drafts changes with every step; the temperature is
+    # below 1.
+    adapts = variant in ("any number of drafts", "two samplers")
+    V, T = 12, 3 if variant in EXACT[:3] else 2  # with fewer outcomes a bias is found sooner
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
@@ -767,6 +818,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     if adapts:
         turns = iter(range(10**6))
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
+    if variant == "two samplers":
+        drawn = with_a_fused_sampler(monkeypatch)
     elif variant == "worst drafts":  # rejected as often as possible
         monkeypatch.setattr(
             sparse_drafter,
@@ -782,36 +835,31 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
             lambda *args, **named: stock(*args, **{**named, "is_drafting": False}),
         )
     elif variant == "no resampling":  # a rejected draft is kept
-        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
-
-        verify = rejection_sampler.rejection_sample
-
-        @wraps(verify)
-        def keep_rejected(*args, **named):
-            tokens, count = verify(*args, **named)
-            draft_sampled, first = args[2], args[3]
-            at = first[:-1] + count  # the last verified draft is the token after the accepted ones
-            rows = torch.arange(len(count))
-            rejected = at < first[1:]
-            tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[
-                at[rejected].long()
-            ].to(tokens.dtype)
-            return tokens, count
-
-        monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
+        keep_rejected(monkeypatch)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
     temperature = 0.8 if adapts else 1.0
     processing = {}
     if variant == "min_p and logit_bias":  # drafts are sampled without either
         processing = dict(min_p=0.15, logit_bias={2: 1.0, 7: -1.5})
+    if variant == "two samplers":  # vLLM's fused sampler draws only for requests without seeds
+        processing = dict(top_k=7, top_p=0.9)
+    has_seeds = variant != "two samplers"
     with engine(tmp_path, lossless(T - 1, adapt=adapts), **layout) as llm:
         wanted = [
-            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None, **processing)
+            parameters(
+                T,
+                temperature=temperature,
+                seed=10**6 + i if has_seeds else None,
+                logprobs=None,
+                **processing,
+            )
             for i in range(SAMPLES[variant])
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = counters(llm)
     assert 0 < counts["accepted"] < counts["drafted"]
+    if variant == "two samplers":
+        assert len(drawn) > 20
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
     p_value = likelihood(
         np.bincount(code, minlength=V**T),
@@ -881,7 +929,7 @@ def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch
     assert 1.2 * few < mixed < many / 1.2
 
 
-def test_each_draft_step_reads_the_pages_of_the_schedule_at_its_length(folder, monkeypatch):
+def test_each_draft_step_reads_the_pages_scheduled_for_its_length(folder, monkeypatch):
     from sparrow import attention
 
     schedule = DRAFTS.replace(
@@ -936,7 +984,7 @@ def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_leave_no_tensors_to_the_garbage_collector(folder, monkeypatch, drafts):
+def test_steps_leave_no_tensors_for_the_garbage_collector(folder, monkeypatch, drafts):
     def tensors():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 

@@ -58,6 +58,28 @@ def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
     assert counts["accepted"] > 0 and found.pages > 100 and found.worst < 1e-4
 
 
+# --- vLLM's passes before the first request ---
+
+
+def tune(worker):
+    """Run the pass in which vLLM tunes FlashInfer's kernels; on a CPU it leaves the pass out."""
+    runner = worker.model_runner
+    with torch.inference_mode():
+        runner._dummy_run(
+            num_tokens=runner.max_num_tokens, skip_eplb=True, is_profile=True, randomize_inputs=True
+        )
+
+
+def test_tuning_flashinfer_changes_neither_tokens_nor_counts(old_and_new, monkeypatch):
+    folder, model, *_ = old_and_new
+    found = Landmarks(monkeypatch)
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        llm.collective_rpc(tune)
+        assert not any(cases.counters(llm).values())
+        assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 24))
+        assert cases.counters(llm)["accepted"] > 0 and found.worst < 1e-4
+
+
 # --- a cache that is initialised again ---
 
 
@@ -87,7 +109,7 @@ def initialise_again(worker):
     return before() is not None
 
 
-def test_drafts_use_the_cache_after_it_is_initialised_again(old_and_new):
+def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
     folder, model, *_ = old_and_new
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
@@ -100,7 +122,7 @@ def test_drafts_use_the_cache_after_it_is_initialised_again(old_and_new):
 # --- drafts that are chosen by speed ---
 
 
-def test_replaying_the_choices_of_another_engine_repeats_its_samples(old_and_new, monkeypatch):
+def test_replaying_the_choices_of_another_engine_reproduces_its_samples(old_and_new, monkeypatch):
     """With a seed, samples depend on the number of drafts, which depends on the clock."""
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
@@ -184,7 +206,9 @@ def test_drafts_of_old_weights_are_verified_by_new_weights(old_and_new):
 # --- a run that is resumed ---
 
 
-def test_a_new_engine_repeats_samples_only_with_the_same_number_of_drafts(old_and_new, monkeypatch):
+def test_a_new_engine_reproduces_samples_only_with_the_same_number_of_drafts(
+    old_and_new, monkeypatch
+):
     folder, *_ = old_and_new
     first, second = (dict(tokens=10, temperature=1.0, seed=seed) for seed in (7, 8))
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -240,9 +264,9 @@ def test_memory_use_is_logged_at_start(old_and_new, monkeypatch):
             blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
     assert blocks == [2**26 // (2 * size) for size in (stock, padded, in_8_bits)]
     line, other = (each for each in said if "lossless" in each)
-    assert "landmarks (fp8_e4m3) 0.8% of the KV cache" in other
+    assert "landmarks (fp8_e4m3) take 0.8% of the KV cache" in other
     assert line.endswith(
-        "landmarks (auto) 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence"
+        "landmarks (auto) take 3.0% of the KV cache, and drafts take up to 2 tokens of it per sequence"
     )
 
 

@@ -112,7 +112,8 @@ def made(tmp_path_factory):
 )
 def test_distributions_and_acceptance_match_the_reference(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
-    set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))  # the other tests' at last
+    # The last case leaves the schedule that the other tests use.
+    set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))
     with cases.engine(folder, cases.lossless(K, pages=PAGES, **changes)) as llm:
         llm.collective_rpc("sparrow_acceptance")
         completions = generate(llm, asked, 24, temperature=0.7, seed=3)

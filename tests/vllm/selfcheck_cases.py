@@ -31,14 +31,14 @@ def worker(llm):
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def test_an_engine_checks_itself_and_leaves_no_state_behind(llm, worker):
+def test_an_engine_checks_itself_at_start_without_leaving_state_behind(llm, worker):
     assert sum("self-check passed" in line for line in llm.said) == 1
     assert set(cases.counters(llm).values()) == {0}
     for layer in selfcheck.layers_of(worker.vllm_config):
         assert not selfcheck._bytes_of(layer).any()
 
 
-def test_drafts_and_verification_are_compared_over_a_cycle(worker, monkeypatch):
+def test_the_self_check_compares_drafts_and_verification_over_a_cycle(worker, monkeypatch):
     rows, stock = [], selfcheck.distance
 
     def distance(found, expected):
@@ -52,7 +52,7 @@ def test_drafts_and_verification_are_compared_over_a_cycle(worker, monkeypatch):
     assert 0 < first < 1e-4 and second < 1e-4
 
 
-def test_drafts_that_differ_from_verification_are_refused(worker, monkeypatch):
+def test_drafts_that_differ_from_verification_fail_the_self_check(worker, monkeypatch):
     double_queries(monkeypatch)
     with pytest.raises(
         ConfigError,
@@ -75,7 +75,7 @@ def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, m
     assert drafter.captured_over == {}
 
 
-def test_a_graph_over_a_replaced_cache_is_refused(worker, monkeypatch):
+def test_a_graph_captured_over_a_replaced_cache_is_refused(worker, monkeypatch):
     """A captured step cannot report its cache, so the cache is recorded when the step
     is captured.
     """
@@ -95,7 +95,7 @@ def test_a_graph_over_a_replaced_cache_is_refused(worker, monkeypatch):
             check(worker)
 
 
-def test_a_sampler_without_a_parameter_is_refused(worker, monkeypatch):
+def test_a_vllm_sampler_without_a_required_parameter_is_refused(worker, monkeypatch):
     from vllm.v1.worker.gpu.sample import gumbel
 
     from sparrow.vllm import patches
@@ -110,7 +110,7 @@ def test_a_sampler_without_a_parameter_is_refused(worker, monkeypatch):
 
 
 @tiny.CACHE_IN_8_BITS
-def test_a_cache_scale_that_differs_from_vllms_is_refused(old_and_new):
+def test_a_cache_scale_that_differs_from_vllms_fails_the_self_check(old_and_new):
     decoding = cases.lossless(2, pages=4)
     with cases.engine(old_and_new[0], decoding, kv_cache_dtype="fp8") as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker

@@ -29,7 +29,7 @@ def kv_clipped(sparrow):
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
-def test_new_weights_lead_to_new_scales(tmp_path, folder):
+def test_scales_are_recomputed_for_new_weights(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
     with torch.no_grad():
         for layer in louder.model.layers:
@@ -95,7 +95,8 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
             assert torch.equal(scale_K, (0.75 * largest_K / 448).log2().ceil().exp2())
             beyond[which, i] = (x_KTD.abs().amax(2) > 448 * scale_K[:, None]).any(0)[:cached]
     assert counted == beyond.any(0).sum()
-    assert (beyond.sum((1, 2)) < counted).all()  # of some the key is beyond, of others the value
+    # The key of some tokens is beyond the range, and the value of others.
+    assert (beyond.sum((1, 2)) < counted).all()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_scales_are_the_smallest_powers_of_two_with_headroom(largest, dtype, sca
     assert torch.isfinite(torch.tensor(448.0 * scale).to(dtype))
 
 
-def test_only_tokens_stored_in_the_step_may_be_read():
+def test_only_tokens_stored_in_the_same_step_may_be_read():
     cache = fp8.Fp8Cache(torch.device("cpu"))
     table = torch.tensor([[3, 4, 0], [3, 7, 9]], dtype=torch.int32)
     slots = torch.cat([torch.arange(48, 80), torch.arange(112, 128)])  # blocks 3, 4 and 7
@@ -134,7 +135,7 @@ def test_only_tokens_stored_in_the_step_may_be_read():
     ):
         cache.begin_step(0, table, np.array(computed), 16)
         assert cache.reads_beyond(slots) == beyond
-    # A sequence that goes on within a block of which an earlier step filled the beginning.
+    # A sequence that continues within a block whose beginning an earlier step filled.
     cache.begin_step(0, table[:1], np.array([5]), 16)
     assert cache.reads_beyond(torch.tensor([53]))
 

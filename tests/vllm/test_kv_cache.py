@@ -43,7 +43,7 @@ def grouped(monkeypatch):
 
 @tiny.CACHE_IN_8_BITS
 @CACHES
-def test_log_probs_match_those_of_rounded_keys_and_values(
+def test_log_probs_match_transformers_with_rounded_keys_and_values(
     name, folder, reference, monkeypatch, grouped
 ):
     with engine(folder, SMALL, kv_cache_dtype=name) as sparrow:
@@ -72,7 +72,7 @@ def test_log_probs_match_those_of_rounded_keys_and_values(
 
 @tiny.CACHE_IN_8_BITS
 @CACHES
-def test_prefill_agrees_with_decoding(name, folder, reference):
+def test_prefill_matches_decoding(name, folder, reference):
     with engine(folder, UNBOUNDED, kv_cache_dtype=name) as sparrow:
         rollouts = sparrow.generate(PROMPTS, SAMPLED)
         assert as_rounded(rollouts, reference, UNBOUNDED, sparrow)
@@ -83,7 +83,7 @@ def test_prefill_agrees_with_decoding(name, folder, reference):
         longer = [[*r.prompt_ids, *r.response_ids.tolist()] for r in rollouts]
         assert as_rounded(sparrow.generate(longer, SAMPLED), reference, UNBOUNDED, sparrow)
         [cached] = sparrow.llm.generate([{"prompt_token_ids": longer[3]}], use_tqdm=False)
-        assert cached.num_cached_tokens == 320  # it was: whole blocks of 324 tokens
+        assert cached.num_cached_tokens == 320  # the whole blocks of 324 tokens
 
 
 @tiny.CACHE_IN_8_BITS
@@ -128,7 +128,7 @@ def test_scheduling_does_not_change_results(
 
 @tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
-def test_an_int8_cache_needs_no_new_scales_for_new_weights(tmp_path, folder):
+def test_an_int8_cache_works_with_new_weights_without_new_scales(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
     with torch.no_grad():
         for layer in louder.model.layers:
@@ -175,7 +175,7 @@ def test_an_int8_cache_on_a_gpu_does_not_depend_on_vllms_attention(monkeypatch):
     assert not FlashAttentionBackend.supports_kv_cache_dtype(INT8) and seen == ["auto", "fp8"] * 2
 
 
-def test_a_copy_equals_stored_codes_times_their_scale():
+def test_copied_blocks_equal_the_stored_codes_times_their_scales():
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
     codes = codes[codes.float().isfinite()][:252].view(3, 2, 6, 7)
     scale_K = torch.tensor([0.125, 4.0])
@@ -192,7 +192,7 @@ def test_a_copy_equals_stored_codes_times_their_scale():
     )
 
 
-def test_every_block_of_the_rows_is_copied_once_and_in_order():
+def test_every_block_of_each_row_is_copied_once_and_in_order():
     table = torch.arange(100, 148, dtype=torch.int32).view(4, 12)[1:, :8]  # a part of vLLM's table
     lengths = np.array([17, 16, 65])
     copied = kv_cache.copied_blocks(table, lengths, 16)

@@ -40,7 +40,7 @@ def update(monkeypatch):
 
 
 @pytest.mark.parametrize(("asked", "width"), [(4, 5), (4, 8), (0, 1), (-1, 6)])
-def test_compact_lists_read_like_stock_lists(update, asked, width):
+def test_compact_lists_have_the_contents_of_stock_lists(update, asked, width):
     stock, ours = (processor(asked) for _ in update)
     for each in steps(width):
         update[0](stock, each)
@@ -56,7 +56,7 @@ def test_compact_lists_read_like_stock_lists(update, asked, width):
     assert ours.cumulative_logprob == pytest.approx(stock.cumulative_logprob)
 
 
-def test_lists_with_decoded_text_stay_stock(update):
+def test_lists_with_decoded_text_are_not_compacted(update):
     class Tokenizer:
         def decode(self, ids):
             return "a"

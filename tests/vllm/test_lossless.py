@@ -21,6 +21,8 @@ PARTS = {
     "adapters": ("adapters_cases.py", ""),
     "audit": ("audit_cases.py", ""),
     "mixture": ("mixture_cases.py", ""),
+    "cascade": ("cascade_cases.py", "not distribution"),
+    "cascade_distribution": ("cascade_cases.py", "distribution"),
     "selfcheck": ("selfcheck_cases.py", ""),
 }
 
@@ -38,5 +40,5 @@ def runs(request):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_lossless_cases_pass_in_their_own_processes(runs, part):
+def test_lossless_cases_pass_in_separate_processes(runs, part):
     own_process.passed(runs[part].result())

@@ -56,7 +56,7 @@ def test_vllm_is_configured_to_draft_with_the_model_itself():
     assert made.async_scheduling is True and made.scheduler_cls is None
 
 
-def test_an_adaptive_draft_count_sets_its_choices_and_its_scheduler():
+def test_an_adaptive_draft_count_configures_choices_and_the_scheduler():
     made = prepared(Decoding.lossless(draft_tokens=7))
     ranges = made.speculative_config["num_speculative_tokens_per_batch_size"]
     assert ranges == [(1, 1, 0), (2, 2, 2), (3, 3, 5), (4, 4, 7)]
@@ -65,7 +65,9 @@ def test_an_adaptive_draft_count_sets_its_choices_and_its_scheduler():
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("adapts", [True, False])
-def test_preparing_twice_changes_nothing(cuda_version, on_cpu, adapts, monkeypatch):
+def test_preparing_the_configuration_twice_has_no_further_effect(
+    cuda_version, on_cpu, adapts, monkeypatch
+):
     monkeypatch.setattr(versions, "check", lambda on_cpu: None)
     decoding = Decoding.lossless(adapt_draft_tokens=adapts)
     made = prepared(decoding, on_cpu)
@@ -87,7 +89,7 @@ def test_the_backend_and_graph_sizes_are_set_on_a_gpu(cuda_version):
     assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
 
 
-def test_choices_of_the_draft_count_by_hand():
+def test_choices_of_the_draft_count_match_a_table():
     assert setup.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
     assert setup.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
     assert setup.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
@@ -130,7 +132,7 @@ def test_options_incompatible_with_lossless_mode_are_refused(given, message):
         prepared(**given)
 
 
-def test_synthetic_acceptance_excludes_comparing_drafts():
+def test_synthetic_acceptance_cannot_be_combined_with_drafter_invariance():
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]}
     with pytest.raises(
         ConfigError, match="rejection_sample_method is 'synthetic'; leave out one of the two"
@@ -189,7 +191,7 @@ def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch)
         ),
     ],
 )
-def test_engines_that_would_not_draft_are_refused(wrong, message):
+def test_configurations_that_would_prevent_drafting_are_refused(wrong, message):
     parallel = SimpleNamespace(
         **{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})}
     )
@@ -242,16 +244,16 @@ def test_engines_whose_weights_cannot_be_copied_are_refused(
         setup.check_draft_weights(made, on_cpu=False)
 
 
-def test_a_batch_invariant_engine_has_no_draft_weights(monkeypatch):
+def test_draft_weights_are_refused_for_a_batch_invariant_engine(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     model = SimpleNamespace(quantization=None, is_moe=False, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="unset VLLM_BATCH_INVARIANT; or leave draft_weights out"):
+    with pytest.raises(ConfigError, match="uses its own kernels; leave draft_weights out"):
         setup.check_draft_weights(
             SimpleNamespace(quant_config=None, model_config=model), on_cpu=True
         )
 
 
-def test_the_copy_of_the_weights_is_renewed_however_vllm_changes_them(monkeypatch):
+def test_the_weight_copy_is_renewed_by_every_way_vllm_changes_weights(monkeypatch):
     from sparrow.vllm import patches
 
     stale, done = [], []
@@ -292,7 +294,7 @@ def speculative_configs():
 
 
 @pytest.mark.parametrize("name", setup.REFUSED_OPTIONS)
-def test_requests_unsupported_by_drafts_are_refused_by_name(name):
+def test_requests_with_options_that_drafts_do_not_support_are_refused(name):
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
@@ -316,7 +318,7 @@ def test_requests_unsupported_by_drafts_are_refused_by_name(name):
         asked._validate_spec_decode(other)
 
 
-def test_min_p_and_logit_bias_are_allowed_in_lossless_mode_only():
+def test_min_p_and_logit_bias_are_allowed_only_in_lossless_mode():
     from vllm import SamplingParams
 
     from sparrow.vllm import plugin
@@ -330,7 +332,7 @@ def test_min_p_and_logit_bias_are_allowed_in_lossless_mode_only():
         asked._validate_spec_decode(other)
 
 
-def test_acceptance_is_counted_in_the_buckets_used_for_reading():
+def test_the_meter_uses_the_number_of_buckets_expected_by_its_reader():
     from sparrow.mismatch import drafts
     from sparrow.vllm.lossless import meter
 

@@ -25,6 +25,7 @@ from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import config, control, fp8, versions
 from sparrow.vllm.counters import PLAIN_PASSES
+from sparrow.vllm.lossless import setup
 from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -73,7 +74,7 @@ def step(
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
 )
-def test_a_meter_schedule_must_fit_the_draft_cache(other, message):
+def test_a_meter_schedule_must_be_compatible_with_the_draft_cache(other, message):
     made = runtime()
     refused = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with refused:
@@ -90,7 +91,7 @@ def test_steps_with_a_different_schedule_are_not_counted():
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0"])
-def test_unsupported_versions_are_refused_by_name(version, monkeypatch):
+def test_unsupported_versions_are_refused(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     message = f"does not run in vLLM {version}; install 'vllm{versions.SUPPORTED}'"
     with pytest.raises(ConfigError, match=message):
@@ -106,7 +107,7 @@ def test_supported_versions_are_accepted(version, on_cpu, monkeypatch):
     versions.check(on_cpu)
 
 
-def test_the_extra_installs_the_supported_versions():
+def test_the_vllm_extra_installs_the_supported_versions():
     project = Path(versions.__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
     assert extras["vllm"] == [f"vllm{versions.SUPPORTED}"]
@@ -123,7 +124,7 @@ def test_a_worker_with_an_unsupported_version_is_refused_before_it_allocates_mem
         )
 
 
-def test_the_cache_is_viewed_in_the_layout_of_the_kernels():
+def test_the_cache_is_viewed_in_the_layout_expected_by_the_kernels():
     blocks, K, N, D = 3, 2, 32, 4
     k, v = torch.randn(2, blocks, K, N, D)
     side_by_side = torch.cat([k, v], -1)
@@ -141,7 +142,7 @@ def test_the_cache_is_viewed_in_the_layout_of_the_kernels():
         versions.cpu_key_value(cache, "amx")
 
 
-def test_sparse_engines_on_a_cpu_use_kernels_that_keep_keys_in_order(monkeypatch):
+def test_sparse_engines_on_a_cpu_use_vllm_kernels_that_do_not_reorder_keys(monkeypatch):
     pytest.importorskip("vllm.version")
     from sparrow.vllm import cpu
 
@@ -167,7 +168,7 @@ def test_workers_that_cannot_find_the_plugin_are_refused(monkeypatch):
         engine.check_discoverable()
 
 
-def test_page_counts_of_a_step_by_hand():
+def test_page_counts_of_a_step_match_a_hand_calculation():
     made = runtime()
     # A length of 64 fills four pages and is in the second bin already, as the published edges are.
     assert step(made, lengths(0, 48, 49, 63, 64, 400)).tolist() == [ALL_PAGES, 2, 4, 4, 4, 4]
@@ -199,7 +200,7 @@ def test_settings_of_lossless_mode_are_reported():
     assert runtime().describe()["mode"] == "lossy" and "draft_tokens" not in runtime().describe()
 
 
-def test_page_counts_keep_the_address_captured_by_a_graph():
+def test_page_counts_keep_their_address_for_captured_graphs():
     made = runtime()
     first = step(made, lengths(48, 64))
     made.set_schedule(SCHEDULE.replace(top_k=(1, 9)))
@@ -207,7 +208,7 @@ def test_page_counts_keep_the_address_captured_by_a_graph():
     assert first.data_ptr() == second.data_ptr() and first.tolist() == [9, 1]
 
 
-def test_counters_by_hand():
+def test_counters_match_a_hand_calculation():
     made = runtime(sparse=3, dense=1)
     step(made, lengths(100, 40, 0))  # 100: 4 + 3 pages of 7, dense; 40: 2 + 3 pages of 3, dense
     step(made, lengths(160, 33, 0), torch.tensor([False, True, False]))  # 160: 7 pages of 10
@@ -231,7 +232,7 @@ def test_counters_by_hand():
     assert made.counters()["dense_rows_schedule"] == 1
 
 
-def test_steps_whose_rows_read_everything_are_recognised_by_their_lengths():
+def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
     made = runtime()  # 2 + 3 pages, from a length of 49 on 4 + 3
     assert made.pages.whole_up_to == 7 * 16
     assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
@@ -250,7 +251,7 @@ def test_steps_whose_rows_read_everything_are_recognised_by_their_lengths():
     assert made.pages.whole_up_to == 3 * 16
 
 
-def test_dense_steps_are_counted_with_their_rows():
+def test_dense_steps_and_their_rows_are_counted():
     made = runtime(sparse=3, dense=1)
     made.begin_step(3, torch.tensor([False, True, False]))
     made.begin_dense_step(lengths(100, 7, 40))
@@ -283,7 +284,7 @@ def test_counters_use_the_budget_of_the_drafts():
 
 
 @pytest.mark.parametrize("passes", [1, PLAIN_PASSES - 1, PLAIN_PASSES, 2 * PLAIN_PASSES + 3])
-def test_passes_without_drafts_are_counted_regardless_of_when_they_are_summed(passes):
+def test_passes_without_drafts_are_counted_regardless_of_when_counters_are_read(passes):
     made = Runtime(
         Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu")
     )
@@ -303,7 +304,7 @@ def test_passes_without_drafts_are_counted_regardless_of_when_they_are_summed(pa
 UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
 
 
-def test_counters_use_the_mean_over_heads():
+def test_counters_are_averaged_over_heads():
     made = runtime(UNEVEN, sparse=3, dense=1)
     step(made, lengths(400, 40))  # 400: 4 pages on average and three more, of 25; 40: all 3
     counts = made.counters()
@@ -316,7 +317,7 @@ def test_counters_use_the_mean_over_heads():
     assert counts["pages_read"] == int(3 * np.mean(kept)) and counts["dense_rows_short"] == 0
 
 
-def test_a_running_engine_keeps_its_budgets():
+def test_the_head_budgets_of_a_running_engine_cannot_change():
     made = runtime(UNEVEN)
     made.set_schedule(UNEVEN.replace(top_k=(7,)))
     made.set_schedule(SparsitySchedule.dense())
@@ -335,7 +336,7 @@ def test_a_running_engine_keeps_its_budgets():
         made.check_metered(SCHEDULE)
 
 
-def test_a_worker_uses_the_budgets_of_its_own_heads():
+def test_each_worker_uses_the_budgets_of_its_heads():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
     assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
@@ -403,7 +404,7 @@ def test_batches_not_covered_by_a_graph_are_logged(mode, most, said, monkeypatch
     assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
-def test_kernels_are_the_requested_ones_or_the_best_supported(monkeypatch):
+def test_the_requested_kernels_are_used_or_else_the_best_supported_ones(monkeypatch):
     def asked(additional):
         return config.kernels(SimpleNamespace(additional_config=additional))
 
@@ -463,7 +464,7 @@ def test_the_environment_specifies_mode_and_schedule(mode, schedule, expected, m
     assert config.from_environment() == expected
 
 
-def test_settings_in_two_variables_are_refused(monkeypatch):
+def test_conflicting_settings_in_two_environment_variables_are_refused(monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
     with pytest.raises(
@@ -517,11 +518,11 @@ def vllm_config(model=None, **parts):
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])),
-            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
+            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)),
-            "KV scales calculated by vLLM, .*; drop calculate_kv_scales",
+            "KV scales calculated by vLLM, .*; leave calculate_kv_scales out",
         ),
         (
             dict(
@@ -529,7 +530,7 @@ def vllm_config(model=None, **parts):
                     cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"]
                 )
             ),
-            "a KV cache of several dtypes; drop kv_cache_dtype_skip_layers",
+            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
@@ -549,19 +550,57 @@ def vllm_config(model=None, **parts):
         ),
     ],
 )
-def test_configurations_that_would_be_dense_or_wrong_are_refused_by_name(wrong, message):
+def test_configurations_that_would_be_dense_or_wrong_are_refused(wrong, message):
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
-def test_guesses_are_refused():
-    with pytest.raises(ConfigError, match=r"guess_tokens=3 in vLLM, .*; leave guess_tokens out"):
-        config.check_supported(vllm_config(), Decoding.lossless(SCHEDULE, guess_tokens=3), True)
+def guessing(adapt_draft_tokens=False, **changes):
+    """Return the settings of a lossless engine with guesses."""
+    return Decoding.lossless(
+        SCHEDULE, adapt_draft_tokens=adapt_draft_tokens, **dict(guess_tokens=3) | changes
+    )
+
+
+@pytest.mark.parametrize(
+    "decoding, change, message",
+    [
+        (guessing(True), {}, "guess_tokens=3: .*; set adapt_draft_tokens to false"),
+        (guessing(drafter_invariant=True), {}, "drafter_invariant has not been tested"),
+        (guessing(draft_weights="fp8"), {}, "draft_weights 'fp8' has not been tested"),
+        (guessing(meter_schedule=SCHEDULE), {}, "meter_schedule has not been tested"),
+        (guessing(), dict(lora_config=object()), "LoRA adapters have not been tested"),
+        (guessing(), dict(tensor_parallel_size=2), "tensor parallelism has not been tested"),
+        (guessing(), dict(cache_dtype="fp8"), "kv_cache_dtype 'fp8' has not been tested"),
+        (guessing(), dict(method="block"), "rejection_sample_method 'block' has not been tested"),
+        (guessing(guess_tokens=16), {}, "set guess_tokens to 15 or less"),
+        (guessing(guess_tokens=7), dict(heads=64), "each token has 16; set guess_tokens to 3"),
+        (guessing(), dict(max_num_seqs=512), "reads 2048 tokens, more than .* lower max_num_seqs"),
+    ],
+)
+def test_guesses_are_refused_with_what_was_not_tested(decoding, change, message):
+    values = dict(tensor_parallel_size=1, cache_dtype="auto", method="standard", heads=16) | change
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda _: values["heads"], get_num_kv_heads=lambda _: 4
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=values["tensor_parallel_size"]),
+        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"]),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=values.get("max_num_seqs", 64), max_num_batched_tokens=1024
+        ),
+        speculative_config=SimpleNamespace(rejection_sample_method=values["method"]),
+        lora_config=values.get("lora_config"),
+    )
+    with pytest.raises(ConfigError, match=message):
+        setup.check_guesses(made, decoding)
+    if not change:
+        setup.check_guesses(made, guessing())
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_lossless_mode_accepts_fp8_but_not_int8_caches(monkeypatch, on_cpu):
+def test_lossless_mode_supports_fp8_but_not_int8_caches(monkeypatch, on_cpu):
     monkeypatch.setattr("sparrow.vllm.lossless.setup.check_supported", lambda _: None)
     for name in ("fp8", "fp8_e4m3", "int8_per_token_head"):
         made = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
@@ -612,14 +651,16 @@ def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
         monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
         control.check(worker.vllm_config)
-        assert said[0].endswith("of the KV cache, which is fp8_e4m3 (scales by layer and kv head)")
+        assert said[0].endswith(
+            "of the KV cache, which is in fp8_e4m3 (scales by layer and kv head)"
+        )
         made.cache.fp8, made.cache.in_8_bits = None, None
         control.check(worker.vllm_config)
         assert said[1].endswith("of the KV cache")
         made.cache.in_8_bits = torch.int8
         control.check(worker.vllm_config)
         assert said[2].endswith(
-            "of the KV cache, which is int8_per_token_head (scales by token and kv head)"
+            "of the KV cache, which is in int8_per_token_head (scales by token and kv head)"
         )
 
 
@@ -675,7 +716,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
-        importlib.import_module("vllm.triton_utils")  # it logs, too
+        importlib.import_module("vllm.triton_utils")  # it logs as well
         said: list[str] = []
         logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
@@ -701,8 +742,8 @@ def test_a_meter_schedule_is_logged_at_start(monkeypatch):
         SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     )
     assert (
-        "In one of 7 cycles" in said[0]
-        and "dense layers [0], top-k pages by 64 tokens [3, 5]" in said[0]
+        "In one of every 7 cycles" in said[0]
+        and "(dense layers: [0]; top-k pages per bin of 64 tokens: [3, 5])" in said[0]
     )
 
 
@@ -726,7 +767,7 @@ def test_unsupported_head_sizes_are_refused_only_on_a_gpu():
         (dict(kv_sharing_target_layer_name="model.layers.0"), "a KV cache shared"),
     ],
 )
-def test_layers_with_a_different_attention_are_refused_by_name(wrong, message):
+def test_layers_with_unsupported_attention_are_refused(wrong, message):
     plain = dict(
         kv_cache_dtype="auto",
         sliding_window=None,
@@ -741,7 +782,7 @@ def test_layers_with_a_different_attention_are_refused_by_name(wrong, message):
         config.check_layer(plain | wrong)
 
 
-def test_the_runtime_is_found_among_the_layers_of_a_model():
+def test_the_runtime_is_found_in_the_layers_of_a_model():
     made = runtime()
     layers = {
         "a": object(),
@@ -770,7 +811,7 @@ def test_weight_files_contain_every_tensor_and_are_deleted(monkeypatch):
 
 
 @pytest.mark.parametrize("free, in_memory", [(64, False), (10**6, True)])
-def test_weights_too_large_for_shared_memory_are_written_to_disk(
+def test_weights_that_exceed_shared_memory_are_written_to_disk(
     monkeypatch, tmp_path, free, in_memory
 ):
     (shared := tmp_path / "shared").mkdir()
@@ -816,7 +857,7 @@ def test_an_unreachable_server_is_reported_in_one_sentence():
         VLLMServer("http://localhost:9/", SCHEDULE)
 
 
-def test_registering_twice_changes_nothing():
+def test_registering_the_plugin_twice_has_no_further_effect():
     pytest.importorskip("vllm.version")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
@@ -845,7 +886,7 @@ def engine_arguments(**given):
         ({"attention_config": SimpleNamespace(backend=None)}, "CUSTOM"),
     ],
 )
-def test_the_environment_configures_an_engine_like_its_config_does(given, backend):
+def test_environment_variables_configure_an_engine_like_its_config(given, backend):
     """This also holds if a plain engine started first, so that FlashAttention is not Sparrow's."""
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
@@ -859,7 +900,9 @@ def test_the_environment_configures_an_engine_like_its_config_does(given, backen
     assert on_cpu.attention_backend is None
 
 
-def test_flash_attention_is_stock_again_for_an_engine_without_sparrow(monkeypatch):
+def test_an_engine_without_sparrow_uses_stock_flash_attention_even_after_a_sparse_engine(
+    monkeypatch,
+):
     vllm = pytest.importorskip("vllm")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends import flash_attn
@@ -889,7 +932,7 @@ def test_the_environment_is_restored_even_after_an_exception(monkeypatch):
     assert config.from_environment() == Decoding.lossy("fixed:3")
 
 
-def test_a_bad_environment_stops_vllm_at_once(monkeypatch):
+def test_invalid_environment_variables_stop_vllm_at_registration(monkeypatch):
     pytest.importorskip("vllm.version")
     from sparrow.vllm import plugin
 
@@ -898,7 +941,7 @@ def test_a_bad_environment_stops_vllm_at_once(monkeypatch):
         plugin.register()
 
 
-def test_every_name_that_is_patched_exists_with_the_parameters_relied_on():
+def test_every_patched_name_exists_with_the_expected_parameters():
     vllm = pytest.importorskip("vllm")
     from sparrow.vllm import patches
 
@@ -912,7 +955,7 @@ def test_every_name_that_is_patched_exists_with_the_parameters_relied_on():
             assert set(patch.parameters) <= set(inspect.signature(stock).parameters), patch.target
 
 
-def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
+def test_patching_a_missing_name_fails_with_an_error_that_names_it(monkeypatch):
     vllm = pytest.importorskip("vllm")
     from sparrow.vllm import patches
 
@@ -939,7 +982,7 @@ def test_patching_a_missing_name_fails_with_that_name(monkeypatch):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_preemptions_are_counted_whichever_executor_calls_the_runner(drafts, monkeypatch):
+def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
     """Ray's executor calls the model runner itself. Warm-up steps preempt nothing and do not belong
     to a user; the engine is checked once they are over.
     """

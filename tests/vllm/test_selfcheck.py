@@ -78,11 +78,11 @@ def worker(sparrow):
 def test_an_engine_logs_its_self_check_at_start(sparrow):
     [line] = [line for line in sparrow.said if "self-check" in line]
     assert f"with vLLM {vllm.__version__} and torch {torch.__version__}" in line
-    assert "found exact on GPUs before: vLLM 0.26, 0.29, " in line
+    assert "found exact on GPUs before: vLLM 0.26, 0.28, 0.29, " in line
 
 
 @pytest.mark.slow
-def test_the_check_leaves_no_state_behind(sparrow, worker):
+def test_the_self_check_leaves_no_state_behind(sparrow, worker):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         assert not selfcheck._bytes_of(layer).any()
@@ -94,7 +94,7 @@ def test_the_check_leaves_no_state_behind(sparrow, worker):
 
 
 @pytest.mark.slow
-def test_landmarks_one_block_off_are_refused(worker, monkeypatch):
+def test_landmarks_in_the_wrong_block_fail_the_self_check(worker, monkeypatch):
     from sparrow.vllm import backend
 
     stock = backend.attention.update_landmarks
@@ -110,7 +110,7 @@ def test_landmarks_one_block_off_are_refused(worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wrong_score_scale_is_refused(worker, monkeypatch):
+def test_a_wrong_score_scale_fails_the_self_check(worker, monkeypatch):
     for layer in selfcheck.layers_of(worker.vllm_config):
         impl = layer.impl
         monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
@@ -133,7 +133,7 @@ def rescaled(impl, scale):
 
 
 @pytest.mark.slow
-def test_a_wrong_cache_scale_is_refused(sparrow, worker, monkeypatch):
+def test_a_wrong_cache_scale_fails_the_self_check(sparrow, worker, monkeypatch):
     from sparrow.attention import CacheScales
     from sparrow.vllm import backend
 
@@ -151,7 +151,7 @@ def test_a_wrong_cache_scale_is_refused(sparrow, worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_storing_outside_a_block_is_refused(worker, monkeypatch):
+def test_storing_tokens_in_another_block_fails_the_self_check(worker, monkeypatch):
     from sparrow.vllm.cpu import CpuImpl
 
     stock = CpuImpl.do_kv_cache_update
@@ -172,7 +172,7 @@ def moved(cache):
 
 
 @pytest.mark.slow
-def test_views_of_a_replaced_cache_are_refused(worker, monkeypatch):
+def test_views_of_a_replaced_cache_fail_the_self_check(worker, monkeypatch):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
@@ -181,7 +181,7 @@ def test_views_of_a_replaced_cache_are_refused(worker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_steps_of_the_model_that_differ_from_a_dense_pass_are_refused(worker, monkeypatch):
+def test_decode_steps_that_differ_from_a_dense_pass_fail_the_self_check(worker, monkeypatch):
     double_queries(monkeypatch)
     with pytest.raises(
         ConfigError,
@@ -194,7 +194,7 @@ def test_steps_of_the_model_that_differ_from_a_dense_pass_are_refused(worker, mo
 
 
 @pytest.mark.parametrize("name", ["split_decodes_and_prefills", "gone"])
-def test_a_renamed_parameter_is_refused_before_memory_is_taken(name, folder, monkeypatch):
+def test_a_renamed_vllm_parameter_is_refused_before_memory_is_allocated(name, folder, monkeypatch):
     from vllm.v1.attention.backends import utils
 
     if name == "gone":
@@ -207,7 +207,7 @@ def test_a_renamed_parameter_is_refused_before_memory_is_taken(name, folder, mon
         pass
 
 
-def test_names_are_looked_up_in_classes_dataclasses_and_functions():
+def test_required_names_are_looked_up_in_classes_dataclasses_and_functions():
     selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("finished_req_ids",))
     selfcheck.check_name("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model")
     with pytest.raises(ConfigError, match="SchedulerOutput has no parameter 'renamed'"):
@@ -234,7 +234,7 @@ def test_the_distance_is_relative_to_the_spread_of_log_probs():
 # --- tested versions ---
 
 
-def test_versions_listed_as_exact_match_the_results():
+def test_versions_listed_as_exact_match_the_recorded_results():
     found = {}
     for path in RESULTS.glob("*.json"):
         result = json.loads(path.read_text())

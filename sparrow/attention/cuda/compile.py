@@ -114,7 +114,7 @@ def _bindings() -> tuple[ModuleType, ModuleType]:
     except ImportError as error:
         raise ConfigError(
             "compiling the CUDA kernel needs cuda-bindings and NVRTC, which torch's CUDA builds "
-            "include; pip install cuda-bindings nvidia-cuda-nvrtc, or use "
+            "include; run pip install cuda-bindings nvidia-cuda-nvrtc, or use "
             "implementation='triton'"
         ) from error
     return driver, nvrtc

@@ -12,11 +12,14 @@
 //
 // The division of the batch (attention/division.py), the scratch memory and the meaning of every
 // argument are the same as for the Triton kernels (attention/triton/kernels.py); pages.py is the
-// specification for both. A page is 16 tokens, the rows of a tensor-core tile; the query heads of a
-// group are the columns of one tile of 8, or of two. Logits are in base 2.
+// specification for both. A page is 16 tokens, the rows of a tensor-core tile; the queries that read
+// a page are the columns of one tile of 8, or of several. Logits are in base 2.
 //
-// Macros defined at compilation: D head dim, G query heads per KV head, K KV heads, PER_BLOCK pages
-// per block of the cache, SINK and RECENT always-kept pages, BF16 (otherwise float16), FP8_CACHE
+// A row may have several new tokens. The first one's queries rank the pages; the queries of all of
+// them read the kept pages, and each sees the new tokens up to its own.
+//
+// Macros defined at compilation: D head dim, G query heads per KV head, K KV heads, NEW_TOKENS new
+// tokens of each row, PER_BLOCK pages per block of the cache, SINK and RECENT always-kept pages, BF16 (otherwise float16), FP8_CACHE
 // and FP8_LANDMARKS (e4m3, otherwise the queries' dtype), INT8_CACHE (scales per token and head,
 // attention/int8.py), WARPS, STAGES pages in flight per warp, RESIDENT programs that should fit on
 // a multiprocessor, EACH_RANKS whether every part of a row ranks the row's pages (otherwise, the
@@ -29,6 +32,8 @@ static_assert(P == 16, "a page is the 16 rows of a tensor-core tile");
 static_assert(D == 64 || D == 128 || D == 256,
               "rows of 4, 8, 16 or 32 chunks are those that `swizzled` knows");
 static_assert(1 <= G && G <= MAX_GROUP, "the group's heads are the columns of one or two tiles");
+static_assert(1 <= NEW_TOKENS && NEW_TOKENS <= P, "new tokens are in the two newest pages");
+static_assert(QUERIES <= MAX_QUERIES, "sums and queries of up to four tiles fit in registers");
 static_assert(STEPS % 2 == 0, "in 8 bits, one load brings two steps of a product");
 static_assert(32 % CHUNKS == 0 && P % COPY_ROWS == 0,
               "a warp copies whole rows, and a page in whole turns");
@@ -40,46 +45,51 @@ static_assert(TILES_IN_FLIGHT >= 1, "a warp's slots hold at least one tile of la
 static_assert(BINS == 32 * 32, "each of 32 lanes counts 32 bins");
 static_assert(SINK >= 0 && RECENT >= 1, "the newest page, filled in part, is never ranked");
 static_assert(!(FP8_CACHE && INT8_CACHE), "the cache has one format");
-static_assert(WARPS * (G * D + 2 * COLUMNS) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
+static_assert(NEW_TOKENS == 1 || WARPS >= 2, "two warps begin with the two newest pages");
+static_assert(WARPS * (QUERIES * D + 2 * COLUMNS) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
               "the warps' results take the place of the ring and the bins");
 
-// The group's queries, as the right-hand sides of products, and a factor for the products.
-struct Queries {
-  QueryTiles q;
+// Queries, as the right-hand sides of products, and a factor for the products.
+template <int COUNT> struct Queries {
+  static constexpr int TILES = (COUNT + 7) / 8;
+  QueryTiles<TILES> q;
   float factor;
 };
 
-// Queries for 16-bit rows.
-template <bool IN_8_BITS>
-DEVICE Queries load_queries(const Program& p) {
-  Queries queries;
+// The first COUNT queries for 16-bit rows.
+template <int COUNT>
+DEVICE Queries<COUNT> load_queries_for_16_bits(const Program& p) {
+  constexpr int TILES = Queries<COUNT>::TILES;
+  Queries<COUNT> queries;
   queries.factor = 1.f;
 #pragma unroll
-  for (int t = 0; t < COLUMN_TILES; ++t) {
-    const int head = 8 * t + p.row8;
+  for (int t = 0; t < TILES; ++t) {
+    const int query = 8 * t + p.row8;
     const u32* const from =
-        (const u32*)(p.a.q + p.b * p.a.q_row + (p.head * G + head) * p.a.q_head);
+        (const u32*)(p.a.q + p.row_of(query) * p.a.q_row + p.head_of(query) * p.a.q_head);
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i) queries.q[t][i] = head < G ? from[4 * i + p.column2] : 0u;
+    for (int i = 0; i < 2 * STEPS; ++i)
+      queries.q[t][i] = query < COUNT ? from[4 * i + p.column2] : 0u;
   }
   return queries;
 }
 
-// Queries for 8-bit rows, in float16 and in the order that the 8-bit ``times_queries`` expects.
-// Queries in bfloat16 are scaled by one power of 2 per group that brings the largest to 2^14 or
-// more; values that float16 cannot represent are then too small to matter.
-template <>
-DEVICE Queries load_queries<true>(const Program& p) {
-  Queries queries;
+// The first COUNT queries for 8-bit rows, in float16 and in the order that
+// ``times_queries_in_halves`` expects. Queries in bfloat16 are scaled by one power of 2 that brings
+// the largest to 2^14 or more; values that float16 cannot represent are then too small to matter.
+template <int COUNT>
+DEVICE Queries<COUNT> load_queries_for_8_bits(const Program& p) {
+  constexpr int TILES = Queries<COUNT>::TILES;
+  Queries<COUNT> queries;
   queries.factor = 1.f;
 #pragma unroll
-  for (int t = 0; t < COLUMN_TILES; ++t) {
-    const int head = 8 * t + p.row8;
+  for (int t = 0; t < TILES; ++t) {
+    const int query = 8 * t + p.row8;
     const uint2* const from =
-        (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + head) * p.a.q_head);
+        (const uint2*)(p.a.q + p.row_of(query) * p.a.q_row + p.head_of(query) * p.a.q_head);
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
-      const uint2 four = head < G ? from[4 * j + p.column2] : make_uint2(0, 0);
+      const uint2 four = query < COUNT ? from[4 * j + p.column2] : make_uint2(0, 0);
       queries.q[t][2 * j] = four.x;
       queries.q[t][2 * j + 1] = four.y;
     }
@@ -88,18 +98,24 @@ DEVICE Queries load_queries<true>(const Program& p) {
   u32* const q = &queries.q[0][0];
   u32 largest = 0;
 #pragma unroll
-  for (int i = 0; i < COLUMN_TILES * 2 * STEPS; ++i)
+  for (int i = 0; i < TILES * 2 * STEPS; ++i)
     largest = max(largest, max(q[i] & 0x7fff, q[i] >> 16 & 0x7fff));
   const int exponent = __reduce_max_sync(ALL, largest) >> 7;
   const int scale_exponent = min(254, 2 * 127 + 14 - exponent);
   const float scale = __int_as_float(scale_exponent << 23);
   queries.factor = __int_as_float((254 - scale_exponent) << 23);
 #pragma unroll
-  for (int i = 0; i < COLUMN_TILES * 2 * STEPS; ++i)
+  for (int i = 0; i < TILES * 2 * STEPS; ++i)
     q[i] = pack_halves(__int_as_float(q[i] << 16) * scale,
                        __int_as_float(q[i] & 0xffff0000u) * scale);
 #endif
   return queries;
+}
+
+template <bool IN_8_BITS, int COUNT>
+DEVICE Queries<COUNT> load_queries(const Program& p) {
+  if constexpr (IN_8_BITS) return load_queries_for_8_bits<COUNT>(p);
+  else return load_queries_for_16_bits<COUNT>(p);
 }
 
 // Extremes of the scores that a thread computed.
@@ -136,7 +152,8 @@ DEVICE void stage_blocks(const Program& p) {
 
 // Replaces blocks by scores. The tiles of 16 landmarks are divided among the warps, and each warp
 // has TILES_IN_FLIGHT tiles in flight.
-DEVICE Seen score_pages(const Program& p, const Queries& queries) {
+DEVICE Seen score_pages(const Program& p, const Queries<G>& queries) {
+  constexpr int TILES = Queries<G>::TILES;
   Seen seen = {infinity(), -infinity(), 0, 0};
   const int tiles = (p.ranked_end + 15) / 16;
   const int own = p.warp < tiles ? (tiles - p.warp + WARPS - 1) / WARPS : 0;
@@ -152,15 +169,15 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     wait_for_all_but<TILES_IN_FLIGHT - 1>();
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
-    Sums even = {};
-    Sums odd = {};
+    Sums<TILES> even = {};
+    Sums<TILES> odd = {};
     times_queries<MARKS>(even, odd, tile, queries.q, p.chunks);
     // The mean query's score, times G (and the queries' scale); columns beyond the group do not
     // contain queries.
     float first = 0.f;
     float second = 0.f;
 #pragma unroll
-    for (int t = 0; t < COLUMN_TILES; ++t) {
+    for (int t = 0; t < TILES; ++t) {
       const int head = 8 * t + 2 * p.column2;
       if (head < G) {
         first += even[t][0] + odd[t][0];
@@ -217,8 +234,8 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
     int n;
     int page;
     float score = infinity();
-    if (turn < ALWAYS) {
-      n = turn < RECENT ? p.pages - 1 - turn : turn - RECENT;
+    if (turn < ALWAYS + p.begun) {
+      n = turn < RECENT + p.begun ? p.pages - 1 - turn : turn - (RECENT + p.begun);
       page = p.list[n] * PER_BLOCK + n % PER_BLOCK;
     } else {
       const u32 top = __reduce_max_sync(ALL, key);
@@ -250,7 +267,7 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
 // Shares the list with the row's other parts, and returns how many of its entries this part attends
 // to itself. Together with the prefetched pages, these are as many pages as any other part has.
 DEVICE int share_list(const Program& p, int listed) {
-  const int all = ALWAYS + p.budget;
+  const int all = ALWAYS + p.begun + p.budget;
   const int equal = (all + p.parts - 1) / p.parts;
   const int own = min(max(equal - (all - listed), 0), listed);
 #pragma unroll 1
@@ -295,7 +312,7 @@ constexpr bool NARROW = CACHE != BITS16;
 constexpr int OWN = NARROW ? 2 : 1;
 constexpr int OTHER = NARROW ? 1 : 8;
 
-// The running softmax of a warp, for the heads of a thread's two columns in each tile.
+// The running softmax of a warp, for the queries of a thread's two columns in each tile.
 //
 // Values in int8 are added as codes, so the weights have to include the values' scales, 2^e. The
 // exponent is added to the logit, and the maximum is taken over logits plus exponents. All weights
@@ -326,10 +343,12 @@ struct Softmax {
     }
   }
 
-  // Adds the page at an address in the ring; the row's newest page may be partly filled.
-  DEVICE void add_page(const Program& p, const Queries& queries, u32 address, bool is_newest) {
-    Sums logits = {};
-    Sums odd = {};
+  // Adds the page at an address in the ring. It is the `age`-th page from the row's end if it may
+  // contain new tokens (`is_new`); a query then may see only a part of it.
+  DEVICE void add_page(
+      const Program& p, const Queries<QUERIES>& queries, u32 address, bool is_new, int age) {
+    Sums<COLUMN_TILES> logits = {};
+    Sums<COLUMN_TILES> odd = {};
     times_queries<CACHE>(logits, odd, address, queries.q, p.chunks);
 #pragma unroll
     for (int t = 0; t < COLUMN_TILES; ++t)
@@ -356,26 +375,25 @@ struct Softmax {
       in_sum0 = reciprocal_of(value0);
       in_sum1 = reciprocal_of(value1);
     }
-    if (is_newest) {
+    if (is_new) {
       __syncwarp();  // keeps this a branch; otherwise every page would pay for the masks
-      const int inside = p.tokens - P * (p.pages - 1);
+      const int inside = p.tokens - P * (p.pages - 1 - age);
       if constexpr (CACHE == INT8) {  // an unwritten byte may represent infinity; 0 * inf is NaN
         if (p.row8 >= inside) in_sum0 = 0.f;
         if (p.row8 + 8 >= inside) in_sum1 = 0.f;
       }
 #pragma unroll
       for (int t = 0; t < COLUMN_TILES; ++t) {
-        if (p.row8 >= inside) {
-          logits[t][0] = -infinity();
-          logits[t][1] = -infinity();
-        }
-        if (p.row8 + 8 >= inside) {
-          logits[t][2] = -infinity();
-          logits[t][3] = -infinity();
-        }
+        const int query = 8 * t + 2 * p.column2;
+        const int seen0 = NEW_TOKENS == 1 ? inside : inside - (NEW_TOKENS - 1) + query / G;
+        const int seen1 = NEW_TOKENS == 1 ? inside : inside - (NEW_TOKENS - 1) + (query + 1) / G;
+        if (p.row8 >= seen0) logits[t][0] = -infinity();
+        if (p.row8 >= seen1) logits[t][1] = -infinity();
+        if (p.row8 + 8 >= seen0) logits[t][2] = -infinity();
+        if (p.row8 + 8 >= seen1) logits[t][3] = -infinity();
       }
     }
-    Sums weights;
+    Sums<COLUMN_TILES> weights;
 #pragma unroll
     for (int t = 0; t < COLUMN_TILES; ++t)
       add_weights(t, logits[t], weights[t], in_sum0, in_sum1);
@@ -423,7 +441,7 @@ struct Softmax {
   }
 
   // Adds values times weights; tokens are the columns of the left-hand side.
-  DEVICE void add_values(const Program& p, u32 tile, const Sums& weights) {
+  DEVICE void add_values(const Program& p, u32 tile, const Sums<COLUMN_TILES>& weights) {
     u32 right0[COLUMN_TILES];
     u32 right1[COLUMN_TILES];
 #if FP8_CACHE || INT8_CACHE
@@ -481,7 +499,7 @@ struct Softmax {
 // Attends to the prefetched pages that are kept (`fetched_kept`, one bit per prefetched page), then
 // to every WARPS-th page of the range; STAGES pages are in flight.
 DEVICE void attend_pages(
-    const Program& p, const Queries& queries, int fetched, u32 fetched_kept, const Range& range,
+    const Program& p, const Queries<QUERIES>& queries, int fetched, u32 fetched_kept, const Range& range,
     Softmax& softmax) {
   const int* const ids = p.a.rows + p.item * p.a.rows_row;
   const int first = range.begin + p.warp;
@@ -516,10 +534,17 @@ DEVICE void attend_pages(
     wait_for_all_but<STAGES - 1>();
     __syncwarp();
     if (i >= fetched || fetched_kept >> i & 1) {
-      const bool is_newest =
+#if NEW_TOKENS == 1
+      const int age = 0;
+      const bool is_new =
           p.listed ? p.ranks && (!EACH_RANKS || p.part == 0) && p.warp == 0 && i == 0
                    : first + i * WARPS == p.pages - 1;
-      softmax.add_page(p, queries, p.warp_ring + slot * SLOT, is_newest);
+#else  // new tokens are in the two newest pages, with which two warps of a part begin
+      const int age = p.listed ? p.warp : p.pages - 1 - (first + i * WARPS);
+      const bool is_new =
+          age < 2 && (!p.listed || (p.ranks && (!EACH_RANKS || p.part == 0) && i == 0));
+#endif
+      softmax.add_page(p, queries, p.warp_ring + slot * SLOT, is_new, age);
     }
     __syncwarp();
     if (i + STAGES < all) load_next(i + STAGES - fetched, slot);
@@ -533,7 +558,7 @@ DEVICE void store(const Program& p, int i, float acc, float sum) {
   const float scale = CACHE == E4M3 ? __ldg(p.a.v_scales + p.head) : 1.f;
   // A row without tokens returns zeros.
   const float result = acc * __fdividef(scale, sum > 0.f ? sum : 1.f);
-  const i64 to = p.b * p.a.out_row + (p.head * G + i / D) * p.a.out_head + i % D;
+  const i64 to = p.row_of(i / D) * p.a.out_row + p.head_of(i / D) * p.a.out_head + i % D;
   p.a.out[to] = (u16)pack(result, 0.f);
 }
 
@@ -542,54 +567,54 @@ DEVICE void store(const Program& p, int i, float acc, float sum) {
 DEVICE void add_warps(const Program& p, Softmax& softmax) {
   softmax.add_rows();
   __syncthreads();
-  float* const warp_acc = (float*)p.ring;  // [WARPS, G, D]
-  float* const warp_max = warp_acc + WARPS * G * D;  // [WARPS, COLUMNS]
+  float* const warp_acc = (float*)p.ring;  // [WARPS, QUERIES, D]
+  float* const warp_max = warp_acc + WARPS * QUERIES * D;  // [WARPS, COLUMNS]
   float* const warp_sum = warp_max + WARPS * COLUMNS;
 #pragma unroll
   for (int t = 0; t < COLUMN_TILES; ++t) {
-    const int head0 = 8 * t + 2 * p.column2;
-    const int head1 = head0 + 1;
+    const int query0 = 8 * t + 2 * p.column2;
+    const int query1 = query0 + 1;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
-      float* const to = warp_acc + p.warp * G * D + j * 16 + OWN * p.row8;
-      if (head0 < G) {
-        to[head0 * D] = softmax.acc[t][j][0];
-        to[head0 * D + OTHER] = softmax.acc[t][j][2];
+      float* const to = warp_acc + p.warp * QUERIES * D + j * 16 + OWN * p.row8;
+      if (query0 < QUERIES) {
+        to[query0 * D] = softmax.acc[t][j][0];
+        to[query0 * D + OTHER] = softmax.acc[t][j][2];
       }
-      if (head1 < G) {
-        to[head1 * D] = softmax.acc[t][j][1];
-        to[head1 * D + OTHER] = softmax.acc[t][j][3];
+      if (query1 < QUERIES) {
+        to[query1 * D] = softmax.acc[t][j][1];
+        to[query1 * D + OTHER] = softmax.acc[t][j][3];
       }
     }
     if (p.row8 == 0) {
-      warp_max[p.warp * COLUMNS + head0] = softmax.max0[t];
-      warp_max[p.warp * COLUMNS + head1] = softmax.max1[t];
-      warp_sum[p.warp * COLUMNS + head0] = softmax.sum0[t];
-      warp_sum[p.warp * COLUMNS + head1] = softmax.sum1[t];
+      warp_max[p.warp * COLUMNS + query0] = softmax.max0[t];
+      warp_max[p.warp * COLUMNS + query1] = softmax.max1[t];
+      warp_sum[p.warp * COLUMNS + query0] = softmax.sum0[t];
+      warp_sum[p.warp * COLUMNS + query1] = softmax.sum1[t];
     }
   }
   __syncthreads();
-  const i64 cell = (i64)(p.first_partial + p.part * K) * G;
-  for (int i = threadIdx.x; i < G * D; i += THREADS) {
-    const int head = i / D;
+  const i64 cell = (i64)(p.first_partial + p.part * K) * QUERIES;
+  for (int i = threadIdx.x; i < QUERIES * D; i += THREADS) {
+    const int query = i / D;
     float highest = -1e30f;
     float sum = 0.f;
     float acc = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, warp_max[w * COLUMNS + head]);
+    for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, warp_max[w * COLUMNS + query]);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float weight = exp2_of(warp_max[w * COLUMNS + head] - highest);
-      sum += weight * warp_sum[w * COLUMNS + head];
-      acc += weight * warp_acc[w * G * D + i];
+      const float weight = exp2_of(warp_max[w * COLUMNS + query] - highest);
+      sum += weight * warp_sum[w * COLUMNS + query];
+      acc += weight * warp_acc[w * QUERIES * D + i];
     }
     if (p.parts == 1) {
       store(p, i, acc, sum);
     } else {
       p.a.partial[cell * D + i] = acc;
       if (i % D == 0) {
-        p.a.stats[cell * 2 + head] = highest;
-        p.a.stats[cell * 2 + G + head] = sum;
+        p.a.stats[cell * 2 + query] = highest;
+        p.a.stats[cell * 2 + QUERIES + query] = sum;
       }
     }
   }
@@ -608,18 +633,18 @@ DEVICE void add_parts(const Program& p) {
     p.a.counters[p.item] = 0;
     p.a.ready[p.item] = 0;
   }
-  for (int i = threadIdx.x; i < G * D; i += THREADS) {
+  for (int i = threadIdx.x; i < QUERIES * D; i += THREADS) {
     float highest = -1e30f;
     float sum = 0.f;
     float acc = 0.f;
 #pragma unroll 4
     for (int part = 0; part < p.parts; ++part) {
-      const i64 other = (i64)(p.first_partial + part * K) * G;
+      const i64 other = (i64)(p.first_partial + part * K) * QUERIES;
       const float its_highest = __ldcg(p.a.stats + other * 2 + i / D);
       const float both = fmaxf(highest, its_highest);
       const float shrink = exp2_of(highest - both);
       const float weight = exp2_of(its_highest - both);
-      sum = sum * shrink + weight * __ldcg(p.a.stats + other * 2 + G + i / D);
+      sum = sum * shrink + weight * __ldcg(p.a.stats + other * 2 + QUERIES + i / D);
       acc = acc * shrink + weight * __ldcg(p.a.partial + other * D + i);
       highest = both;
     }
@@ -627,10 +652,9 @@ DEVICE void add_parts(const Program& p) {
   }
 }
 
-// Writes the landmark of the page that the newest token completed; that page is not ranked in this
-// step.
+// Writes the landmark of the page that a new token completed; that page is not ranked in this step.
 DEVICE void write_landmark(const Program& p) {
-  const int page = p.page_at(p.pages - 1);
+  const int page = p.page_at((NEW_TOKENS == 1 ? p.pages : p.tokens / P) - 1);
   const int block = page / PER_BLOCK;
   const int inside = page % PER_BLOCK;
   for (int d = threadIdx.x; d < D; d += THREADS) {
@@ -660,7 +684,7 @@ attend(const __grid_constant__ Args a) {
   if (!a.rank_before_wait) wait_for_launch_before();
   const Program p(a, memory);
   if (p.b >= a.count) return;
-  Queries queries = load_queries<NARROW>(p);
+  Queries<QUERIES> queries = load_queries<NARROW, QUERIES>(p);
   queries.factor *= a.scale_log2 * (CACHE == E4M3 ? __ldg(a.k_scales + p.head) : 1.f);
   int fetched = 0;
   u32 fetched_kept = 0;
@@ -669,7 +693,11 @@ attend(const __grid_constant__ Args a) {
     stage_blocks(p);
     Seen seen = {infinity(), -infinity(), 0, 0};
     if (p.budget > 0) {
-      seen = score_pages(p, NARROW == FP8_LANDMARKS ? queries : load_queries<FP8_LANDMARKS>(p));
+#if NEW_TOKENS == 1
+      seen = score_pages(p, NARROW == FP8_LANDMARKS ? queries : load_queries<FP8_LANDMARKS, G>(p));
+#else  // queries of later tokens, which may be guesses, have no effect, not even on the scale
+      seen = score_pages(p, load_queries<FP8_LANDMARKS, G>(p));
+#endif
     } else {
       wait_for_all_but<0>();
       __syncthreads();
@@ -697,7 +725,7 @@ attend(const __grid_constant__ Args a) {
     __syncthreads();
     settle_last_bin(p, bin, threshold, groups);
     const int turn = EACH_RANKS ? p.lane * p.parts + p.part : p.lane;
-    const bool is_always = p.warp + turn * WARPS < ALWAYS;
+    const bool is_always = p.warp + turn * WARPS < ALWAYS + p.begun;
     fetched_kept = __ballot_sync(
         ALL, p.lane < fetched && (is_always || threshold.keeps(prefetched.score, prefetched.page)));
     range.end = list_kept(p, groups);
@@ -718,5 +746,6 @@ attend(const __grid_constant__ Args a) {
   attend_pages(p, queries, fetched, fetched_kept, range, softmax);
   add_warps(p, softmax);
   if (p.parts > 1) add_parts(p);
-  if (p.part == 0 && p.tokens > 0 && p.tokens % P == 0) write_landmark(p);
+  const bool has_full_page = NEW_TOKENS == 1 ? p.tokens > 0 : p.tokens >= P;
+  if (p.part == 0 && has_full_page && p.tokens % P < NEW_TOKENS) write_landmark(p);
 }

@@ -30,6 +30,8 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
+# queries that read the same pages (group x new tokens), by head dim: their sums are in registers
+MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in program.cuh's struct ``Shared``, besides 3 per warp
@@ -87,9 +89,10 @@ def choose_config(
     capacity: int,
     limits: DeviceLimits,
     dtype: torch.dtype = torch.bfloat16,
+    queries: int = 1,
 ) -> CudaConfig:
     """Choose the configuration for ``items`` (sequences x kv heads) with up to ``capacity`` pages
-    each and a cache in ``dtype``.
+    each, a cache in ``dtype`` and this many ``queries`` (group x new tokens) per item.
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -108,8 +111,9 @@ def choose_config(
         needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)
         return needed <= (limits.shared_memory + 1024) // config.resident - 1024
 
-    # The results of a large group, in float32, take the place of the pages in flight.
-    while config.stages > 2 // dtype.itemsize and not fits(config):
+    # The results of up to 16 queries or more, in float32, take the place of the pages in flight.
+    least = -(-max(16, queries) // (8 * dtype.itemsize))
+    while config.stages > least and not fits(config):
         config = replace(config, stages=config.stages - 1)
     return config if fits(config) else replace(config, resident=1)
 
@@ -127,10 +131,15 @@ def few_rows(kv_heads: int, device: torch.device) -> int:
 
 
 def unsupported_reason(
-    page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device
+    page_size: int,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int = 1,
 ) -> str | None:
-    """Return a sentence that explains why the kernel does not support such a model on ``device``,
-    or None if it does.
+    """Return a sentence that explains why the kernel does not decode ``tokens`` new tokens at a time
+    of such a model on ``device``, or None if it does.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel needs a Hopper GPU (H100, H200); use the Triton kernels"
@@ -150,6 +159,12 @@ def unsupported_reason(
             f"{MAX_GROUP} and 16-bit or 8-bit caches, got pages of {page_size}, head dim "
             f"{head_dim}, group {group} and {dtype}; use the Triton kernels"
         )
+    most = min(PAGE_SIZE, MAX_QUERIES[head_dim] // group)
+    if tokens > most:
+        return (
+            f"with head dim {head_dim} and group {group}, the CUDA kernel decodes up to {most} new "
+            f"tokens of a sequence at a time, got {tokens}; use the Triton kernels"
+        )
     return None
 
 
@@ -157,15 +172,15 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     """Raise ValueError for a batch that this kernel does not support."""
     check_for_kernels(batch, workspace)
     reason = unsupported_reason(
-        batch.layout.page_size, batch.head_dim, batch.group, batch.k_cache.dtype, batch.q_BHD.device
+        batch.layout.page_size,
+        batch.head_dim,
+        batch.group,
+        batch.k_cache.dtype,
+        batch.q_BHD.device,
+        batch.tokens,
     )
     if reason:
         raise ValueError(reason)
-    if batch.tokens > 1:
-        raise ValueError(
-            f"the CUDA kernel decodes one token per sequence, got {batch.tokens}; use "
-            "implementation='triton'"
-        )
     tensors = dict(
         keys=batch.k_cache,
         values=batch.v_cache,
@@ -266,7 +281,12 @@ class Launches:
         self.workspace = workspace
         self.capacity = -(-batch.max_pages // 32) * 32
         self.config = config or choose_config(
-            batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.dtype
+            batch.items,
+            batch.head_dim,
+            self.capacity,
+            limits,
+            batch.k_cache.dtype,
+            batch.group * batch.tokens,
         )
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
@@ -285,6 +305,7 @@ class Launches:
             D=b.head_dim,
             G=b.group,
             K=b.kv_heads,
+            NEW_TOKENS=b.tokens,
             PER_BLOCK=b.pages_per_block,
             SINK=b.layout.sink_pages,
             RECENT=b.layout.recent_pages,
@@ -336,7 +357,7 @@ class Launches:
             *(None if x is None else x.data_ptr() for x in tensors),
             *strides,
             b.scale * math.log2(math.e),
-            len(b.q_BHD),
+            len(b.length_B),
             int(rank_before_wait),
             self.capacity,
             *((0, 0) if scales is None else scales.strides),

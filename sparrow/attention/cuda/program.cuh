@@ -74,6 +74,12 @@ struct Program {
   int pages;
   int ranked_end;
   int budget;
+  // Pages that new tokens after the first have begun; they are kept in addition to the recent pages.
+#if NEW_TOKENS == 1
+  static constexpr int begun = 0;
+#else
+  int begun;
+#endif
   bool listed;  // whether only some of the row's pages are kept
   bool ranks;   // whether this program selects the kept pages
   const int* table;
@@ -104,7 +110,10 @@ struct Program {
     first_partial = entry.w * K + head;
     tokens = row.x;
     pages = (tokens + P - 1) / P;
-    const int ranked = max(pages - ALWAYS, 0);
+#if NEW_TOKENS > 1
+    begun = pages - (max(tokens - (NEW_TOKENS - 1), 0) + P - 1) / P;
+#endif
+    const int ranked = max(pages - begun - ALWAYS, 0);
     int top_k = max(row.y, 0);
     if (a.head_budgets && top_k < ALL_PAGES)
       top_k = (int)min((i64)ALL_PAGES, ((i64)top_k * __ldg(a.head_budgets + head) + 128) >> 8);
@@ -122,6 +131,10 @@ struct Program {
     values = a.v + head * a.head + copy_chunk * (16 / (int)sizeof(Entry));
     landmarks = a.landmarks + head * a.landmark_head + mark_chunk * (16 / (int)sizeof(Mark));
   }
+
+  // Row and head of a query, and of its result.
+  DEVICE int row_of(int query) const { return NEW_TOKENS == 1 ? b : b * NEW_TOKENS + query / G; }
+  DEVICE int head_of(int query) const { return head * G + (NEW_TOKENS == 1 ? query : query % G); }
 
   DEVICE int page_at(int n) const {  // id of the row's n-th page
     return PER_BLOCK == 1 ? table[n] : table[n / PER_BLOCK] * PER_BLOCK + n % PER_BLOCK;

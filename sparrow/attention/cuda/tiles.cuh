@@ -10,7 +10,9 @@ typedef long long i64;
 constexpr u32 ALL = 0xffffffffu;
 constexpr int P = 16;              // tokens per page
 constexpr int MAX_GROUP = 16;
-constexpr int COLUMN_TILES = (G + 7) / 8;            // tensor-core tiles of 8 columns, one per query head
+constexpr int MAX_QUERIES = D == 256 ? 16 : 32;
+constexpr int QUERIES = G * NEW_TOKENS;              // queries that read the same pages, those of the first token first
+constexpr int COLUMN_TILES = (QUERIES + 7) / 8;      // tensor-core tiles of 8 columns, one per query
 constexpr int COLUMNS = 8 * COLUMN_TILES;
 enum Format { BITS16, E4M3, INT8 };
 constexpr Format CACHE = INT8_CACHE ? INT8 : FP8_CACHE ? E4M3 : BITS16;
@@ -75,10 +77,13 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
   if constexpr (IN_BF16) MULTIPLY("bf16");
   else MULTIPLY("f16");
 }
+// Whether registers are short: sums and queries take most of them.
+constexpr bool SHORT = COLUMN_TILES * D >= 512;
 // Offsets of a lane's chunks in a 16-bit tile, for each step of a product. The shuffles keep the compiler from
 // recomputing the offsets for every page. Offsets repeat every 4 steps, 128 bytes further on; with head dim 256, only
-// the first 4 are stored, because registers are short.
-constexpr int STORED_STEPS = D == 256 ? 4 : STEPS;
+// the first 4 are stored. With smaller heads, if registers are short, only the first is stored; 8-bit tiles, which do
+// not use the offsets, leave room for 4.
+constexpr int STORED_STEPS = D == 256 ? 4 : SHORT ? (CACHE == BITS16 ? 1 : 4) : STEPS;
 struct Chunks {
   int lane, of_rows[STORED_STEPS], of_columns[STORED_STEPS];
 
@@ -89,8 +94,12 @@ struct Chunks {
       of_columns[j] = __shfl_sync(ALL, swizzled<2 * D>(lane % 8 + lane / 16 * 8, 2 * j + lane / 8 % 2), lane);
     }
   }
-  DEVICE int rows(int j) const { return of_rows[j % STORED_STEPS] + j / STORED_STEPS * 128; }
-  DEVICE int columns(int j) const { return of_columns[j % STORED_STEPS] + j / STORED_STEPS * 128; }
+  DEVICE int rows(int j) const { return step(of_rows, j); }
+  DEVICE int columns(int j) const { return step(of_columns, j); }
+  DEVICE static int step(const int* offsets, int j) {
+    if (STORED_STEPS == 1) return offsets[0] ^ j * 32;  // a step is two chunks, and chunks are permuted by xor
+    return offsets[j % STORED_STEPS] + j / STORED_STEPS * 128;
+  }
 };
 DEVICE u32 pack(float low, float high) {
   u32 y;
@@ -141,27 +150,28 @@ DEVICE void prepare(u32* words) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = biased(words[i]);
 }
-typedef u32 QueryTiles[COLUMN_TILES][2 * STEPS];  // the queries as right-hand sides of products
-typedef float Sums[COLUMN_TILES][4];              // results of products with the queries
-// Multiplies the 16 rows of a 16-bit tile by the queries. Even and odd steps have separate sums, so that they do not
-// wait for each other, unless that takes more registers than there are.
-constexpr bool SEPARATE = COLUMN_TILES == 1 || D < 256;
-template <Format FORMAT>
-DEVICE void times_queries(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, const Chunks& chunks) {
+template <int TILES> using QueryTiles = u32[TILES][2 * STEPS];  // queries as right-hand sides of products
+template <int TILES> using Sums = float[TILES][4];              // results of products with queries
+// Multiplies the 16 rows of a 16-bit tile by queries. Even and odd steps have separate sums, so that they do not
+// wait for each other, unless registers are short.
+template <int TILES>
+DEVICE void times_queries_in_16_bits(
+    Sums<TILES>& even, Sums<TILES>& odd, u32 tile, const QueryTiles<TILES>& q, const Chunks& chunks) {
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     u32 left[4];
     load_tiles(left, tile + chunks.rows(j));
 #pragma unroll
-    for (int t = 0; t < COLUMN_TILES; ++t)
-      multiply(SEPARATE && j & 1 ? odd[t] : even[t], left, q[t][2 * j], q[t][2 * j + 1]);
+    for (int t = 0; t < TILES; ++t)
+      multiply(!SHORT && j & 1 ? odd[t] : even[t], left, q[t][2 * j], q[t][2 * j + 1]);
   }
 }
 // Multiplies the 16 rows of an 8-bit tile by float16 queries. Of every 16 dimensions, a thread loads 4 consecutive ones
 // from 4 * column2 on, and uses them as the pairs at 2 * column2 and 2 * column2 + 8 of a step. The queries are in the
 // same order.
-template <Format FORMAT>
-DEVICE void times_queries_in_halves(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, int lane) {
+template <Format FORMAT, int TILES>
+DEVICE void times_queries_in_halves(
+    Sums<TILES>& even, Sums<TILES>& odd, u32 tile, const QueryTiles<TILES>& q, int lane) {
   const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
   for (int j = 0; j < STEPS; j += 2) {
@@ -173,19 +183,17 @@ DEVICE void times_queries_in_halves(Sums& even, Sums& odd, u32 tile, const Query
     const u32 next[4] = {pair_of<FORMAT, 0, 1>(x[2]), pair_of<FORMAT, 0, 1>(x[3]), pair_of<FORMAT, 2, 3>(x[2]),
                          pair_of<FORMAT, 2, 3>(x[3])};
 #pragma unroll
-    for (int t = 0; t < COLUMN_TILES; ++t) {
+    for (int t = 0; t < TILES; ++t) {
       multiply<false>(even[t], left, q[t][2 * j], q[t][2 * j + 1]);
-      multiply<false>(SEPARATE ? odd[t] : even[t], next, q[t][2 * j + 2], q[t][2 * j + 3]);
+      multiply<false>(SHORT ? even[t] : odd[t], next, q[t][2 * j + 2], q[t][2 * j + 3]);
     }
   }
 }
-template <>
-DEVICE void times_queries<E4M3>(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, const Chunks& chunks) {
-  times_queries_in_halves<E4M3>(even, odd, tile, q, chunks.lane);
-}
-template <>
-DEVICE void times_queries<INT8>(Sums& even, Sums& odd, u32 tile, const QueryTiles& q, const Chunks& chunks) {
-  times_queries_in_halves<INT8>(even, odd, tile, q, chunks.lane);
+template <Format FORMAT, int TILES>
+DEVICE void times_queries(
+    Sums<TILES>& even, Sums<TILES>& odd, u32 tile, const QueryTiles<TILES>& q, const Chunks& chunks) {
+  if constexpr (FORMAT == BITS16) times_queries_in_16_bits(even, odd, tile, q, chunks);
+  else times_queries_in_halves<FORMAT>(even, odd, tile, q, chunks.lane);
 }
 // Convert an exponent byte (attention/int8.py) to its scale, the reciprocal of the scale, and the exponent. Byte 255
 // yields an infinite exponent: a value that was not finite makes the maximum infinite, and its own weight and the

@@ -169,6 +169,24 @@ class Call:
             rows //= 2
         return max(16, rows)
 
+    def tile_options(self, tiles: tuple[int, int, int], resident: int) -> dict[str, int]:
+        """Return the options of a kernel in which each program loops over the pages of a tile.
+
+        Args:
+            tiles: tokens per iteration, warps and pipeline stages.
+            resident: rows of one tensor that stay in shared memory.
+        """
+        tokens, warps, stages = tiles
+        P = self.layout.page_size
+        return dict(
+            **self.heads,
+            P=P,
+            BT=self.BT,
+            NP=max(1, self.step(tokens, resident, stages) // P),
+            num_warps=warps * self.more_warps,
+            num_stages=stages,
+        )
+
     def select(
         self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None, tokens: int = 1
     ) -> Selection:
@@ -283,8 +301,6 @@ class Call:
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
-        tokens, warps, stages = FORWARD_TILES
-        tokens = self.step(tokens, self.BT * self.heads["GP"], stages)
         kernels.forward_kernel[(self.tile_count, self.items)](
             self.q,
             self.k,
@@ -303,12 +319,7 @@ class Call:
             T,
             self.N,
             self.tile_count,
-            **self.heads,
-            P=self.layout.page_size,
-            BT=self.BT,
-            NP=max(1, tokens // self.layout.page_size),
-            num_warps=warps * self.more_warps,
-            num_stages=stages,
+            **self.tile_options(FORWARD_TILES, self.BT * self.heads["GP"]),
         )
         return out, lse
 
@@ -320,8 +331,6 @@ class Call:
         """
         d_q = torch.zeros_like(self.q)
         delta = torch.empty_like(lse)
-        tokens, warps, stages = QUERY_TILES
-        tokens = self.step(tokens, 2 * self.BT * self.heads["GP"], stages)
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
             self.q,
             self.k,
@@ -346,12 +355,7 @@ class Call:
             self.T,
             self.N,
             self.tile_count,
-            **self.heads,
-            P=self.layout.page_size,
-            BT=self.BT,
-            NP=max(1, tokens // self.layout.page_size),
-            num_warps=warps * self.more_warps,
-            num_stages=stages,
+            **self.tile_options(QUERY_TILES, 2 * self.BT * self.heads["GP"]),
         )
         return d_q, delta
 

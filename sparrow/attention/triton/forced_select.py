@@ -10,6 +10,7 @@ import triton.language as tl
 from sparrow.attention.division import of_head, page_counts
 from sparrow.attention.triton.cache import round_to_e4m3
 from sparrow.attention.triton.kernels import above_and_tied, load_rows
+from sparrow.attention.triton.score import tile_scores
 
 
 @triton.jit
@@ -107,8 +108,7 @@ def score_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute the scores ``[B, K, C, pages]`` of C positions, starting with ``first``. Scores are
-    summed over the group, which ranks pages like the mean.
+    """Compute the scores ``[B, K, C, pages]`` of C positions, starting with ``first``.
 
     Tiles whose positions all keep every page are skipped.
     """
@@ -134,10 +134,7 @@ def score_kernel(
             q, (tl.load(start + b) + position) * stride_token + head * stride_head, D, DP
         )
         marks_ND = load_rows(landmarks + item * N * D, tl.minimum(n, N - 1) * D, D, DP)
-        score = tl.dot(q_MD, tl.trans(marks_ND), input_precision="ieee")
-        if GP != G:
-            score = tl.where((tl.arange(0, BT * GP) % GP < G)[:, None], score, 0.0)
-        score = tl.sum(tl.reshape(score, (BT, GP, BN)), 1)
+        score = tile_scores(q_MD, marks_ND, G, GP, BT, BN)
         row = tl.program_id(0) * BT + tl.arange(0, BT)
         tl.store(
             scores + (item * C + row[:, None]) * pages + n[None, :],

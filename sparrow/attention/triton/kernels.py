@@ -20,6 +20,7 @@ import triton.language as tl
 
 from sparrow.attention.division import ENTRY, of_head, page_counts
 from sparrow.attention.triton.cache import complete_page, scale_of
+from sparrow.attention.triton.score import page_scores, ranking_query
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
@@ -76,7 +77,7 @@ def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, 
 
 @triton.jit
 def _score(
-    q_D,
+    query,
     landmark,
     table,
     row,
@@ -96,7 +97,7 @@ def _score(
         block = tl.load(table + n // PER_BLOCK, mask=n < end, other=0)
         base = landmark + ((n % PER_BLOCK) * stride_page)[:, None]
         marks = _load_block_rows(base, block, n < end, stride_block, D, DP)
-        tl.store(row + n, tl.sum(marks.to(tl.float32) * q_D[None, :], 1), mask=n < end)
+        tl.store(row + n, page_scores(query, marks), mask=n < end)
 
 
 @triton.jit
@@ -202,15 +203,6 @@ def _select(
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 2048)
     else:
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
-
-
-@triton.jit
-def _mean_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    d = tl.arange(0, DP)
-    total = tl.zeros((DP,), tl.float32)
-    for g in tl.static_range(G):
-        total += tl.load(q + g * stride_head + d, mask=d < D, other=0.0).to(tl.float32)
-    return tl.div_rn(total, tl.full((DP,), G, tl.float32))
 
 
 @triton.jit
@@ -403,7 +395,8 @@ def rank_kernel(
     b = (item // K).to(tl.int64)
     head = (item % K).to(tl.int64)
     tokens_in_row = tl.load(length + b)
-    q_D = _mean_query(q + b * T * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
+    q += b * T * stride_q_row + head * G * stride_q_head
+    query = ranking_query(q, stride_q_head, G, D, DP)
     own_top_k = of_head(tl.load(top_k + b), head_budgets, head)
     pages, ranked, budget, _ = page_counts(tokens_in_row, own_top_k, P, SINK, RECENT, T)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
@@ -414,7 +407,7 @@ def rank_kernel(
     if (split < used) & (budget < ranked):
         begin, end = _split_work(to_score, split, used, SCORE_TILE)
         _score(
-            q_D,
+            query,
             landmarks,
             table,
             row,

@@ -25,7 +25,7 @@ from sparrow.attention.decode import (
 from sparrow.attention.division import Division, divide
 from sparrow.attention.int8 import BIAS, exponent_limits
 from sparrow.attention.pages import PageLayout
-from sparrow.attention.triton import cache, kernels
+from sparrow.attention.triton import cache, kernels, saved
 from sparrow.attention.triton.tuning import LaunchConfig, choose
 
 
@@ -69,18 +69,22 @@ class Launches:
         D = batch.head_dim
         padded = triton.next_power_of_2(D)
         columns = batch.group * batch.tokens
-        self.config = config or choose(
+        padded_columns = max(16, triton.next_power_of_2(columns))
+        shipped = choose(
             batch.items,
             batch.kv_heads,
             padded * batch.k_cache.element_size(),
             device_limits(batch.q_BHD.device),
+            padded_columns,
+            padded * batch.q_BHD.element_size(),
         )
+        self.config = config or saved.tuned(batch, shipped)
         self.constants = dict(
             K=batch.kv_heads,
             G=batch.group,
             T=batch.tokens,
             C=columns,
-            CP=max(16, triton.next_power_of_2(columns)),
+            CP=padded_columns,
             D=D,
             DP=padded,
             P=layout.page_size,

@@ -1,8 +1,9 @@
 """Launch configurations for an H200, adapted to the limits of other devices;
 ``benchmarks/decode_kernels.py`` times them.
 
-Nothing is tuned at run time. On devices other than an H100 or H200 (such as A100, L40S or B200),
-the configurations respect the device's limits but are untested.
+Nothing is tuned at run time; ``sparrow tune`` chooses among variants of these configurations (see
+``saved``). On devices other than an H100 or H200 (such as A100, L40S or B200), the configurations
+respect the device's limits but are untested.
 """
 
 from __future__ import annotations
@@ -80,9 +81,16 @@ def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
 
 
 @cache
-def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
+def choose(
+    items: int,
+    kv_heads: int,
+    head_bytes: int,
+    limits: DeviceLimits,
+    queries: int = 16,
+    query_bytes: int = 512,
+) -> LaunchConfig:
     """Choose the configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
-    ``head_bytes``, a power of 2.
+    ``head_bytes``, a power of 2. Each item has ``queries`` of ``query_bytes``, padding included.
 
     The choice depends on shapes alone, so it remains correct when a captured graph is replayed.
     """
@@ -104,13 +112,25 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
         registers=min(255, 65536 // (128 * tiles.resident) // 8 * 8),
         resident_programs=tiles.resident * limits.multiprocessors,
     )
-    return _fit(config, head_bytes, limits)
+    return _fit(config, head_bytes, queries, query_bytes, limits)
 
 
-def _fit(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
+def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
+    """Return an upper bound of the shared memory of an attention program: keys and values in
+    flight, queries, their weights for one tile, and page ids. At least 16 KiB are left for all but
+    keys and values.
+    """
+    tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
+    weights = queries * config.attend_tokens * 2
+    return tiles + max(16 * 1024, queries * query_bytes + weights + 16 * config.attend_tokens)
+
+
+def _fit(
+    config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int, limits: DeviceLimits
+) -> LaunchConfig:
     """Reduce the number of tiles in flight, then the size of tiles, until the buffers fit."""
-    spare = limits.shared_memory - 16 * 1024  # 16 KiB are for queries, page ids and reductions
-    while config.attend_stages * config.attend_tokens * 2 * head_bytes > spare:
+    spare = limits.shared_memory - 16 * 1024  # 16 KiB are for page ids and reductions
+    while attend_bytes(config, head_bytes, queries, query_bytes) > limits.shared_memory:
         if config.attend_stages > 1:
             config = replace(config, attend_stages=config.attend_stages - 1)
         else:

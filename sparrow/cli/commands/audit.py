@@ -144,7 +144,7 @@ class Audit(DecodingOptions, FromPrompts):
         if dense is not None and adapter != theirs:
             raise ConfigError(
                 f"the engine has the adapter {adapter or 'none'}, but the dense engine has "
-                f"{theirs or 'none'}; give both the same adapter"
+                f"{theirs or 'none'}; use the same adapter in both"
             )
         return None if adapter is None else str(adapter)
 
@@ -155,8 +155,9 @@ class Audit(DecodingOptions, FromPrompts):
         engine = parse_engine(self.engine)
         if engine.kind.takes == "address":
             raise ConfigError(
-                f"{self.engine} is a server, which decodes in a single mode; set --dense-engine to a "
-                "server with the same model that does not draft, or to none to count rounding as bias"
+                f"{self.engine} is a server and cannot also decode densely; set --dense-engine to a "
+                "second server that runs the same model without drafts, or to none, which counts "
+                "rounding as bias"
             )
         if engine.kind.is_stock:
             return "stock:" + without_option(engine.rest, "speculative_config")

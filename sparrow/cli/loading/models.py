@@ -48,7 +48,7 @@ def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         adapted = peft.PeftModel.from_pretrained(model, folder)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cannot load the adapter {folder!r} ({error}); give a folder with a LoRA adapter for "
+            f"cannot load the adapter {folder!r} ({error}); pass a folder with a LoRA adapter for "
             "this model"
         ) from error
     return cast(PreTrainedModel, adapted.base_model.model)

@@ -31,13 +31,13 @@ def take_adapter(options: dict[str, Any]) -> Any:
         rank = int(json.loads(config.read_text())["r"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"adapter {str(folder)!r} is not a folder with a LoRA adapter ({error}); give a folder "
+            f"adapter {str(folder)!r} is not a folder with a LoRA adapter ({error}); pass a folder "
             "written by PEFT's save_pretrained"
         ) from error
     allowed = [each for each in RANKS if each >= rank]
     if not allowed:
         raise ConfigError(
-            f"adapter {str(folder)!r} has rank {rank}, but vLLM supports at most {RANKS[-1]}; give "
+            f"adapter {str(folder)!r} has rank {rank}, but vLLM supports at most {RANKS[-1]}; use "
             "an adapter of lower rank, or merge it into the model"
         )
     options.setdefault("enable_lora", True)

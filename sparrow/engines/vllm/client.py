@@ -151,7 +151,18 @@ def tally(
         DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty()
         for part in parts
     )
-    return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, drafts, metered)
+    return Counters(
+        tokens_read=read,
+        tokens_held=held,
+        preemptions=preemptions,
+        drafted=drafted,
+        accepted=accepted,
+        cycles=emitted - accepted,
+        acceptance=drafts,
+        metered=metered,
+        passes=counts[0].get("passes", 0),
+        guessed=counts[0].get("guessed", 0),
+    )
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:

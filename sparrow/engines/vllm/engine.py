@@ -53,7 +53,8 @@ class VLLMEngine(Client):
             from vllm.platforms import current_platform
         except ImportError as error:
             raise ConfigError(
-                f"the vLLM engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
+                f"the vLLM engine needs vLLM ({error}); run pip install -e '.[vllm]' in a clone "
+                "of the repository"
             ) from error
         self._adapter = take_adapter(options)
         plugin.register()

@@ -273,7 +273,7 @@ class HTTPStatusError(EngineError):
     def __str__(self) -> str:
         status, path, text = self.args
         return (
-            f"the vLLM server answered {path} with HTTP {status} ({text}); "
+            f"the vLLM server returned HTTP {status} for {path} ({text}); "
             "see the server's log for the cause"
         )
 
@@ -315,6 +315,7 @@ def start(asked: Asked) -> VLLMServer:
     processes = PartialState().num_processes
     if len(urls) > processes:
         raise ConfigError(
-            f"{len(urls)} vLLM servers for {processes} processes; pass at most one server per process"
+            f"there are {len(urls)} vLLM servers for {processes} processes; pass at most one server "
+            "per process"
         )
     return VLLMServer(urls[rank % len(urls)], asked.decoding, controls=rank < len(urls))

@@ -15,11 +15,11 @@ from sparrow.errors import EngineError
 log = logging.getLogger(__name__)
 
 LARGER_CACHE = (
-    "give the engine more memory (gpu_memory_utilization, or VLLM_CPU_KVCACHE_SPACE on a CPU), or "
+    "allow the engine more memory (gpu_memory_utilization, or VLLM_CPU_KVCACHE_SPACE on a CPU), or "
     "limit it to shorter sequences (max_model_len)"
 )
 LESS_MEMORY = (
-    "let the engine use less memory (gpu_memory_utilization), or stop other processes on the device"
+    "allow the engine less memory (gpu_memory_utilization), or stop other processes on the device"
 )
 REMEDIES = (
     ("kv cache", LARGER_CACHE),

@@ -37,7 +37,8 @@ class StockEngine(VLLMEngine):
             from vllm.platforms import current_platform
         except ImportError as error:
             raise ConfigError(
-                f"the stock engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone"
+                f"the stock engine needs vLLM ({error}); run pip install -e '.[vllm]' in a clone "
+                "of the repository"
             ) from error
         self._adapter = take_adapter(options)
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)

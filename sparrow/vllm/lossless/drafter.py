@@ -43,6 +43,11 @@ class Drafter(Protocol):
     captured_over: dict[str, int]
     """The ``addresses`` at the time when CUDA graphs were captured; empty without graphs."""
 
+    drawn_S: Tensor | None
+    """The number of each sequence's latest drafts that the drafter has drawn; all others are
+    guesses. None if it draws every draft.
+    """
+
     def load(self, model: Any) -> None:
         """Store the policy's model, and allocate whatever else drafting needs."""
 

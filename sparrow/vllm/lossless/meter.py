@@ -225,12 +225,20 @@ class Meter:
         budget: the initial budget of drafts.
         temper: see ``overlap``.
         metered: a second schedule to measure, if any.
+        drawn_S: how many drafts of each sequence were drawn from their distribution; later ones are
+            guesses, which do not count. None if all were.
     """
 
     def __init__(
-        self, drafts: Sequence[Tally], budget: int, temper: bool, metered: Metered | None = None
+        self,
+        drafts: Sequence[Tally],
+        budget: int,
+        temper: bool,
+        metered: Metered | None = None,
+        drawn_S: Tensor | None = None,
     ) -> None:
         self._drafts = drafts
+        self._drawn_S = drawn_S
         self.temper = temper
         self.metered = metered
         self.use(budget)
@@ -269,6 +277,8 @@ class Meter:
         )
         drafts_T = (first_B1[1:] - first_B1[:-1])[row_T] - 1
         is_judged_T = (place_T < drafts_T) & (place_T < sampled_B[row_T])
+        if self._drawn_S is not None:
+            is_judged_T &= place_T < self._drawn_S[sequence_T.long()]
         value_T = overlap(
             target_TV,
             draft_SkV,

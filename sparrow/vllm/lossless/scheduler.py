@@ -107,8 +107,8 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, _ in choices:
             if drafts not in self._tables or multiple not in budgets:
                 raise ConfigError(
-                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule, "
-                    f"because this engine chooses among {self.chooser.choices} and {budgets}; "
+                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule, because "
+                    f"this engine drafts {self.chooser.choices} tokens at {budgets} times; "
                     "start it with the settings of the recorded engine"
                 )
         self._replayed = (
@@ -196,5 +196,5 @@ class LosslessScheduler(AsyncScheduler):
                 self._logged = in_use, budgets
                 read = f"; budgets as multiples of the draft schedule: {budgets}" if budgets else ""
                 self._logger.info(
-                    "Sparrow's numbers of drafts by sequences x tokens: %s%s", in_use, read
+                    "numbers of drafts in use, by sequences x tokens: %s%s", in_use, read
                 )

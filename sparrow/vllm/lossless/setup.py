@@ -23,6 +23,15 @@ REFUSED_OPTIONS = {
     "logprob_token_ids": "vLLM does not report these log-probs for tokens that it verifies",
 }
 """The options of a request that lossless mode refuses, and why."""
+DRAFTS_PER_PASS = 2
+"""With guesses, a cycle has one sparse pass per ``DRAFTS_PER_PASS`` of ``draft_tokens``. History
+yields about as many drafts per pass where it pays (``studies/cascade/history.py``).
+"""
+
+
+def passes_of(draft_tokens: int) -> int:
+    """Return the number of sparse passes over guesses in a cycle of this many drafts."""
+    return -(-draft_tokens // DRAFTS_PER_PASS)
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
@@ -167,7 +176,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
         (model.is_moe, "experts, which are most of the model's weights, cannot be copied"),
         (
             envs.VLLM_BATCH_INVARIANT,
-            "vLLM's batch-invariant mode uses its own kernels; unset VLLM_BATCH_INVARIANT",
+            "vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) uses its own kernels",
         ),
         (
             not on_cpu and model.dtype not in in_16_bits,
@@ -178,7 +187,80 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
             "the GPU cannot multiply in fp8, which needs compute capability 8.9 or later",
         ),
     )
-    refuse(ConfigError, cases, "draft_weights 'fp8': ", "; or leave draft_weights out")
+    refuse(ConfigError, cases, "draft_weights 'fp8': ", "; leave draft_weights out")
+
+
+def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
+    """Refuse an engine whose drafts cannot use guesses.
+
+    Raises ConfigError: the engine does not support ``guess_tokens``.
+    """
+    from sparrow.attention.decode import MAX_COLUMNS
+
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    scheduler = vllm_config.scheduler_config
+    speculative = vllm_config.speculative_config
+    tokens = decoding.guess_tokens + 1
+    page_size = decoding.schedule.page_size
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    read = scheduler.max_num_seqs * tokens
+    method = getattr(speculative, "rejection_sample_method", "standard")
+    cases = (
+        (
+            decoding.adapt_draft_tokens,
+            "the number of drafts cannot adapt, because its choice assumes that every draft is as "
+            "likely to be accepted; set adapt_draft_tokens to false",
+        ),
+        (
+            decoding.drafter_invariant,
+            "drafter_invariant has not been tested with guesses; leave out one of the two",
+        ),
+        (
+            decoding.draft_weights != "auto",
+            f"draft_weights {decoding.draft_weights!r} has not been tested with guesses; leave out "
+            "one of the two",
+        ),
+        (
+            decoding.meter_schedule is not None,
+            "meter_schedule has not been tested with guesses; leave out one of the two",
+        ),
+        (
+            method not in ("standard", "synthetic"),
+            f"rejection_sample_method {method!r} has not been tested with guesses; leave out one of "
+            "the two",
+        ),
+        (
+            vllm_config.lora_config is not None,
+            "LoRA adapters have not been tested with guesses; leave out one of the two",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            "tensor parallelism has not been tested with guesses; leave out one of the two",
+        ),
+        (
+            vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"kv_cache_dtype {vllm_config.cache_config.cache_dtype!r} has not been tested with "
+            "guesses; leave out one of the two",
+        ),
+        (
+            tokens > page_size,
+            f"a pass reads at most {page_size} tokens of a sequence, a page; set guess_tokens to "
+            f"{page_size - 1} or less",
+        ),
+        (
+            tokens * group > MAX_COLUMNS,
+            f"a pass has at most {MAX_COLUMNS} queries per kv head, and each token has {group}; set "
+            f"guess_tokens to {MAX_COLUMNS // group - 1} or less",
+        ),
+        (
+            read > scheduler.max_num_batched_tokens,
+            f"a pass of {scheduler.max_num_seqs} sequences reads {read} tokens, more than "
+            f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}); lower max_num_seqs or "
+            "guess_tokens",
+        ),
+    )
+    refuse(ConfigError, cases, f"guess_tokens={decoding.guess_tokens}: ")
 
 
 def check_request(sampling: Any) -> None:

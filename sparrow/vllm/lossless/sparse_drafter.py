@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,6 +186,14 @@ def _advance_kernel(
     )
 
 
+class Inputs(NamedTuple):
+    """Where ``propose`` writes the newest token of each row, by row."""
+
+    ids: Tensor
+    positions: Tensor
+    lengths: Tensor  # tokens of the row, the newest included; 0 if it drafts nothing
+
+
 class SparseDrafter:
     """A ``Drafter`` that runs steps of the policy under the draft schedule.
 
@@ -197,6 +205,7 @@ class SparseDrafter:
 
     _model: Any
     _runtime: Runtime
+    drawn_S: Tensor | None = None
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:
         device = speculator.device
@@ -266,7 +275,13 @@ class SparseDrafter:
     def _meter(self, runtime: Runtime) -> Meter:
         drafts = [self._tally(runtime.schedule.bin_tokens) for _ in runtime.budgets]
         has_raw_logits = self._logits_argument == "logits_cache"
-        return Meter(drafts, runtime.pages.base_budget, has_raw_logits, self._metered(runtime))
+        return Meter(
+            drafts,
+            runtime.pages.base_budget,
+            has_raw_logits,
+            self._metered(runtime),
+            self.drawn_S,
+        )
 
     def _metered(self, runtime: Runtime) -> Metered | None:
         """Set up the measurement of ``meter_schedule``; returns None if that schedule is not set."""
@@ -331,7 +346,7 @@ class SparseDrafter:
         drafts, budget = plan
         if drafts:
             self._runtime.use_budget(budget)
-        buffers = vllm.input_buffers
+        inputs = self._inputs()
         _begin_kernel[(1,)](
             after.batch.idx_mapping,
             after.batch.seq_lens,
@@ -342,9 +357,9 @@ class SparseDrafter:
             after.temperature_S,
             after.seed_S,
             vllm.idx_mapping,
-            buffers.input_ids,
-            buffers.positions,
-            buffers.seq_lens,
+            inputs.ids,
+            inputs.positions,
+            inputs.lengths,
             vllm.temperature,
             vllm.seeds,
             self._step_index,
@@ -371,6 +386,10 @@ class SparseDrafter:
     def _of_each_sequence(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapters is None else self._adapters.by_sequence()
 
+    def _inputs(self) -> Inputs:
+        buffers = self._vllm.input_buffers
+        return Inputs(buffers.input_ids, buffers.positions, buffers.seq_lens)
+
     def _run(self, drafts: int, B: int) -> None:
         """Run the draft steps that ``propose`` has set up."""
         if self._weights is not None:
@@ -378,9 +397,13 @@ class SparseDrafter:
         metered = self._runtime.drafting.meter.metered
         if metered is not None and metered.begin_cycle(self._vllm.idx_mapping):
             self._measure(metered, B)
+        self._replay(drafts, B)
+
+    def _replay(self, steps: int, B: int) -> None:
+        """Run this many draft steps, from a CUDA graph if one was captured for so many rows."""
         graphs = self._graphs[self._adapters is not None and self._adapters.are_used]
         rows = min((size for size in graphs if size >= B), default=0)
-        for _step in range(drafts):
+        for _step in range(steps):
             if rows:
                 graphs[rows].replay()
             else:
@@ -420,22 +443,22 @@ class SparseDrafter:
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
         """Run the model on the tokens in the input buffers, which writes their KV entries, and
-        return its logits ``[R, V]``.
+        return its logits, with a row for each token.
         """
-        rows = step.rows
+        tokens = step.rows * step.tokens
         buffers = self._vllm.input_buffers
         with set_forward_context(
             metadata,
             self._vllm.vllm_config,
-            num_tokens=rows,
+            num_tokens=tokens,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=dict.fromkeys(self._layer_names, self._slots_R[:rows]),
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
+            slot_mapping=dict.fromkeys(self._layer_names, self._slots_R[:tokens]),
+            batch_descriptor=BatchDescriptor(num_tokens=tokens),
         ):
             self._runtime.drafting.is_running = True
             try:
                 hidden = self._model(
-                    input_ids=buffers.input_ids[:rows], positions=buffers.positions[:rows]
+                    input_ids=buffers.input_ids[:tokens], positions=buffers.positions[:tokens]
                 )
             finally:
                 self._runtime.drafting.is_running = False

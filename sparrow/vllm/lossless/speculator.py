@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.lossless import plan, verify
+from sparrow.vllm.lossless.cascade import CascadeDrafter
 from sparrow.vllm.lossless.drafter import Drafter, Pass
 from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.sparse_drafter import SparseDrafter
@@ -33,7 +34,8 @@ class SparseSpeculator(DraftModelSpeculator):
     speculator of a draft model.
 
     ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
-    neither verifies drafts nor produces any.
+    neither verifies drafts nor produces any. ``tokens_SN`` contains the tokens of every sequence,
+    int32 ``[S, N]``, which vLLM updates before it calls ``propose``.
     """
 
     num_query_per_req = 1
@@ -42,6 +44,7 @@ class SparseSpeculator(DraftModelSpeculator):
     runtime: Runtime
     model: Any
     draft_logits: Any  # float [S, k, V]
+    tokens_SN: Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -49,7 +52,8 @@ class SparseSpeculator(DraftModelSpeculator):
         assert decoding is not None and self.draft_logits is not None
         self.plan = DraftPlan(self.num_speculative_steps, budget=0)
         self.is_idle = False
-        self.drafter: Drafter = SparseDrafter(decoding, self)
+        kind = CascadeDrafter if decoding.guess_tokens else SparseDrafter
+        self.drafter: Drafter = kind(decoding, self)
         self._captures = False
 
     # There is no second model and no second cache.

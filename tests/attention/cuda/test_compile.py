@@ -1,5 +1,5 @@
-"""Tests of the CUDA kernel that need no GPU: it compiles, and refuses unsupported devices with a
-reason.
+"""Tests of the CUDA kernel that need no GPU: the kernel compiles, and unsupported devices are
+refused with a reason.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ DEFINES = dict(
     D=128,
     G=2,
     K=8,
+    NEW_TOKENS=1,
     PER_BLOCK=1,
     SINK=1,
     RECENT=2,
@@ -46,6 +47,7 @@ DEFINES = dict(
         {},
         dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3),
         dict(D=256, G=9, WARPS=2, EACH_RANKS=1),
+        dict(G=4, NEW_TOKENS=8, STAGES=4, EACH_RANKS=1),
     ],
 )
 def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
@@ -77,14 +79,53 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multiprocessor(
+def test_shipped_configurations_neither_spill_nor_exceed_the_register_file(
     items, D, G, cache, FP8_LANDMARKS
 ):
+    assert spilled(items, D, G, 1, cache, FP8_LANDMARKS) == 0
+
+
+@pytest.mark.parametrize(
+    "D, G, tokens, cache, FP8_LANDMARKS",
+    [
+        *(
+            (D, G, T, torch.bfloat16, 0)
+            for D, G, T in (
+                (64, 4, 8),
+                (128, 2, 4),
+                (128, 2, 8),
+                (128, 5, 4),
+                (128, 4, 8),
+                (128, 8, 4),
+                (256, 2, 8),
+                (256, 8, 2),
+            )
+        ),
+        (128, 8, 4, torch.bfloat16, 1),
+        *(
+            (D, G, T, in_8_bits, marks)
+            for D, G, T, marks in ((128, 5, 4, 0), (128, 8, 4, 0), (128, 4, 8, 1), (256, 4, 4, 1))
+            for in_8_bits in (FP8, torch.int8)
+        ),
+    ],
+)
+@pytest.mark.parametrize("items", [8, 512])
+def test_several_tokens_spill_at_most_four_registers(items, D, G, tokens, cache, FP8_LANDMARKS):
+    # Only 32 queries in an int8 cache spill any.
+    most = 16 if G * tokens == 32 and cache == torch.int8 else 0
+    assert spilled(items, D, G, tokens, cache, FP8_LANDMARKS) <= most
+
+
+def spilled(items: int, D: int, G: int, tokens: int, cache: torch.dtype, FP8_LANDMARKS: int) -> int:
+    """Compile a shipped configuration, check that its programs fit on a multiprocessor, and return
+    the bytes that it spills.
+    """
     pytest.importorskip("cuda.bindings.nvrtc")
-    config = launch.choose_config(items, D, 2560, H200, cache)
+    config = launch.choose_config(items, D, 2560, H200, cache, G * tokens)
     defines = DEFINES | dict(
         D=D,
         G=G,
+        NEW_TOKENS=tokens,
         FP8_CACHE=int(cache == FP8),
         INT8_CACHE=int(cache == torch.int8),
         FP8_LANDMARKS=FP8_LANDMARKS,
@@ -93,12 +134,12 @@ def test_shipped_configurations_do_not_spill_and_fit_their_programs_per_multipro
         RESIDENT=config.resident,
     )
     _, log = compiled("decode.cu", tuple(defines.items()), "sm_90", "--ptxas-options=-v")
-    assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}
     registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
     assert 64 < registers * 32 * config.warps * config.resident <= 65536
+    return max(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)))
 
 
-def test_the_launcher_passes_the_fields_that_the_source_declares():
+def test_the_launcher_passes_the_fields_declared_in_the_source():
     source = Path(launch.__file__).with_name("program.cuh").read_text()
     declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
@@ -126,15 +167,30 @@ def test_compiler_errors_reach_the_user():
     [
         (dict(D=96), "rows of 4, 8, 16 or 32 chunks"),
         (dict(G=17), "columns of one or two tiles"),
+        (dict(G=1, NEW_TOKENS=17), "new tokens are in the two newest pages"),
+        (dict(G=5, NEW_TOKENS=7), "sums and queries of up to four tiles fit in registers"),
+        (dict(D=256, G=2, NEW_TOKENS=9), "sums and queries of up to four tiles fit in registers"),
+        (dict(NEW_TOKENS=2, WARPS=1), "two warps begin with the two newest pages"),
         (dict(BINS=512), "each of 32 lanes counts 32 bins"),
         (dict(RECENT=0), "the newest page, filled in part, is never ranked"),
         (dict(FP8_CACHE=1, INT8_CACHE=1), "the cache has one format"),
     ],
 )
-def test_violated_assumptions_of_the_source_are_reported(changed, reason):
+def test_unsupported_macro_values_fail_to_compile_with_a_reason(changed, reason):
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=reason):
         compiled("decode.cu", tuple((DEFINES | changed).items()), "sm_90")
+
+
+@pytest.mark.parametrize("D", launch.HEAD_DIMS)
+def test_the_launcher_knows_how_many_queries_the_source_accepts(D):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    most = launch.MAX_QUERIES[D]
+    defines = DEFINES | dict(D=D, G=most // 8, NEW_TOKENS=8, STAGES=2)
+    compiled("decode.cu", tuple(defines.items()), "sm_90")
+    defines |= dict(G=1 + most // 8)
+    with pytest.raises(RuntimeError, match="sums and queries"):
+        compiled("decode.cu", tuple(defines.items()), "sm_90")
 
 
 def test_devices_other_than_hopper_gpus_are_refused():
@@ -143,6 +199,7 @@ def test_devices_other_than_hopper_gpus_are_refused():
     )
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one token", "most queries"])
 @pytest.mark.parametrize(
     "items, D, capacity, dtype",
     list(
@@ -151,18 +208,22 @@ def test_devices_other_than_hopper_gpus_are_refused():
         )
     ),
 )
-def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity, dtype):
-    config = launch.choose_config(items, D, capacity, H200, dtype)
+def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity, dtype, several):
+    queries = launch.MAX_QUERIES[D] if several else launch.MAX_GROUP
+    config = launch.choose_config(items, D, capacity, H200, dtype, queries)
+    if not several:  # configurations of one token do not depend on the group
+        assert config == launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
-    results = launch.MAX_GROUP * D * 4  # of a warp, which replace its pages and some of the bins
+    # The results of a warp overwrite its pages and some of the bins.
+    results = queries * D * 4
     assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)
     assert 1 <= division.extra_programs <= 5 * H200.multiprocessors
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_shared_memory_is_large_enough_for_the_layout_of_the_source():
+def test_the_shared_memory_size_covers_every_buffer_of_the_kernel():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

@@ -1,10 +1,11 @@
-"""The decode kernels compile for a Hopper GPU, which needs no GPU: the interpreter also accepts
-kernels that the compiler refuses.
+"""The decode kernels compile for a Hopper GPU. No GPU is needed, and unlike the interpreter, the
+compiler refuses invalid kernels.
 
 The launchers choose the arguments and launch options; instead of launching, Triton compiles.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from sparrow.attention import CacheScales, DecodeWorkspace, PageLayout  # noqa: E402
-from sparrow.attention.decode import H200, DecodeBatch, check_for_kernels  # noqa: E402
+from sparrow.attention.decode import (  # noqa: E402
+    H200,
+    DecodeBatch,
+    DeviceLimits,
+    check_for_kernels,
+)
 from sparrow.attention.triton import launch  # noqa: E402
 from sparrow.attention.triton.forced import Call  # noqa: E402
+from sparrow.attention.triton.variants import ATTEND, RANK, Variant, fits  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -108,8 +115,36 @@ def test_decode_kernels_compile_and_fit_in_shared_memory(
         assert kernel.metadata.shared <= H200.shared_memory, name
 
 
+@pytest.mark.parametrize(
+    "capability, limits",
+    [
+        pytest.param(80, DeviceLimits(108, 163 * 1024), id="A100"),
+        pytest.param(89, DeviceLimits(142, 99 * 1024), id="L40S"),
+        pytest.param(100, DeviceLimits(148, 227 * 1024), id="B200"),
+    ],
+)
+def test_shipped_and_tuned_kernels_compile_for_other_gpus(
+    compiled, capability, limits, monkeypatch
+):
+    target = GPUTarget("cuda", capability, 32)
+    monkeypatch.setattr(Hopper, "get_current_target", lambda self: target)
+    monkeypatch.setattr(Hopper, "get_current_device", lambda self: f"sm_{capability}")
+    monkeypatch.setattr(launch, "_can_overlap", lambda x: capability >= 90)
+    monkeypatch.setattr(launch, "device_limits", lambda device: limits)
+    batch = make_batch(64, 8, 128, 16, torch.bfloat16, 1)
+    batch = replace(batch, landmark_cache=torch.empty(BLOCKS, 1, KV_HEADS, 128).bfloat16())
+    workspace = DecodeWorkspace(64, KV_HEADS, 8, 128, batch.max_pages, "cpu")
+    shipped = launch.Launches(batch, workspace).config
+    for variant in (Variant(), Variant(attend=ATTEND[7], rank=RANK[-1])):
+        config = variant.of(shipped, KV_HEADS, 256, limits)
+        assert fits(config, 256, limits)
+        launch.run(batch, workspace, config=config)
+        for name, kernel in compiled.items():
+            assert kernel.metadata.shared <= limits.shared_memory, name
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_selection_for_teacher_forcing_compiles(compiled, tokens):
+def test_selection_kernels_for_teacher_forcing_compile(compiled, tokens):
     q, k = (torch.empty(1, heads, 256, 128, dtype=torch.bfloat16) for heads in (10, 2))
     start, length, prompt = (torch.tensor([n]) for n in (0, 256, 16))
     layout = PageLayout(landmark_dtype="fp8_e4m3")

@@ -115,8 +115,8 @@ def make_case(
             / 2
         )
 
-    # Keys come in pages of equal tokens plus a little: landmarks are exact, ties common, pages
-    # unlike each other.
+    # Keys are nearly equal within a page, so landmarks are exact, ties are common, and pages differ
+    # from each other.
     q, k = halves(K * G, 2) * (G if G & (G - 1) else 1), halves(K, 2)
     v, d_out = (torch.randn(len(rows), h, T, D, generator=generator) for h in (K, K * G))
     column = torch.arange(T)
@@ -192,7 +192,7 @@ ROWS = [(0, 46, 11), (5, 33, 1), (2, 1, 1)]
 
 
 @pytest.mark.parametrize(("G", "page_size"), [(1, 4), (2, 8), (3, 4), (8, 16)])
-def test_it_selects_the_same_pages_as_decoding(G, page_size):
+def test_teacher_forcing_selects_the_same_pages_as_decoding(G, page_size):
     check_selection(make_case(ROWS, K=1, G=G, D=16, layout=PageLayout(page_size)))
 
 
@@ -207,7 +207,7 @@ def test_each_head_has_its_own_budget(budgets):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_it_selects_the_same_pages_as_decoding_with_8_bit_landmarks(dtype):
+def test_teacher_forcing_with_8_bit_landmarks_selects_the_same_pages_as_decoding(dtype):
     layout = PageLayout(16, landmark_dtype="fp8_e4m3")
     case = make_case([(1, 250, 3)], K=1, G=2, D=16, layout=layout, dtype=dtype)
     # Means of 16 such keys need more bits, so a different set of pages ranks first.
@@ -218,7 +218,7 @@ def test_it_selects_the_same_pages_as_decoding_with_8_bit_landmarks(dtype):
     )
 
 
-def test_positions_may_be_split_into_chunks(monkeypatch):
+def test_splitting_positions_into_chunks_does_not_change_the_selection(monkeypatch):
     monkeypatch.setattr(forced, "SCORE_BYTES", 1)
     check_selection(make_case([(0, 75, 3), (3, 30, 1)], K=1, D=16, layout=PageLayout(4)))
 
@@ -248,7 +248,7 @@ def test_steps_of_several_tokens_match_the_reference(tokens, G, page_size):
     assert not torch.equal(alone, shared)
 
 
-def test_other_layouts_match_the_reference():
+def test_other_page_layouts_match_the_reference():
     small = dict(K=1, D=16)
     check(
         make_case(
@@ -264,7 +264,7 @@ def test_other_layouts_match_the_reference():
     )
 
 
-def test_a_budget_that_covers_everything_is_dense_attention():
+def test_a_budget_of_all_pages_matches_dense_attention():
     case = make_case([(0, 40, 1)], K=1, D=16, layout=PageLayout(4), top_k=ALL_PAGES)
     assert torch.equal(
         case.results("triton", torch.float16)[0], prompted(case).results("triton", torch.float16)[0]
@@ -310,7 +310,7 @@ def test_autocast_casts_inputs_as_in_dense_attention():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_model_trains_through_the_kernels(autocast):
+def test_a_model_can_be_trained_through_the_kernels(autocast):
     found = []
     for implementation in ("reference", "triton"):
         model = tiny_model(num_hidden_layers=2, head_dim=16).train().to(DEVICE)
@@ -388,7 +388,7 @@ def refuse(match: str, case: Case, **changes) -> None:
         )
 
 
-def test_unsupported_inputs_are_refused_by_name():
+def test_unsupported_inputs_are_refused():
     case = make_case([(0, 20, 1)], D=16, layout=PageLayout(4))
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
@@ -473,8 +473,7 @@ def test_memory_stays_bounded_at_32k_tokens():
             case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton"
         )
     assert torch.cuda.max_memory_allocated() - before < 700 * 2**20
-    # The last positions once more, by the reference, in a call that has only them as queries after
-    # the prompt.
+    # The reference decodes four of these positions, for comparison.
     t = torch.tensor([300, 5000, 20_000, 32_767], device=DEVICE)
     picked = reference.decode(
         case.q[0, :, t].transpose(0, 1).float(),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parent
-FILES = ("test_kernels.py", "test_forced.py")
+FILES = ("test_kernels.py", "test_forced.py", "test_search.py")
 
 
 def run(name):
@@ -24,5 +24,5 @@ def runs(request):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_kernels_pass_their_tests_in_the_interpreter(runs, name):
+def test_kernel_tests_pass_in_the_interpreter(runs, name):
     own_process.passed(runs[name].result())

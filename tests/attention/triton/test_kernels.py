@@ -348,7 +348,7 @@ def kept_pages(workspace: DecodeWorkspace, item: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [0, 1, 4, 1000, ALL_PAGES])
-def test_every_length_matches_the_reference(config, top_k):
+def test_sequences_of_every_length_match_the_reference(config, top_k):
     check(make_case(LENGTHS, [top_k] * len(LENGTHS), K=1), config)
 
 
@@ -362,14 +362,12 @@ def test_each_row_of_a_batch_has_its_own_length_and_budget(config):
 
 # --- several new tokens per row ---
 
-SEVERAL = [config for config in PATHS if not isinstance(config, cuda.CudaConfig)]
 
-
-@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("tokens", [2, 4, 8])
 @pytest.mark.parametrize("split", [False, True], ids=["as shipped", "small parts"])
 @CACHES
-def test_several_tokens_match_the_reference(config, tokens, split, cache_dtype):
+def test_several_new_tokens_per_row_match_the_reference(config, tokens, split, cache_dtype):
     case = make_case(
         [517, 0, 333, 338, 48, 200, 8, 49, 55],
         [3, 5, ALL_PAGES, 0, 1, 9, 4, 0, 0],
@@ -377,14 +375,15 @@ def test_several_tokens_match_the_reference(config, tokens, split, cache_dtype):
         tokens=tokens,
         cache_dtype=cache_dtype,
     )
+    config = with_room(config, case)
     check(case, small_parts(config) if split else config)
 
 
-@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("config", TRITON)
 @pytest.mark.parametrize(
     ("G", "tokens", "P"), [(1, 3, 8), (5, 4, 16), (8, 8, 8), (7, 2, 32), (16, 4, 16)]
 )
-def test_several_tokens_of_any_group_and_page_size_match_the_reference(config, G, tokens, P):
+def test_several_new_tokens_match_the_reference_for_any_group_and_page_size(config, G, tokens, P):
     layout = PageLayout(page_size=P)
     case = make_case(
         [40 * P + 1, 9 * P, 6 * P + 2], [5, 3, 1], G=G, layout=layout, tokens=tokens, seed=G
@@ -392,26 +391,100 @@ def test_several_tokens_of_any_group_and_page_size_match_the_reference(config, G
     check(case, small_parts(config))
 
 
-@pytest.mark.parametrize("config", SEVERAL)
-def test_later_tokens_do_not_change_what_a_token_reads(config):
-    case = make_case([517, 200], [3, 2], tokens=4)
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@CACHES
+@pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("config", ["one row", "many rows", "each part ranks"])
+@pytest.mark.parametrize(
+    "G, D, tokens",
+    [
+        (2, 128, 4),
+        (4, 128, 4),
+        (5, 128, 4),
+        (8, 128, 4),
+        (2, 128, 8),
+        (4, 128, 8),
+        (1, 64, 16),
+        (8, 64, 4),
+        (2, 256, 8),
+        (5, 256, 3),
+    ],
+)
+def test_cuda_decodes_several_tokens_of_any_group(
+    G, D, tokens, config, landmark_dtype, cache_dtype
+):
+    case = make_case(
+        [2500, 0, 17, 333, 48, 1600, 517, 516],
+        [70, 3, 5, ALL_PAGES, 0, 1, 9, 2],
+        G=G,
+        D=D,
+        layout=PageLayout(landmark_dtype=landmark_dtype),
+        pages_per_block=2,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        tokens=tokens,
+    )
+    stored = cache_dtype or torch.bfloat16
+    shipped = {
+        "one row": cuda.launch.choose_config(16, D, 160, H200, stored, G * tokens),
+        "many rows": cuda.launch.choose_config(512, D, 160, H200, stored, G * tokens),
+        "each part ranks": with_room(EACH_RANKS, case),
+    }
+    check(case, shipped[config])
+    check(case, small_parts(shipped[config]))
+
+
+def with_room(config: Config, case: Case) -> Config:
+    """Double the pages in flight of an 8-bit cache, whose place the results of many queries take."""
+    if case.scales is None or not isinstance(config, cuda.CudaConfig):
+        return config
+    return replace(config, stages=2 * config.stages)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
+def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(config, layout):
+    case = make_case([400, 517, 93, 8], [1, 9, 2, 1], layout=layout, tokens=8)
+    check(case, config)
+    check(replace(case, budgets=torch.tensor([640, 64], dtype=torch.int32, device=DEVICE)), config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize(
+    "louder, stored",
+    [
+        (1, {}),
+        (64, dict(cache_dtype=E4M3)),
+        (64, dict(cache_dtype=INT8)),
+        # far beyond float16's range, which 8-bit landmarks are multiplied in
+        (2.0**40, dict(layout=FP8, dtype=torch.bfloat16)),
+    ],
+    ids=["16-bit cache", "fp8 cache", "int8 cache", "fp8 landmarks"],
+)
+def test_the_queries_of_later_tokens_do_not_change_what_a_token_reads(config, louder, stored):
+    case = make_case([517, 200], [3, 2], tokens=4, **stored)
     out = run(case, config).unflatten(0, (2, 4))
     q = case.q.unflatten(0, (2, 4)).clone()
-    q[:, 2:] = q[:, 2:].flip(0)
+    q[:, 2:] = q[:, 2:].flip(0) * louder
     changed = run(replace(case, q=q.flatten(0, 1)), config).unflatten(0, (2, 4))
     assert torch.equal(changed[:, :2], out[:, :2]) and not torch.equal(changed[:, 2:], out[:, 2:])
-    # The newest tokens' keys: a token sees its own and those before it.
-    for b in range(2):
-        last = int(case.length[b]) - 1
-        block, token = case.table[b, last // 16], last % 16
-        case.v_cache[block, :, token] += 1
-    changed = run(case, config).unflatten(0, (2, 4))
-    assert torch.equal(changed[:, :3], out[:, :3]) and not torch.equal(changed[:, 3], out[:, 3])
 
 
-@pytest.mark.parametrize("config", SEVERAL)
+@pytest.mark.parametrize("config", PATHS)
+def test_only_the_newest_token_reads_its_key_and_value(config):
+    case = make_case([517, 200, 33], [3, 2, ALL_PAGES], tokens=4)
+    out = run(case, config).unflatten(0, (3, 4))
+    for b, length in enumerate([517, 200, 33]):
+        block = case.table[b, (length - 1) // 16]
+        case.v_cache[block, :, (length - 1) % 16] += 1
+    changed = run(case, config).unflatten(0, (3, 4))
+    assert torch.equal(changed[:, :3], out[:, :3])
+    assert (changed[:, 3] != out[:, 3]).flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("length", [64, 65, 66, 67, 68])
-def test_a_page_that_any_new_token_fills_gets_its_landmark(config, length):
+def test_a_page_filled_by_any_new_token_gets_a_landmark(config, length):
     case = make_case([length], [1], K=1, tokens=4)
     marks = case.landmark_cache.float().clone()
     run(case, config)
@@ -462,7 +535,7 @@ def test_each_head_has_its_own_budget(config, split, budgets):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_one_plan_serves_layers_with_different_budgets(config):
+def test_one_plan_can_be_reused_by_layers_with_different_budgets(config):
     fine = small_parts(config)
     case = make_case([700, 517, 333], [12, 3, 9], budgets=(1.75, 0.25))
     other = replace(case, budgets=case.budgets.flip(0))
@@ -476,7 +549,7 @@ def test_one_plan_serves_layers_with_different_budgets(config):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_equal_head_budgets_match_no_head_budgets_bit_for_bit(config):
+def test_equal_head_budgets_are_bit_identical_to_no_head_budgets(config):
     case = make_case([700, 333, 200, 48], [7, 5, ALL_PAGES, 2], budgets=(1.0, 1.0))
     assert torch.equal(run(case, config), run(replace(case, budgets=None), config))
 
@@ -522,7 +595,7 @@ SHAPES = [
     SHAPES,
     ids=lambda x: "cuda" if isinstance(x, cuda.CudaConfig) else None,
 )
-def test_any_shape_dtype_and_cache_layout_matches_the_reference(
+def test_every_shape_dtype_and_cache_layout_matches_the_reference(
     G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
 ):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
@@ -562,7 +635,9 @@ def test_any_shape_dtype_and_cache_layout_matches_the_reference(
         (16, 256, torch.bfloat16),
     ],
 )
-def test_cuda_decodes_large_groups_and_heads(G, D, dtype, config, cache_dtype, landmark_dtype):
+def test_the_cuda_kernel_decodes_large_groups_and_heads(
+    G, D, dtype, config, cache_dtype, landmark_dtype
+):
     """Check rows of every kind, some with more pages than a warp looks up at once, and completed
     landmarks.
     """
@@ -596,7 +671,7 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
     )
     check(case, config)
     before, scales = run(case, config).clone(), case.scales
-    # Powers of 2 in the scales are powers of 2 in queries and results, so this holds to the bit.
+    # Factors of a power of 2 in scales, queries and results are exact, so this holds to the bit.
     assert torch.equal(
         run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4
     )
@@ -629,8 +704,8 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
     check(case, small_parts(config))
     case.scales.v[case.scales.v < 130] -= 20 if dtype == torch.bfloat16 else 0
     check(case, config)
-    # Keys that the queries make up for; queries beyond float16's range, and a group whose queries
-    # are all zero.
+    # Tiny keys with huge queries, which are beyond float16's range, and a group whose queries are
+    # all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
         case.q[2] = 0
@@ -641,7 +716,7 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("token", [0, 100, 332])
-def test_values_that_are_not_finite_become_nan_in_int8(config, which, token):
+def test_a_nan_scale_in_an_int8_cache_makes_the_output_of_that_head_nan(config, which, token):
     case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
     expected = run(case, config).clone()
     block, head, place = case.table[0, token // 16].long(), 1, token % 16
@@ -653,7 +728,7 @@ def test_values_that_are_not_finite_become_nan_in_int8(config, which, token):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_a_row_of_zeros_stays_zero_in_int8(config):
+def test_an_int8_cache_of_zeros_yields_zeros(config):
     case = make_case([333, 40], [4, 1], cache_dtype=INT8)
     for cache, scales in ((case.k_cache, case.scales.k), (case.v_cache, case.scales.v)):
         cache.zero_()
@@ -685,7 +760,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         rows[: len(every)] = x_TD
         cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
-    # all tokens weigh the same: each dimension contains one of them times the rest of the mean
+    # all tokens have equal weight, so each dimension of the mean contains one token's value
     case.q.zero_()
     for first in range(0, len(every), 64):
         own = torch.arange(64, device=DEVICE) + first
@@ -695,7 +770,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         fill(case.v_cache, held)
         out = run(scaled(1.0, 256.0), config)[0, 0][inside].float() * len(every) / 256
         assert torch.allclose(out, every[own[inside]], rtol=2**-10, atol=0)
-    # The weight of a token reveals its key.
+    # The attention weight of a token depends on its key.
     fill(case.k_cache, every[:, None] * (torch.arange(64, device=DEVICE) == 7))
     fill(case.v_cache, torch.zeros(len(every), 64, device=DEVICE))
     case.q[..., 7] = 1.0
@@ -731,11 +806,11 @@ def test_pages_are_ranked_by_8_bit_landmarks(config, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
 @pytest.mark.parametrize("config", PATHS)
-def test_any_number_of_sink_and_recent_pages_matches_the_reference(config, layout):
+def test_layouts_with_any_number_of_sink_and_recent_pages_match_the_reference(config, layout):
     check(make_case([1, 90, 400], [1, 2, 4], layout=layout), config)
 
 
-def test_the_shipped_table_serves_small_and_large_batches():
+def test_the_shipped_configurations_decode_small_and_large_batches():
     check(make_case([333], [4]), None)
     check(make_case([40] * 50 + [100], [1] * 51, K=4, G=1), None)
 
@@ -888,7 +963,7 @@ def test_long_rows_are_split_across_programs(config, top_k):
     check(case, fine)
 
 
-def test_extra_programs_without_a_plan_are_refused():
+def test_extra_programs_must_be_a_multiple_of_the_kv_heads():
     case = make_case([100], [2], K=8)
     with pytest.raises(
         ValueError, match="extra_programs must be a multiple of the 8 kv heads, got 20"
@@ -908,7 +983,7 @@ def test_extra_programs_without_a_plan_are_refused():
         [130, 100, 90, 80, 70],
     ],
 )
-def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, target, P):
+def test_the_plan_covers_every_row_and_the_largest_part_is_nearly_minimal(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -951,7 +1026,7 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_possible(lengths, targ
 )
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @CACHES
-def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
+def test_decoding_writes_the_landmarks_of_completed_pages(config, dtype, layout, cache_dtype):
     case = make_case(
         [48, 47, 0, 64, 5],
         [0, 9, 1, ALL_PAGES, 2],
@@ -966,7 +1041,7 @@ def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
     if cache_dtype == INT8:
         case.scales.k[:] = torch.randint(125, 131, case.scales.k.shape)
     if cache_dtype is None and layout is FP8:
-        # Sums are exact, so that landmarks are the reference's to the bit; some are beyond 448.
+        # Sums are exact, so landmarks equal the reference's to the bit; some are beyond 448.
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
@@ -1008,7 +1083,7 @@ def test_8_bit_landmarks_match_the_reference(kind, dtype):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
+def test_a_landmark_is_computed_when_its_page_is_completed(kind, dtype):
     P, per_block, K, D = 8, 2, 2, 80
     k, _, marks = make_caches(kind, 5, K, P * per_block, D, PageLayout(P), dtype)
     k[:, :, :] = torch.randn(5, K, P * per_block, D).to(DEVICE, dtype)
@@ -1125,13 +1200,13 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
             back = from_int8(cache[block, :, place], scale[block, :, place], dtype).double()
             half_a_step = (
                 scale_of(scale[block, :, place])[..., None].double() / 2
-            )  # exact, as powers on a GPU are not
+            )  # exact, unlike powers computed on a GPU
             assert ((back - x[t].double()).abs() <= half_a_step).all()
 
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_decoding_reads_tokens_stored_just_before(config, cache_dtype):
+def test_decoding_reads_tokens_that_were_stored_just_before(config, cache_dtype):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1
@@ -1237,6 +1312,7 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         D=64,
         G=2,
         K=4,
+        NEW_TOKENS=1,
         PER_BLOCK=2,
         SINK=1,
         RECENT=2,
@@ -1318,6 +1394,14 @@ def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
         case.k_cache.stride(0),
         64,
     ]
+    case = make_case([333] * 20, [4] * 20, K=4, D=128, G=8, tokens=4)
+    cuda.run(case.batch(), make_workspace(case))
+    *_, (defines, shared_bytes, programs, _, fields) = launched
+    config = cuda.launch.choose_config(80, 128, 32, H200, queries=32)
+    assert (defines["G"], defines["NEW_TOKENS"], fields["count"]) == (8, 4, 20)
+    assert shared_bytes == config.shared_bytes(256, 32)
+    assert programs == 80 + config.division(80, 4, 132).extra_programs
+    case = make_case([333] * 20, [4] * 20, K=4, cache_dtype=INT8)
     unaligned = CacheScales(
         *(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2)
     )
@@ -1340,7 +1424,7 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
         )
 
 
-def test_unsupported_inputs_are_refused_by_name():
+def test_unsupported_inputs_are_refused():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     refuse(
@@ -1423,7 +1507,7 @@ def test_long_sequences_match_the_reference(config, layout, cache_dtype):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_follows_lengths_budgets_and_queries():
+def test_a_captured_graph_follows_changes_in_lengths_budgets_and_queries():
     every = ((ONE, (), None), (THREE, (0.5, 1.5), None), (CUDA, (), None), (CUDA, (0.5, 1.5), None))
     for config, budgets, cache_dtype in (*every, (ONE, (), INT8), (CUDA, (), INT8)):
         case = make_case([700, 333, 48], [5, 4, 1], budgets=budgets, cache_dtype=cache_dtype)

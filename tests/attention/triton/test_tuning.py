@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from sparrow.attention import CachedLayers, DecodeWorkspace, PageLayout, cuda, update_landmarks
 from sparrow.attention.decode import H200, DeviceLimits
-from sparrow.attention.triton.tuning import choose, extra_programs
+from sparrow.attention.triton.tuning import attend_bytes, choose, extra_programs
 
 # multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
 DEVICES = [
@@ -33,7 +33,9 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.json"
     st.sampled_from([64, 128, 256, 512]),
     st.sampled_from(DEVICES),
 )
-def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes, limits):
+def test_buffers_fit_in_shared_memory_and_tiles_suit_the_tensor_cores(
+    rows, kv_heads, head_bytes, limits
+):
     items = rows * kv_heads
     config = choose(items, kv_heads, head_bytes, limits)
     assert config.attend_stages * config.attend_tokens * 2 * head_bytes <= limits.shared_memory
@@ -47,6 +49,30 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
     assert config.extra_programs % kv_heads == 0
     assert 1 <= config.rank_splits <= 16
     assert config.registers % 8 == 0 or config.registers == 255
+
+
+@given(
+    st.integers(1, 2_500),
+    st.sampled_from([64, 128, 256]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from(DEVICES),
+)
+def test_queries_of_several_tokens_fit_beside_keys_and_values(items, D, itemsize, queries, limits):
+    config = choose(items, 1, D * itemsize, limits, queries, 2 * D)
+    assert attend_bytes(config, D * itemsize, queries, 2 * D) <= limits.shared_memory
+    assert config.attend_tokens >= 16 and config.attend_stages >= 1
+    if queries == 16:
+        assert config == choose(items, 1, D * itemsize, limits)
+
+
+def test_the_most_queries_of_the_widest_heads_leave_an_a100_room_for_one_tile():
+    # Compiled for an A100 with two tiles in flight, the kernel asks for 172,544 bytes.
+    a100 = DEVICES[1]
+    two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
+    assert a100.shared_memory < 172_544 <= attend_bytes(two, 512, 64, 512)
+    assert choose(4, 4, 512, a100, 64, 512) == replace(two, attend_stages=1)
+    assert choose(4, 4, 512, a100).attend_stages == 2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +95,7 @@ def test_small_batches_use_several_ranking_programs_per_item_and_extra_programs(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_the_batches_that_vllm_captures_compile_every_kernel_needed(kv_heads):
+def test_capturing_vllms_batch_sizes_compiles_every_required_kernel(kv_heads):
     def compiled(rows):  # the part of a configuration that a kernel is compiled for
         return replace(
             choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0
@@ -88,7 +114,7 @@ def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 
-def test_the_published_measurements_used_the_shipped_table():
+def test_the_published_measurements_used_the_shipped_configurations():
     """Check the table of the CUDA kernel as well, if it is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8

@@ -1,10 +1,10 @@
 """Repairs Triton 3.6's interpreter when imported; without effect on anything else.
 
 It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a
-scalar as a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or
-store outside the storages of the tensors that a kernel was given is an ``IndexError``. And
-``triton.language`` is patched once for each launch; Triton patches it again in every function that
-a kernel calls, which can take longer than the function.
+scalar as a loop bound with NumPy 2.4. It also does not detect accesses that are errors on a GPU:
+here, a load or store outside the storages of the tensors passed to a kernel raises ``IndexError``.
+And ``triton.language`` is patched once for each launch; Triton patches it again in every function
+that a kernel calls, which can take longer than the function.
 """
 
 import numpy as np

@@ -23,7 +23,7 @@ def status(capsys, *argv):
     return stopped.value.code, capsys.readouterr().out
 
 
-def test_an_exact_engine_exits_with_0_and_reports_the_detectable_bias(tmp_path, capsys):
+def test_an_audit_of_an_exact_engine_exits_with_0_and_reports_the_detectable_bias(tmp_path, capsys):
     out = tmp_path / "audit.json"
     code, printed = status(capsys, *SMALL, "--mode", "lossless", "--out", str(out))
     assert code == 0
@@ -37,14 +37,14 @@ def test_an_exact_engine_exits_with_0_and_reports_the_detectable_bias(tmp_path, 
     assert {f["place"] for f in written["findings"]} > {"all", "draft 1"}
 
 
-def test_a_sparse_actor_exits_with_1_and_reports_its_bias(capsys):
+def test_an_audit_of_a_biased_actor_exits_with_1_and_reports_the_bias(capsys):
     blind = '{"top_k": [0], "page_size": 4, "sink_pages": 0, "recent_pages": 1, "dense_layers": []}'
     code, printed = status(capsys, *SMALL, "--mode", "lossy", "--schedule", blind)
     assert code == 1
     assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
-def test_too_few_tokens_exit_with_2(capsys):
+def test_an_audit_with_an_open_verdict_exits_with_2(capsys):
     code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
     assert code == 2
     assert "cannot tell" in printed and "times as many tokens" in printed
@@ -57,7 +57,7 @@ def test_too_few_tokens_exit_with_2(capsys):
         (["--prompts", "no.txt"], "prompts must come from exactly one of"),
         (
             ["--engine", "stock:http://localhost:1"],
-            "which decodes in a single mode; set --dense-engine to a server",
+            "is a server and cannot also decode densely; set --dense-engine to a second",
         ),
         (["--scorer", "prefill"], "needs stock vLLM as the dense engine, got hf"),
         (
@@ -67,7 +67,7 @@ def test_too_few_tokens_exit_with_2(capsys):
         (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
         (
             ["--engine", "vllm:adapter=tuned", "--dense-engine", "stock:"],
-            "the engine has the adapter tuned, but the dense engine has none; give both the same",
+            "the engine has the adapter tuned, but the dense engine has none; use the same adapter in both",
         ),
         (["--engine", "vllm:adapter=tuned"], "cannot load the adapter 'tuned'"),
         (["--out", "/proc/self/new"], "cannot write to /proc/self"),
@@ -75,11 +75,11 @@ def test_too_few_tokens_exit_with_2(capsys):
         (["--config", "no.toml"], "cannot read the configuration"),
     ],
 )
-def test_bad_input_exits_with_2_because_1_is_a_verdict(options, reason, capsys):
+def test_an_audit_with_bad_input_exits_with_2(options, reason, capsys):
     assert reason in fails(capsys, *SMALL, *options, code=2)
 
 
-def test_a_missing_model_exits_with_2(capsys):
+def test_an_audit_without_a_model_exits_with_2(capsys):
     assert "sparrow audit needs --model" in fails(capsys, "audit", "--task", "trace", code=2)
 
 
@@ -97,18 +97,18 @@ def test_a_missing_model_exits_with_2(capsys):
         (["--engine", "http://a:1", "--dense-engine", "none"], None),
     ],
 )
-def test_the_dense_arm_is_the_same_engine_without_drafts(options, dense):
+def test_the_dense_arm_uses_the_same_engine_without_drafts(options, dense):
     command = parse([*SMALL, *options])
     assert isinstance(command, Audit)
     assert command._dense_engine() == dense
 
 
-def test_a_server_has_no_dense_arm_unless_one_is_named():
-    with pytest.raises(ConfigError, match="or to none to count rounding as bias"):
+def test_an_audit_of_a_server_requires_a_dense_engine_or_none():
+    with pytest.raises(ConfigError, match="or to none, which counts rounding as bias"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 
-def test_a_failing_engine_exits_with_2(monkeypatch, capsys):
+def test_an_audit_with_a_failing_engine_exits_with_2(monkeypatch, capsys):
     from sparrow.cli import loading
 
     def engine(*_, **__):
@@ -123,7 +123,7 @@ def test_a_failing_engine_exits_with_2(monkeypatch, capsys):
     assert fails(capsys, *SMALL, code=2) == "sparrow: no room"
 
 
-def test_biased_places_are_listed_and_the_others_counted(capsys):
+def test_biased_positions_are_listed_and_other_positions_are_only_counted(capsys):
     from sparrow.cli.terminal import print_audit
 
     mean = Mean(0.01, 0.001, 100, 50)
@@ -137,6 +137,6 @@ def test_biased_places_are_listed_and_the_others_counted(capsys):
     printed = capsys.readouterr().out
     assert "u3, bonus token" in printed and "u3, draft 1" not in printed
     assert (
-        "1 more tests, by place in the draft cycle, found nothing" in printed
+        "tests of single positions in the draft cycle that found no difference: 1" in printed
         and "not tested: a note" in printed
     )

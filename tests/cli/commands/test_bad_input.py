@@ -112,14 +112,16 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_read_only_output_folder_is_refused_before_the_work(command, kind, capsys, no_work):
+def test_a_read_only_output_folder_is_refused_before_any_work_starts(
+    command, kind, capsys, no_work
+):
     assert fails(capsys, *command, "/proc/self/new").startswith(
         "sparrow: cannot write to /proc/self"
     )
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_full_disk_is_noticed_before_the_work(
+def test_a_full_disk_is_reported_before_any_work_starts(
     command, kind, capsys, tmp_path, no_work, monkeypatch
 ):
     def full(**where):
@@ -132,9 +134,7 @@ def test_a_full_disk_is_noticed_before_the_work(
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_refused(
-    command, kind, capsys, tmp_path, no_work
-):
+def test_an_output_path_of_the_wrong_kind_is_refused(command, kind, capsys, tmp_path, no_work):
     file = tmp_path / "there"
     file.write_text("")
     there = file if kind == "folder" else tmp_path
@@ -146,7 +146,7 @@ def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_refused(
     assert "Not a directory" in below or f"{file} is a file, expected a folder" in below
 
 
-def test_a_run_directory_that_contains_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
+def test_a_run_directory_that_already_contains_a_run_is_refused(capsys, tmp_path, no_work):
     (tmp_path / "metrics.jsonl").touch()
     there = ["--run-dir", str(tmp_path)]
     assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
@@ -154,7 +154,7 @@ def test_a_run_directory_that_contains_a_run_is_refused_before_the_work(capsys, 
     assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
 
 
-def test_a_missing_output_folder_is_created_before_the_work(checkpoint, tmp_path, capsys):
+def test_a_missing_output_folder_is_created(checkpoint, tmp_path, capsys):
     out = tmp_path / "not" / "there" / "report.json"
     main(
         [
@@ -172,9 +172,7 @@ def test_a_missing_output_folder_is_created_before_the_work(checkpoint, tmp_path
     assert json.loads(out.read_text())["n_sequences"] == 2
 
 
-def test_a_disk_that_is_full_at_the_end_does_not_lose_the_printed_results(
-    checkpoint, tmp_path, capsys
-):
+def test_results_are_printed_even_if_the_disk_is_full_at_the_end(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(
             [
@@ -214,12 +212,12 @@ def test_truncated_weights_are_refused(checkpoint, tmp_path, capsys):
     assert refused.startswith(f"sparrow: cannot load model '{folder}' (SafetensorError: ")
 
 
-def test_weights_with_a_different_shape_are_refused(checkpoint, tmp_path, capsys):
+def test_weights_whose_shapes_contradict_the_config_are_refused(checkpoint, tmp_path, capsys):
     refused = fails(
         capsys, *MEASURE, "--model", str(broken(checkpoint, tmp_path, intermediate_size=80))
     )
     assert (
-        "has shape (64, 96) in its weights but (64, 80) in its config.json (12 weights differ)"
+        "has shape (64, 96) in the checkpoint, but config.json implies (64, 80) (12 weights differ)"
         in refused
     )
 
@@ -367,7 +365,7 @@ def test_rows_too_long_for_the_model_are_skipped_and_counted(checkpoint, tmp_pat
     assert f"{path}: dropped 1 of 4 rows: 1 longer than 1016 tokens" in caplog.messages
 
 
-def test_a_problem_too_long_is_named(checkpoint, tmp_path, capsys):
+def test_a_problem_that_is_too_long_is_named_in_the_error(checkpoint, tmp_path, capsys):
     refused = fails(capsys, *train(checkpoint, tmp_path, "--task", "trace:lines=200"))
     assert re.search(
         r"problem 'trace-200-0-0' has \d+ tokens, .* do not fit in the model's context of 1024",
@@ -455,7 +453,7 @@ def own(tmp_path, monkeypatch):
     return name
 
 
-def test_a_custom_task_is_given_by_module_and_class(own, checkpoint, tmp_path, capsys):
+def test_a_custom_task_can_be_specified_by_module_and_class(own, checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", f"{own}:Reverse:digits=6"))
     logged = [
         json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
@@ -468,7 +466,7 @@ def test_a_custom_task_is_given_by_module_and_class(own, checkpoint, tmp_path, c
     assert f"{own}:Reverse" in capsys.readouterr().out
 
 
-def test_a_custom_reward_is_given_by_module_and_function(own, checkpoint, tmp_path, capsys):
+def test_a_custom_reward_can_be_specified_by_module_and_function(own, checkpoint, tmp_path, capsys):
     rows = "qa:path=rows.jsonl,template={question}"
     main(train(checkpoint, tmp_path, "--dataset", rows, "--reward", f"{own}:judge"))
     (step,) = [
@@ -515,7 +513,7 @@ def test_a_custom_reward_is_given_by_module_and_function(own, checkpoint, tmp_pa
         ("--task trace:lines", "the option 'lines' in 'trace:lines' should read name=value"),
     ],
 )
-def test_a_failing_custom_task_or_reward_is_located(
+def test_an_error_in_a_custom_task_or_reward_names_its_location(
     options, message, own, checkpoint, tmp_path, capsys
 ):
     options = options.replace("OWN", own).replace("ROWS", "qa:path=rows.jsonl,template={question}")
@@ -524,7 +522,7 @@ def test_a_failing_custom_task_or_reward_is_located(
         assert part in refused
 
 
-def test_a_hanging_verifier_has_a_time_limit(own, checkpoint, tmp_path, capsys):
+def test_a_hanging_verifier_is_stopped_at_the_time_limit(own, checkpoint, tmp_path, capsys):
     arguments = train(checkpoint, tmp_path, "--task", f"{own}:Hangs", "--reward.time-limit", "0.5")
     refused = fails(capsys, *arguments)
     assert (
@@ -533,7 +531,7 @@ def test_a_hanging_verifier_has_a_time_limit(own, checkpoint, tmp_path, capsys):
     )
 
 
-def test_an_interrupted_command_says_how_to_resume(checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_command_prints_how_to_resume(checkpoint, tmp_path, capsys, monkeypatch):
     from sparrow.engines.hf import HFEngine
 
     def interrupted(*args):
@@ -562,7 +560,9 @@ def test_an_interrupted_command_says_how_to_resume(checkpoint, tmp_path, capsys,
 # --- going on with a run ---
 
 
-def test_weights_with_different_sizes_are_refused_on_resume(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_with_a_tensor_of_the_wrong_size_is_refused_on_resume(
+    checkpoint, tmp_path, capsys
+):
     main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
     (weights,) = (tmp_path / "run" / "checkpoints" / "step-1").glob("model*.safetensors")
     tensors = load_file(weights)
@@ -575,7 +575,7 @@ def test_weights_with_different_sizes_are_refused_on_resume(checkpoint, tmp_path
     assert "use the model that the run started with" in refused
 
 
-def test_a_log_that_is_not_text_does_not_stop_a_resumed_run(checkpoint, tmp_path, capsys):
+def test_a_resumed_run_ignores_an_invalid_last_line_in_its_log(checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b'{"step": 2, "\xff')

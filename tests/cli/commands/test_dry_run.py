@@ -1,4 +1,4 @@
-"""A dry run: its predictions, and that it names every problem and loads nothing."""
+"""A dry run prints predictions, names every problem and loads nothing."""
 
 import re
 
@@ -43,7 +43,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(loading, "load_engine", refuse)
 
 
-def test_a_dry_run_predicts_the_memory_and_hours_of_the_cluster_model(tmp_path, capsys):
+def test_a_dry_run_prints_the_memory_and_time_predicted_by_the_cluster_model(tmp_path, capsys):
     main([*RUN, "--run-dir", str(tmp_path / "run")])
     printed = " ".join(re.sub("[│┌┐└┘─┬┴]", " ", capsys.readouterr().out).split())
     found = cluster.plan(
@@ -62,7 +62,7 @@ def test_a_dry_run_predicts_the_memory_and_hours_of_the_cluster_model(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_lossless_run_is_predicted_as_lossless(tmp_path, capsys):
+def test_the_dry_run_of_a_lossless_run_predicts_lossless_decoding(tmp_path, capsys):
     lossless = [
         *RUN,
         "--schedule",
@@ -77,7 +77,7 @@ def test_a_lossless_run_is_predicted_as_lossless(tmp_path, capsys):
     assert "lossless step" in printed and "lossy" not in printed
 
 
-def test_each_problem_is_reported_in_its_own_sentence(tmp_path, capsys):
+def test_each_problem_is_reported_in_a_separate_sentence(tmp_path, capsys):
     wrong = [
         "--run-dir",
         str(tmp_path / "run"),

@@ -66,12 +66,12 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         (
             {"mode": "lossless"},
             "auto",
-            r"schedule is 'auto', but auto adjusts pages.*leave schedule out",
+            r"schedule is 'auto', which adjusts pages.*leave schedule out",
         ),
         (
             {"mode": "lossless"},
             "qwen3-4b-0.86",
-            r"lossless samples are the dense policy's.*set it as draft_schedule",
+            r"the samples follow the dense policy.*set draft_schedule",
         ),
         (
             {},
@@ -113,7 +113,7 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         ),
     ],
 )
-def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
+def test_contradictory_settings_are_refused_with_the_remedy(options, schedule, message):
     with pytest.raises(ConfigError, match=message):
         DecodingOptions(**options).decoding(schedule)
 
@@ -125,17 +125,17 @@ def test_draft_weights_are_refused_in_auto_mode():
         RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
 
 
-def test_an_auto_schedule_begins_with_the_schedule_it_names():
+def test_an_auto_schedule_starts_from_the_named_schedule():
     assert RolloutConfig().decoding("auto") == Decoding.load("dense")
     assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
 
 
-def test_every_setting_of_lossless_mode_is_an_option():
+def test_every_setting_of_lossless_mode_is_a_command_line_option():
     options = [option.name for option in fields(DecodingOptions) if option.name != "mode"]
     assert options == list(LOSSLESS_SETTINGS)
 
 
-def test_auto_mode_drafts_and_decodes_under_one_schedule():
+def test_auto_mode_uses_the_same_schedule_for_drafts_and_unverified_steps():
     found = RolloutConfig(mode="auto", draft_tokens=4).decoding("fixed:9")
     assert found == Decoding("auto", SparsitySchedule.fixed(9), draft_tokens=4)
     assert found.with_schedule(SparsitySchedule.fixed(2)) == Decoding(
@@ -201,7 +201,7 @@ def test_settings_incompatible_with_lossless_rollouts_are_refused():
         RolloutConfig(mode="fast")
 
 
-def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, capsys):
+def test_a_lossless_run_trains_on_samples_of_the_dense_policy(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
     sampled = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "24"]
     main(
@@ -238,7 +238,7 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
         assert drafts["acceptance"] < 0.999, (
             "drafts must be wrong at times, or this test shows nothing"
         )
-        # What it trains on: engine and trainer agree on every log-prob, so nothing is left to
+        # Engine and trainer agree on every log-prob of the training samples, so nothing is left to
         # correct.
         assert abs(row["correction"]["kl_k3"]) < 1e-8 and row["correction"]["ess_token"] > 1 - 1e-6
         assert all(b["upper_bound"] > 1 - 1e-5 for b in row["mismatch"]["bins"])
@@ -256,7 +256,7 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
         "--run-dir",
         str(tmp_path / "no"),
     )
-    assert "auto adjusts pages to the actor's p5" in message and not (tmp_path / "no").exists()
+    assert "which adjusts pages to the actor's p5" in message and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,9 @@ def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, c
     assert (len(given[0].draft_budgets) > 1) is adapts
 
 
-def test_measuring_lossless_mode_reports_the_acceptance_of_drafts(checkpoint, tmp_path, capsys):
+def test_a_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(
+    checkpoint, tmp_path, capsys
+):
     out = tmp_path / "report.json"
     sampled = [
         "--model",
@@ -309,7 +311,7 @@ def test_measuring_lossless_mode_reports_the_acceptance_of_drafts(checkpoint, tm
     assert "nothing to measure; pass --schedule" in fails(capsys, "measure", *sampled)
 
 
-def test_evaluating_losslessly_samples_the_same_tokens_as_dense_decoding(
+def test_an_evaluation_in_lossless_mode_samples_the_same_tokens_as_dense_decoding(
     checkpoint, tmp_path, monkeypatch
 ):
     sampled = {}
@@ -385,7 +387,7 @@ def test_vllm_engines_receive_the_decoding_settings(monkeypatch, checkpoint):
         )
 
 
-def test_an_auto_run_reports_what_it_left_unverified_and_why(checkpoint, tmp_path):
+def test_an_auto_mode_run_reports_which_lengths_are_unverified_and_why(checkpoint, tmp_path):
     run = tmp_path / "run"
     schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
     main(

@@ -1,5 +1,5 @@
-"""Bad inputs that once were ignored, hung or ended in another program's message: each is reported
-in one sentence.
+"""Bad inputs that used to be ignored, to hang, or to end with another program's error message. Each
+is reported in one sentence.
 """
 
 import json
@@ -73,7 +73,7 @@ TASK = ["--task", "trace:lines=4"]
         (["report", ".", "missing"], "missing does not exist; pass a run directory"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
+def test_an_unusable_setting_is_refused_before_anything_is_loaded(
     command, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -82,7 +82,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_demo_in_one_directory_is_not_told_to_resume(capsys, tmp_path):
+def test_a_second_demo_in_the_same_directory_is_refused(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
     assert (
@@ -91,14 +91,14 @@ def test_a_second_demo_in_one_directory_is_not_told_to_resume(capsys, tmp_path):
     )
 
 
-def test_two_sources_of_problems_are_named():
+def test_a_task_together_with_a_dataset_is_refused():
     with pytest.raises(
         ConfigError, match="--task trace and --dataset gsm8k taco are mutually exclusive"
     ):
         load_problems("trace", ("gsm8k", "taco"), None)
 
 
-def test_an_error_uses_the_commands_name_for_a_limit():
+def test_an_error_names_the_limit_option_of_the_command():
     with pytest.raises(ConfigError, match="as in --limit 64"):
         load_benchmark("trace:lines=4", None, None)
     with pytest.raises(ConfigError, match=r"as in --eval\.limit 64"):
@@ -106,21 +106,21 @@ def test_an_error_uses_the_commands_name_for_a_limit():
 
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
-def test_a_reward_given_as_a_path_is_refused_with_its_module_name(path):
+def test_the_refusal_of_a_reward_path_suggests_the_module_name(path):
     with pytest.raises(
         ConfigError, match="pass judges:right and run the command in the file's folder"
     ):
         load_object(path, "reward")
 
 
-def test_a_module_that_ends_the_program_when_imported_is_named(tmp_path, monkeypatch):
+def test_a_module_that_exits_on_import_is_named_in_the_error(tmp_path, monkeypatch):
     (tmp_path / "ends_at_once.py").write_text("import sys\nsys.exit(2)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="importing ends_at_once raised SystemExit: 2"):
         load_object("ends_at_once:judge", "reward")
 
 
-def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
+def test_a_lone_surrogate_is_reported_with_its_row_number(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(
         json.dumps({"question": "a", "answer": "1"})
@@ -145,7 +145,7 @@ def test_a_lone_surrogate_is_reported_with_its_row(tmp_path):
         (Problem("p", "text", 1.0), "has a verifier of type float"),
     ],
 )
-def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
+def test_a_problem_with_fields_of_the_wrong_type_is_refused(problem, message):
     class Task:
         def problem(self, index, seed=0):
             return problem
@@ -154,7 +154,7 @@ def test_a_problem_of_the_wrong_type_is_reported_when_drawn(problem, message):
         draw(Task(), 0, 0)
 
 
-def test_invalid_schedules_from_python_are_refused_in_a_sentence():
+def test_invalid_schedules_passed_from_python_are_refused_in_one_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
@@ -162,7 +162,7 @@ def test_invalid_schedules_from_python_are_refused_in_a_sentence():
             SparsitySchedule.preset(model, target)
 
 
-def test_missing_models_and_lengths_are_refused_in_a_sentence():
+def test_missing_models_and_lengths_are_refused_in_one_sentence():
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     with pytest.raises(ConfigError, match="the model is None, not a transformers model"):
         set_schedule(None, schedule)
@@ -178,11 +178,11 @@ def test_missing_models_and_lengths_are_refused_in_a_sentence():
             pass
 
 
-def test_a_vocabulary_of_fewer_than_eight_tokens_is_scored():
+def test_a_vocabulary_of_fewer_than_eight_tokens_can_be_scored():
     TokenScorer(tiny_model(vocab_size=5))
 
 
-def test_teacher_forcing_without_triton_names_the_missing_package(monkeypatch):
+def test_teacher_forcing_with_triton_reports_the_missing_package(monkeypatch):
     import sys
 
     from sparrow import attention
@@ -198,7 +198,7 @@ def test_teacher_forcing_without_triton_names_the_missing_package(monkeypatch):
         model(torch.arange(40)[None], use_cache=False)
 
 
-def test_a_full_disk_is_reported_as_such_rather_than_as_a_torch_error(tmp_path):
+def test_a_truncated_file_is_reported_with_the_free_disk_space(tmp_path):
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nmore")
     reason = _cut_short(error, tmp_path)
     assert reason.startswith("a file was cut short, with ") and "MB left on the disk" in reason
@@ -229,7 +229,7 @@ def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_rank_of_a_lora_may_equal_the_model_size():
+def test_the_rank_of_a_lora_may_equal_the_width_of_the_model():
     from sparrow.engines.hf import load_shape
     from sparrow.train.config import LoraConfig
     from sparrow.train.lora import check_lora

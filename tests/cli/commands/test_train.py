@@ -5,7 +5,7 @@ import torch
 from sparrow.cli import main
 
 
-def test_an_existing_process_group_is_kept(tmp_path):
+def test_training_keeps_an_existing_process_group(tmp_path):
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )

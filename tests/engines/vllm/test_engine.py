@@ -78,7 +78,7 @@ def stock(folder):
     ],
     ids=["prefix-caching", "chunked-prefill", "preemption"],
 )
-def test_an_unbounded_budget_matches_stock_vllm(folder, stock, options):
+def test_an_unlimited_budget_matches_stock_vllm(folder, stock, options):
     with engine(folder, UNBOUNDED, **options) as sparrow:
         for _ in range(2):  # the second time from the prefix cache, if enabled
             rollouts = sparrow.generate(RAGGED, GREEDY)
@@ -92,7 +92,7 @@ def test_an_unbounded_budget_matches_stock_vllm(folder, stock, options):
             assert (counters.preemptions > 0) == (options == TIGHT)
 
 
-def test_small_budgets_follow_a_schedule_that_may_change_during_the_run(folder, model):
+def test_small_budgets_match_transformers_even_if_the_schedule_changes(folder, model):
     wider = SMALL.replace(top_k=(5, 9))
     reference = HFEngine(model, SMALL, eos_ids=[])
     with engine(folder) as sparrow:
@@ -125,7 +125,7 @@ def test_small_budgets_follow_a_schedule_that_may_change_during_the_run(folder, 
             sparrow.set_schedule(SMALL.replace(recent_pages=3))
 
 
-def test_vllm_itself_computes_steps_that_leave_no_page_out(folder, model):
+def test_steps_that_leave_no_page_out_use_vllms_own_attention(folder, model):
     schedule = SparsitySchedule.fixed(3, dense_layers=(0,))  # everything up to 6 pages of 16 tokens
     asked = prompts(20, 40, 70)
     with engine(folder, schedule) as sparrow:
@@ -173,7 +173,7 @@ def test_each_layer_and_kv_head_has_its_own_budget(folder, model):
             sparrow.set_schedule(SMALL)
 
 
-def test_rollouts_record_what_was_sampled(folder, model):
+def test_rollouts_contain_the_log_probs_of_sampled_tokens(folder, model):
     with engine(folder) as sparrow:
         first, again = sparrow.generate(RAGGED, SAMPLED), sparrow.generate(RAGGED, SAMPLED)
         other = sparrow.generate(
@@ -196,7 +196,7 @@ def test_rollouts_record_what_was_sampled(folder, model):
         assert np.array_equal(rollout.top_logprobs[listed], rollout.logprobs[listed.any(1)])
 
 
-def test_a_response_ends_with_the_end_token(tmp_path):
+def test_a_response_ends_with_an_eos_token(tmp_path):
     model = checkpoint(tmp_path, eos_token_id=7)
     model.generation_config.eos_token_id = [7, 8]
     model.generation_config.save_pretrained(tmp_path)
@@ -236,7 +236,7 @@ def test_preemption_is_counted_and_does_not_change_recorded_tokens(folder, model
         assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
 
 
-def test_an_interrupted_rollout_leaves_no_requests_behind(folder, monkeypatch):
+def test_an_interrupted_rollout_leaves_no_unfinished_requests(folder, monkeypatch):
     with engine(folder) as vllm:
         expected = vllm.generate(RAGGED[:2], GREEDY)
         core, steps = vllm.llm.llm_engine, []
@@ -256,7 +256,7 @@ def test_an_interrupted_rollout_leaves_no_requests_behind(folder, monkeypatch):
     assert [list(r.response_ids) for r in again] == [list(r.response_ids) for r in expected]
 
 
-def test_the_last_token_of_a_prompt_is_prefilled_even_when_alone(folder):
+def test_the_last_token_of_a_prompt_counts_as_prefill_even_if_scheduled_alone(folder):
     prompt = prompts(257)
     with engine(folder) as sparrow:
         expected = sparrow.generate(prompt, GREEDY)
@@ -271,7 +271,7 @@ def test_the_last_token_of_a_prompt_is_prefilled_even_when_alone(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_updated_weights_behave_like_a_fresh_engine(tmp_path, tied):
+def test_an_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied):
     old = checkpoint(tmp_path / "old", tie_word_embeddings=tied)
     new = checkpoint(tmp_path / "new", tie_word_embeddings=tied, seed=1)
     assert ("lm_head.weight" in dict(new.named_parameters())) != tied
@@ -292,7 +292,7 @@ def test_updated_weights_behave_like_a_fresh_engine(tmp_path, tied):
 
 
 @pytest.mark.slow
-def test_lora_adapters_and_merged_weights_agree(tmp_path):
+def test_lora_adapters_give_the_same_results_as_merged_weights(tmp_path):
     peft = pytest.importorskip("peft")
     from vllm.lora.request import LoRARequest
 
@@ -322,7 +322,7 @@ def test_lora_adapters_and_merged_weights_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_match_one(tmp_path, folder, monkeypatch):
+def test_two_tensor_parallel_workers_match_a_single_worker(tmp_path, folder, monkeypatch):
     other = tiny.tiny_model(seed=1)
     results = []
     monkeypatch.setenv("PYTHONPATH", tiny.discoverable(tmp_path))
@@ -373,7 +373,7 @@ def test_eight_bit_landmarks_select_the_same_pages_as_in_transformers(folder, mo
     )  # different pages are chosen
 
 
-def test_an_engine_can_be_configured_by_the_environment_alone(folder, monkeypatch):
+def test_an_engine_can_be_configured_only_by_environment_variables(folder, monkeypatch):
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     [described] = llm.collective_rpc("sparrow_describe")
@@ -382,7 +382,7 @@ def test_an_engine_can_be_configured_by_the_environment_alone(folder, monkeypatc
 
 
 @pytest.mark.slow
-def test_an_engine_keeps_its_mode_and_the_next_one_is_stock(folder, stock, monkeypatch):
+def test_an_engine_keeps_its_mode_if_the_environment_changes(folder, stock, monkeypatch):
     """Check this although the environment that requested the first engine changes."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     sparse = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
@@ -423,7 +423,7 @@ def test_an_engine_does_not_change_the_environment(folder, monkeypatch):
     assert not {name for name in changed if name.startswith(("SPARROW", "VLLM_ENABLE"))}
 
 
-def test_a_stock_engine_is_stock_and_does_not_change_the_environment(folder, stock, monkeypatch):
+def test_a_stock_engine_ignores_sparrows_environment_variables(folder, stock, monkeypatch):
     """Check this even if the environment requests sparse decoding from every vLLM engine."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -469,7 +469,7 @@ def test_the_trainer_runs_unchanged_on_vllm(tmp_path):
 
 
 @pytest.mark.slow
-def test_unsupported_models_and_options_are_refused_by_name(tmp_path, folder, monkeypatch):
+def test_unsupported_models_and_options_are_refused(tmp_path, folder, monkeypatch):
     checkpoint(tmp_path / "mistral", name="mistral-mqa", sliding_window=64)
     with (
         pytest.raises(UnsupportedModel, match="sliding window of 64"),
@@ -495,7 +495,7 @@ def test_unsupported_models_and_options_are_refused_by_name(tmp_path, folder, mo
     assert not torch.distributed.is_initialized()  # no state of the first vLLM remains
 
 
-def test_a_different_backend_in_the_same_slot_is_noticed(folder):
+def test_a_different_backend_under_the_same_name_is_detected(folder):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
 

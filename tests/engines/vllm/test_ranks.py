@@ -39,7 +39,7 @@ def train(folder: Path, run: str) -> None:
         Trainer(config, model, tokenizer, EarlyWords(), engine, SCHEDULE).train()
 
 
-def test_two_processes_with_one_engine_each_train_like_one_process(tmp_path):
+def test_two_processes_with_an_engine_each_train_like_one_process(tmp_path):
     tiny.checkpoint(tmp_path / "model", vocab_size=len(build_tokenizer()), initializer_range=0.3)
     code = f"import sys; sys.path[:0] = {sys.path!r}; import pathlib; from tests.engines.vllm import test_ranks as t\n"
     code += "from accelerate import PartialState; PartialState(cpu=True)\n"

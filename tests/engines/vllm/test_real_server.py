@@ -151,7 +151,7 @@ def test_a_server_behaves_like_any_other_engine(served):
         server.set_schedule(SMALL.replace(page_size=8))
 
 
-def test_a_probe_over_plain_http_measures_the_same_acceptance_as_an_engine(served):
+def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
     """Compare lists of the actor from decoding with lists of the policy from a dense prefill that
     must not read the actor's cache.
     """
@@ -176,7 +176,7 @@ def test_a_probe_over_plain_http_measures_the_same_acceptance_as_an_engine(serve
         probe(["http://localhost:1"], asked, SMALL, 1)
 
 
-def test_a_probe_logs_the_acceptance_tail_beside_that_of_dense_rollouts(served):
+def test_a_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
     from sparrow.integrations.probe import Probe
 
     url, _ = served

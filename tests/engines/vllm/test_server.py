@@ -142,7 +142,7 @@ def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, ge
 
 
 @pytest.mark.slow
-def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
+def test_the_client_waits_for_a_slow_server_that_makes_progress(pretender):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["progress"] = 1.5, 1  # three times the patience
@@ -150,7 +150,7 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
 
 
 @pytest.mark.slow
-def test_a_slow_server_without_counters_is_waited_for(pretender):
+def test_the_client_waits_for_a_slow_server_without_counters(pretender):
     """With ``--disable-log-stats`` vLLM has no token counters, so a stalled server looks like one
     that does not count.
     """
@@ -161,7 +161,7 @@ def test_a_slow_server_without_counters_is_waited_for(pretender):
 
 
 @pytest.mark.parametrize("end", ["abort", "repetition"])
-def test_an_aborted_response_is_an_error(pretender, end):
+def test_an_aborted_response_raises_an_error(pretender, end):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     state["end"] = "length"
@@ -220,7 +220,9 @@ def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
         ({}, None),  # settings that are left out keep the values of the server
     ],
 )
-def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, asked, message):
+def test_lossless_settings_that_differ_from_those_of_the_server_are_refused(
+    pretender, asked, message
+):
     url, state = pretender
     state["described"] = {
         "mode": "lossless",
@@ -232,7 +234,7 @@ def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, a
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
 
 
-def test_truncation_is_requested_but_refused_in_lossless_mode(pretender):
+def test_truncation_options_are_sent_but_refused_in_lossless_mode(pretender):
     url, state = pretender
     engine = VLLMServer(url, SCHEDULE)
     engine.generate([[1]], Sampling(4, top_n=1, top_k=20, top_p=0.7))
@@ -248,7 +250,7 @@ def test_truncation_is_requested_but_refused_in_lossless_mode(pretender):
     engine.generate([[1]], SAMPLING)
 
 
-def test_only_one_of_several_clients_controls_the_server(pretender):
+def test_only_the_leading_client_controls_the_server(pretender):
     url, state = pretender
     led, leader = VLLMServer(url, SCHEDULE, controls=False), VLLMServer(url, SCHEDULE)
     state["calls"].clear()
@@ -273,7 +275,7 @@ def test_only_one_of_several_clients_controls_the_server(pretender):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["generate", "update_weights"])
-def test_an_engine_failure_loses_no_finished_step(tmp_path, failing):
+def test_finished_steps_are_saved_if_an_engine_fails(tmp_path, failing):
     trainer = make_trainer(tmp_path, steps=4, save_every=100)
     works, calls = getattr(trainer.engine, failing), []
 

@@ -83,11 +83,11 @@ def refused(**options) -> ValidationError:
         (RuntimeError(), "RuntimeError; change the engine's options"),
     ],
 )
-def test_each_cause_is_reported_with_its_remedy(error, expected):
+def test_each_cause_of_a_failed_start_is_reported_with_a_remedy(error, expected):
     assert sentence(error) == expected
 
 
-def test_a_setting_out_of_range_is_reported_with_its_name_and_rule():
+def test_an_invalid_vllm_setting_is_reported_with_its_name_and_the_rule():
     assert sentence(refused(gpu_memory_utilization=2)) == (
         "gpu_memory_utilization: Input should be less than or equal to 1; change the engine's "
         "options"
@@ -98,7 +98,7 @@ def test_a_setting_out_of_range_is_reported_with_its_name_and_rule():
     )
 
 
-def test_errors_that_are_not_start_errors_pass_through_unchanged():
+def test_other_errors_during_the_start_are_not_changed():
     for error in (ConfigError("refused"), KeyboardInterrupt(), AssertionError("a bug")):
         with pytest.raises(type(error)) as raised, starting():
             raise error

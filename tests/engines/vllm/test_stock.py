@@ -69,7 +69,7 @@ def connected(server):
     return StockServer(f"http://localhost:{server.server_port}/")
 
 
-def test_completions_become_rollouts(served):
+def test_completions_are_converted_to_rollouts(served):
     engine = connected(served)
     sampling = Sampling(3, temperature=0.8, top_k=5, top_p=0.9, seed=1, top_n=0)
     rollouts = engine.generate([[1, 2], [7]], sampling)
@@ -83,7 +83,7 @@ def test_completions_become_rollouts(served):
     assert engine.counters() == Counters(0, 0)
 
 
-def test_top_lists_cover_the_response_only(served):
+def test_top_lists_cover_only_the_response(served):
     rollouts = [
         Rollout([9, 9], np.array([2, 5]), None, None, None, "length"),
         Rollout([9], np.array([30]), None, None, None, "length"),
@@ -97,7 +97,7 @@ def test_top_lists_cover_the_response_only(served):
     assert prompts == [[9, 9, 2, 5], [9, 30]]
 
 
-def test_lists_shorter_than_requested_are_refused(served):
+def test_top_lists_shorter_than_requested_are_refused(served):
     served.longest = 5
     rollout = Rollout([9], np.array([2]), None, None, None, "length")
     with pytest.raises(EngineError, match=r"a list of 5 tokens, expected 8; .*--max-logprobs"):
@@ -110,7 +110,7 @@ def test_a_server_that_returns_no_token_ids_is_refused(served):
         connected(served).generate([[1]], Sampling(3, top_n=0))
 
 
-def test_long_prompts_and_schedules_are_refused(served):
+def test_stock_vllm_refuses_schedules_and_prompts_that_are_too_long(served):
     engine = connected(served)
     with pytest.raises(PromptError, match="do not fit in the model's context of 100"):
         engine.generate([[1] * 98], Sampling(3, top_n=0))

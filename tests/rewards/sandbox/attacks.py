@@ -1,10 +1,10 @@
-"""Programs that attack: the sandbox, the process that judges them, the machine. All of them are
-written so that they pass their tests if, and only if, what they try has worked; those that attack
-by what they answer cannot pass at all.
+"""Programs that attack the sandbox, the process that judges them, or the machine. A program passes
+its tests if and only if its attack has worked; programs that attack through their answers cannot
+pass at all.
 
-Beyond that every attack is held to the same (``harness.py``): the judging process lives, answers in
-time and does not grow, an honest program beside it is judged rightly, and nothing is left behind or
-changed.
+Every attack must also meet the requirements of ``harness.py``: the judging process stays alive,
+answers in time and does not grow; an honest program beside it is judged correctly; and nothing is
+left behind or changed.
 
     python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
 

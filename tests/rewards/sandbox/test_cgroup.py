@@ -48,7 +48,9 @@ def anew():
         cache.cache_clear()
 
 
-def test_groups_are_created_beside_the_trainers_if_both_controllers_exist(tmp_path, monkeypatch):
+def test_groups_are_created_beside_the_trainers_group_if_both_controllers_exist(
+    tmp_path, monkeypatch
+):
     root = layout(tmp_path, monkeypatch, "cpu memory pids\n")
     assert cgroup.parent() == root and sorted(path.name for path in root.iterdir()) == [
         "cgroup.subtree_control",
@@ -57,7 +59,7 @@ def test_groups_are_created_beside_the_trainers_if_both_controllers_exist(tmp_pa
 
 
 @pytest.mark.parametrize("controllers", ["", "memory", "pids cpu"])
-def test_without_both_controllers_there_are_no_groups(controllers, tmp_path, monkeypatch):
+def test_no_groups_are_created_unless_both_controllers_exist(controllers, tmp_path, monkeypatch):
     layout(tmp_path, monkeypatch, controllers)
     assert cgroup.parent() is None
 
@@ -74,20 +76,22 @@ def test_groups_that_cannot_be_entered_are_not_used(tmp_path, monkeypatch):
     ]
 
 
-def test_without_version_2_there_are_no_groups(tmp_path, monkeypatch):
+def test_no_groups_are_created_without_version_2(tmp_path, monkeypatch):
     layout(tmp_path, monkeypatch, "memory pids")
     (tmp_path / "mounts").write_text("31 30 0:26 / /sys/fs/cgroup rw - cgroup cgroup rw,memory\n")
     assert cgroup.parent() is None
 
 
-def test_a_group_has_the_limits_of_its_program(tmp_path):
+def test_a_group_enforces_the_limits_of_its_program(tmp_path):
     limits = Limits(memory_bytes=1 << 30, files_bytes=64 << 20, output_bytes=8 << 20, tasks=100)
     made = cgroup.make(tmp_path, limits)
     assert (made / "pids.max").read_text() == "116"
     assert (made / "memory.max").read_text() == str((1024 + 64 + 24 + 128) << 20)
 
 
-def test_a_sandbox_runs_in_its_group_and_removes_it(tmp_path, monkeypatch, mode, caplog):
+def test_a_sandbox_runs_in_a_group_and_removes_the_group_afterwards(
+    tmp_path, monkeypatch, mode, caplog
+):
     root = layout(tmp_path, monkeypatch, "memory pids")
     seen = []
     real = cgroup.remove
@@ -108,9 +112,7 @@ def test_a_sandbox_runs_in_its_group_and_removes_it(tmp_path, monkeypatch, mode,
     assert "control groups (each in its own)" in caplog.text
 
 
-def test_a_group_that_stays_busy_is_reported_without_stopping_anything(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_group_that_remains_busy_is_reported_without_an_error(tmp_path, monkeypatch, caplog):
     def busy(path):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -179,7 +181,7 @@ def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_exceeding_the_memory_of_a_group_is_a_verdict_and_the_next_program_runs(
+def test_exceeding_the_memory_limit_of_a_group_does_not_affect_the_next_program(
     kernel_s, monkeypatch, mode
 ):
     """The group is narrower than the limit on address space, which would otherwise refuse the

@@ -43,7 +43,7 @@ from sparrow.rewards.sandbox.judge import same_output, same_value
         ("0.00000000125", "1.25e-09", True),
     ],
 )
-def test_same_output_tells_equal_from_different_output(actual, expected, same):
+def test_same_output_distinguishes_equal_and_different_outputs(actual, expected, same):
     assert same_output(actual, expected) is same
 
 
@@ -60,17 +60,17 @@ def test_same_output_tells_equal_from_different_output(actual, expected, same):
         ("8.5", "08.50"),
     ],
 )
-def test_an_expected_word_that_is_not_a_plain_number_is_compared_as_text(actual, expected):
+def test_expected_words_that_are_not_plain_numbers_are_compared_as_text(actual, expected):
     assert not same_output(actual, expected) and same_output(expected, expected)
 
 
 @pytest.mark.parametrize("actual", ["1e3", "1E3", "10e2", "1000.0e0", "\u0661000", "1_000"])
-def test_an_integer_in_scientific_or_foreign_notation_is_rejected(actual):
+def test_integers_in_scientific_or_non_ascii_notation_are_rejected(actual):
     assert not same_output(actual, "1000")
 
 
 @given(st.text())
-def test_an_output_agrees_with_itself(text):
+def test_an_output_equals_itself(text):
     assert same_output(text, text) and same_output(text + "\n", text)
 
 
@@ -105,5 +105,5 @@ def test_an_output_agrees_with_itself(text):
         ({"a": 1}, ["a"], False),
     ],
 )
-def test_same_value_tells_equal_from_different_values(actual, expected, same):
+def test_same_value_distinguishes_equal_and_different_values(actual, expected, same):
     assert same_value(actual, expected) is same

@@ -220,7 +220,7 @@ def test_a_program_sees_only_its_private_environment(bwrap):
     assert seen.passed, seen.detail
 
 
-def test_programs_do_not_see_each_others_files(mode):
+def test_programs_cannot_see_the_files_of_other_programs(mode):
     verifier = CodeVerifier(LIMITS, mode)
     tests = {"inputs": [""], "outputs": ["[]\n"]}
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w').write('x')"
@@ -229,7 +229,7 @@ def test_programs_do_not_see_each_others_files(mode):
 
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
-def test_an_environment_below_a_private_folder_is_hidden_there(bwrap, parent):
+def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent):
     """An environment in a clone below /tmp, for example, is readable for its packages and not
     writable.
     """
@@ -265,7 +265,7 @@ print(verifier.judge({textwrap.dedent(program)!r},
     assert "verdicts=('pass',)" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_session_leaves_no_folder_behind(marked, monkeypatch, tmp_path):
+def test_a_session_removes_its_folder(marked, monkeypatch, tmp_path):
     monkeypatch.setattr(box.tempfile, "tempdir", str(tmp_path))
     program = "import os\nfor i in range(9): os.makedirs(f'{i}/a'); os.symlink('/etc', f'{i}/b')\nprint(42)"
     assert (
@@ -290,7 +290,7 @@ def test_output_up_to_the_limit_is_accepted(mode):
     assert longer.verdicts == ("error",) and longer.detail == "OSError: [Errno 27] File too large"
 
 
-def test_honest_programs_of_many_kinds_pass(mode):
+def test_various_honest_programs_pass(mode):
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
     for program in (
         "import sys\nfor line in sys.stdin: print(int(line) * 2)",
@@ -324,7 +324,7 @@ def test_python_starts_as_usual_except_for_pth_files(mode):
     assert judged.passed, judged.detail
 
 
-def test_a_program_runs_with_garbage_collection_and_without_modules_for_test_code(mode):
+def test_programs_run_with_garbage_collection_and_without_unneeded_harness_modules(mode):
     """Imports of the harness are made with the collector off, and only those that a mode needs."""
     program = "import gc, sys\nprint(gc.isenabled(), 'inside.exchange' in sys.modules)\n"
     judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": ["True False"]})
@@ -341,7 +341,7 @@ def test_the_harness_is_compiled_before_it_becomes_read_only(monkeypatch, tmp_pa
     ]
 
 
-def test_hash_order_is_the_same_in_every_run(mode):
+def test_string_hashes_are_the_same_in_every_run(mode):
     program = "print(hash('sparrow') % 1000, *{'a', 'b', 'c', 'd', 'e'})"
     verifier = CodeVerifier(LIMITS, mode)
     seen = {verifier.judge(program, {"inputs": [""], "outputs": ["?"]}).detail for _ in range(3)}
@@ -352,7 +352,7 @@ def test_hash_order_is_the_same_in_every_run(mode):
     "program",
     ["import time\ntime.sleep(99)", "while True: pass", "import os\nos.closerange(0, 99)"],
 )
-def test_a_sandbox_closed_during_a_run_is_gone(program, mode, marked):
+def test_closing_a_sandbox_during_a_run_ends_its_processes(program, mode, marked):
     with Sandbox(
         {"mode": "stdio", "prelude": "", "code": program},
         Limits(wall_s=60, cpu_s=60),
@@ -385,7 +385,7 @@ def test_programs_end_when_the_trainer_is_killed(mode, marked, tmp_path):
     assert marked()
 
 
-def test_a_time_limit_may_expire_just_as_the_program_ends(monkeypatch, tmp_path):
+def test_a_time_limit_that_expires_just_as_the_program_ends_is_handled(monkeypatch, tmp_path):
     reap = os.wait4
 
     def slowly(*arguments):
@@ -411,7 +411,7 @@ def test_a_time_limit_may_expire_just_as_the_program_ends(monkeypatch, tmp_path)
     assert reply == {"outcome": "ok", "detail": ""}
 
 
-def test_files_and_processes_do_not_accumulate(mode, marked):
+def test_open_files_and_processes_do_not_accumulate(mode, marked):
     verifier = CodeVerifier(LIMITS, mode, workers=1)
     verifier.judge(GOOD, DOUBLE)
     me = psutil.Process()
@@ -458,7 +458,7 @@ def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
 
-def test_running_without_isolation_must_be_requested_and_logs_one_loud_warning(
+def test_running_without_isolation_must_be_requested_and_logs_one_warning(
     forgetful, caplog, tmp_path
 ):
     (tmp_path / "secret").write_text(SECRET)
@@ -483,7 +483,7 @@ def test_running_without_isolation_must_be_requested_and_logs_one_loud_warning(
         ),
     ],
 )
-def test_enforced_limits_are_logged_at_start(held, said, forgetful, caplog):
+def test_the_enforced_limits_are_logged_at_start(held, said, forgetful, caplog):
     require(held)
     with caplog.at_level("INFO"):
         choose_isolation(held)
@@ -514,7 +514,7 @@ def test_a_missing_isolation_mechanism_fails_the_tests_in_ci(forgetful, monkeypa
         require("bwrap")
 
 
-def test_invalid_replies_of_a_sandbox_are_errors(monkeypatch):
+def test_invalid_replies_from_a_sandbox_raise_errors(monkeypatch):
     for reply, message in (
         (b"\xff" * 1001, "over the limit"),
         (b"{\n", "not JSON"),
@@ -541,7 +541,7 @@ def test_limits_must_be_positive(limits):
         Limits(**limits)
 
 
-def test_unknown_isolation_is_refused():
+def test_an_unknown_isolation_is_refused():
     with pytest.raises(
         ValueError, match="isolation must be auto, bwrap, session or none, got 'docker'"
     ):
@@ -549,7 +549,7 @@ def test_unknown_isolation_is_refused():
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch):
+def test_the_system_call_filter_is_a_valid_program_on_both_architectures(machine, monkeypatch):
     """Jumps stay inside and the last instruction returns, as the kernel requires; verdicts are
     checked by interpretation.
     """
@@ -604,7 +604,7 @@ def test_the_filter_is_a_valid_program_for_both_processors(machine, monkeypatch)
         program_filter()
 
 
-def test_the_filter_is_packed_with_room_for_the_program_s_own_number():
+def test_the_packed_filter_has_placeholders_for_the_process_id():
     packed, own_ids = packed_filter()
     assert list(struct.iter_unpack("HBBI", bytes.fromhex(packed))) == [
         (*rest, 0 if constant == "pid" else constant) for *rest, constant in program_filter()

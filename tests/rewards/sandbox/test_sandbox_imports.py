@@ -26,7 +26,7 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER))
 )
-def test_modules_import_only_the_standard_library_the_errors_and_their_own_package(path):
+def test_sandbox_modules_import_only_the_standard_library_and_each_other(path):
     inside = path.parent.name == "inside"
     own = (".",) if inside else ("sparrow.errors", OWN)
     foreign = {

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 
 
-def test_honest_programs_get_correct_verdicts_beside_attacks_and_nothing_remains(tmp_path, bwrap):
+def test_honest_programs_are_judged_correctly_while_attacks_run_and_nothing_remains(
+    tmp_path, bwrap
+):
     command = [
         sys.executable,
         ROOT / "benchmarks" / "sandbox.py",
@@ -66,7 +68,7 @@ def test_honest_programs_get_correct_verdicts_beside_attacks_and_nothing_remains
 
 
 @pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
-def test_a_soak_detects_a_leak(leak_bytes, flat, monkeypatch):
+def test_the_soak_test_detects_a_memory_leak(leak_bytes, flat, monkeypatch):
     """A tenth of a megabyte leaked by each of 400 programs is distinguished from no leak."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))

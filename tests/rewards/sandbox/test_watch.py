@@ -72,7 +72,7 @@ def test_threads_are_counted(tmp_path):
     assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that has ended
 
 
-def test_a_slow_check_is_followed_by_a_pause(tmp_path, monkeypatch):
+def test_a_slow_check_is_not_repeated_at_once(tmp_path, monkeypatch):
     watch = Watch(request(tmp_path))
     looks = []
     monkeypatch.setattr(watch, "_files", lambda: looks.append(time.sleep(0.05)))
@@ -92,7 +92,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.parametrize("tests", [ONE, CALL], ids=["stdio", "call"])
-def test_a_program_is_limited_to_its_tasks_and_files(tests, mode):
+def test_the_tasks_and_files_of_a_program_are_limited(tests, mode):
     tail = "print(1)" if tests is ONE else "def f(x): return x"
     verifier = CodeVerifier(Limits(tasks=20, files=30), mode)
     assert verifier.judge(THREADS.format(15) + tail, tests).passed
@@ -107,7 +107,7 @@ def test_a_program_is_limited_to_its_tasks_and_files(tests, mode):
     )
 
 
-def test_under_root_each_program_has_its_own_user_id(bwrap):
+def test_each_program_has_a_separate_user_id_if_the_trainer_runs_as_root(bwrap):
     if os.geteuid():
         assert box._wall("bwrap") == Wall("bwrap")
         return
@@ -128,13 +128,13 @@ def test_under_root_each_program_has_its_own_user_id(bwrap):
     ("ids", "low", "high"),
     [("0 0 4294967295", 1 << 30, 1 << 31), ("0 1000 1\n1 100000 65536", 1 << 15, 65537)],
 )
-def test_private_user_ids_are_mapped_on_this_machine(ids, low, high, monkeypatch):
+def test_private_user_ids_are_within_the_ranges_mapped_on_this_machine(ids, low, high, monkeypatch):
     monkeypatch.setattr(walls.Path, "read_text", lambda path: ids)
     found = {walls._user_id() for _ in range(1000)}
     assert len(found) == 1000 and low <= min(found) and max(found) < high
 
 
-def test_any_kind_of_file_is_removed(tmp_path, caplog):
+def test_files_of_any_kind_are_removed(tmp_path, caplog):
     folder = tmp_path / "left"
     folder.mkdir()
     script = """
@@ -153,9 +153,7 @@ for i in range(3000):
     files.remove(str(folder))  # already gone
 
 
-def test_files_that_cannot_be_removed_are_reported_without_stopping_anything(
-    tmp_path, caplog, monkeypatch
-):
+def test_files_that_cannot_be_removed_are_reported_without_an_error(tmp_path, caplog, monkeypatch):
     folder = tmp_path / "left"
     (folder / "a").mkdir(parents=True)
 

@@ -15,7 +15,7 @@ from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
 
 CHOICES = (0, 4, 8)
-# Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes,
+# Milliseconds of a dense step, of a draft, and of each additional token verified; measured and
 # rounded.
 LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: reading the cache is all the work
 SHORT = dict(
@@ -65,14 +65,14 @@ def test_the_chooser_settles_on_the_fastest_number_of_drafts(acceptance, machine
 @pytest.mark.parametrize(
     ("acceptance", "machine"), [(0.95, LONG), (0.7, LONG), (0.3, LONG), (0.95, SHORT)]
 )
-def test_probing_costs_less_than_two_percent(acceptance, machine):
+def test_probing_costs_less_than_two_percent_of_throughput(acceptance, machine):
     k = best(acceptance, machine)
     ideal = 64 * tokens_per_cycle(acceptance, k) / cycle_time(k, **machine)
     _, speed = simulate(DraftChooser(CHOICES), 4000, acceptance, machine)
     assert speed >= 0.98 * ideal
 
 
-def test_one_hiccup_does_not_change_the_choice():
+def test_a_single_slow_cycle_does_not_change_the_choice():
     chooser = DraftChooser(CHOICES)
     settled = set(simulate(chooser, 200, 0.95, LONG)[0][100:])
     assert settled == {8}
@@ -84,7 +84,7 @@ def test_one_hiccup_does_not_change_the_choice():
 @pytest.mark.parametrize(
     "growth", [0, 5]
 )  # tokens per cycle, so the batch soon falls into a new length class
-def test_dense_steps_that_seem_slow_at_first_can_still_win(seed, growth):
+def test_dense_steps_can_be_chosen_even_if_their_first_times_are_slow(seed, growth):
     """Simulate one sequence whose every step waits for the host: four drafts are a fifth slower
     than none.
     """
@@ -94,11 +94,11 @@ def test_dense_steps_that_seem_slow_at_first_can_still_win(seed, growth):
         chosen += simulate(
             chooser, 1, 0.9, machine, rows=1, length=1190 + growth * i, seed=1000 * seed + i
         )[0]
-    assert chosen[3:16].count(4) >= 4  # it was misled
+    assert chosen[3:16].count(4) >= 4  # the chooser was misled
     assert chosen[40:].count(0) >= 0.9 * len(chosen[40:])
 
 
-def test_dense_steps_are_timed_again_even_if_drafting_started_late():
+def test_dense_steps_are_timed_again_after_drafting_has_started():
     machine, chooser = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES)
     assert simulate(chooser, 1100, 0.9, machine, rows=1)[0][-1] == 0
     for seed in range(800):  # dense steps are slow for a while
@@ -120,14 +120,14 @@ def test_one_slow_dense_step_does_not_override_earlier_measurements():
     assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= measured.DENSE_ALIKE
 
 
-def test_rejected_choices_are_retried_when_acceptance_changes():
+def test_rejected_draft_counts_are_retried_when_acceptance_changes():
     chooser = DraftChooser(CHOICES)
     assert simulate(chooser, 300, 0.3, LONG)[0][-1] == 0
     chosen, _ = simulate(chooser, 4 * draft_length.TRY_AGAIN, 0.95, LONG, seed=1)
     assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
 
 
-def test_rejected_choices_are_retried_less_and_less_often():
+def test_rejected_draft_counts_are_retried_less_and_less_often():
     """Meanwhile sequences grow into new length classes; the count of cycles continues."""
     chooser, first, most = (
         DraftChooser(CHOICES),
@@ -150,7 +150,7 @@ def test_rejected_choices_are_retried_less_and_less_often():
     )
 
 
-def test_drafting_continues_when_sequences_outgrow_known_lengths():
+def test_drafting_continues_when_sequences_outgrow_measured_lengths():
     """A batch grows past lengths at which drafting nothing lost, and nothing else has been timed at
     the new lengths yet.
     """
@@ -163,7 +163,7 @@ def test_drafting_continues_when_sequences_outgrow_known_lengths():
 
 
 @pytest.mark.parametrize("acceptance", [0.95, 0.5])
-def test_growing_sequences_reuse_times_from_shorter_lengths(acceptance):
+def test_growing_sequences_reuse_timings_from_shorter_lengths(acceptance):
     """A step waits for the choice made two steps before it, as with async scheduling."""
     chooser, rng, share = DraftChooser(CHOICES), np.random.default_rng(0), []
     for _rollout in range(2):
@@ -195,7 +195,9 @@ def test_growing_sequences_reuse_times_from_shorter_lengths(acceptance):
     ("rows", "length", "dense", "draft"),
     [(64, 320, 3.9, 3.75), (64, 1024, 4.9, 3.95), (8, 1024, 2.5, 2.3)],
 )
-def test_noisy_times_do_not_cause_drafting_that_hardly_pays(rows, length, dense, draft, acceptance):
+def test_noisy_timings_do_not_cause_drafting_with_little_benefit(
+    rows, length, dense, draft, acceptance
+):
     """In short contexts on an H200, drafts gain or lose a few percent, less than the scatter of
     dense step times.
     """
@@ -215,7 +217,7 @@ def test_noisy_times_do_not_cause_drafting_that_hardly_pays(rows, length, dense,
 
 
 @pytest.mark.parametrize(("acceptance", "drafts", "watched"), [(0.3, 0, 9), (0.95, 8, 96)])
-def test_few_steps_are_timed_while_nothing_is_drafted(acceptance, drafts, watched):
+def test_few_steps_are_timed_while_drafting_is_off(acceptance, drafts, watched):
     chooser = DraftChooser(CHOICES)
     simulate(chooser, 180, acceptance, LONG)
     seen = 0
@@ -226,7 +228,7 @@ def test_few_steps_are_timed_while_nothing_is_drafted(acceptance, drafts, watche
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
-def test_a_repeated_choice_equals_the_choice_that_would_be_made(acceptance):
+def test_a_repeated_choice_equals_the_choice_a_new_decision_would_make(acceptance):
     """Two choosers see the same times. One is consulted at every step, the other only when
     required.
     """
@@ -252,7 +254,7 @@ def test_a_repeated_choice_equals_the_choice_that_would_be_made(acceptance):
     assert asked < 700 if acceptance == 0.3 else asked > 5500
 
 
-def test_far_too_slow_choices_are_timed_only_twice():
+def test_draft_counts_that_are_far_too_slow_are_timed_only_twice():
     chooser = DraftChooser(CHOICES)
     simulate(chooser, 60, 0.5, SHORT)
     assert chooser.chosen[4] == 2 and chooser.chosen[8] == 0
@@ -283,18 +285,18 @@ def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
     return chosen[1:]
 
 
-def test_a_losing_choice_is_not_extended_while_its_first_times_are_pending():
+def test_a_slower_draft_count_is_not_used_longer_while_its_timings_are_pending():
     machine = dict(dense=7.3, draft=6.1, verified=0.1)
     chosen = late(DraftChooser((0, 4, 8, 12)), 300, machine, 0.5)
     assert Counter(chosen) == {0: 298, 4: measured.TRIED}
 
 
-def test_a_winning_choice_is_used_even_if_its_first_times_come_late():
+def test_the_fastest_draft_count_is_used_even_if_its_timings_arrive_late():
     chosen = late(DraftChooser((0, 4, 8)), 300, LONG, 0.95)
     assert set(chosen[-200:]) == {8} and chosen.count(0) <= measured.DENSE_ALIKE + 8
 
 
-def test_the_first_time_after_a_change_counts_only_against_a_choice():
+def test_the_first_timing_after_a_change_never_favours_the_new_draft_count():
     """The cycle after a change of the number of drafts may seem short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
@@ -311,7 +313,7 @@ def test_the_first_time_after_a_change_counts_only_against_a_choice():
 @pytest.mark.parametrize(
     ("scatter", "steps"), [(0.005, measured.DENSE_ALIKE), (0.2, measured.DENSE_PROBES)]
 )
-def test_dense_steps_with_similar_times_are_timed_less_often(scatter, steps):
+def test_dense_steps_with_consistent_times_are_timed_less_often(scatter, steps):
     chooser, rng, taken = DraftChooser((0, 4)), np.random.default_rng(1), 0
     while chooser.choose(64, 15_000) == 0:
         chooser.observe(64, 15_000, 0, 0.026 * (1 + scatter * rng.random()), 0, 0)
@@ -319,7 +321,7 @@ def test_dense_steps_with_similar_times_are_timed_less_often(scatter, steps):
     assert taken == steps
 
 
-def test_batch_sizes_and_lengths_are_distinguished():
+def test_different_batch_sizes_and_lengths_have_separate_choices():
     chooser = DraftChooser(CHOICES)
     for seed in range(40):
         long, _ = simulate(chooser, 10, 0.95, LONG, seed=seed)
@@ -335,7 +337,7 @@ def test_acceptance_is_recorded_by_length():
         assert Counter(chosen[300:]).most_common(1)[0][0] == expected
 
 
-def test_an_unseen_length_uses_the_acceptance_of_the_nearest_length():
+def test_a_length_without_data_uses_the_acceptance_of_the_nearest_length():
     chooser = DraftChooser(CHOICES)
     for length, accepted in ((1_000, 1), (30_000, 9)):
         chooser.observe(1, length, 4, 0.01, accepted * 100, 1000)
@@ -344,12 +346,12 @@ def test_an_unseen_length_uses_the_acceptance_of_the_nearest_length():
         assert accepted / judged == pytest.approx(share, abs=0.01)
 
 
-def test_a_choice_predicted_to_be_hopeless_is_never_tried():
+def test_draft_counts_predicted_to_be_slow_are_never_tried():
     chosen, _ = simulate(DraftChooser(CHOICES), 300, 0.95, SHORT)
     assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
 
 
-def test_the_typical_time_is_the_mean_of_the_middle_half():
+def test_the_typical_time_is_the_interquartile_mean():
     assert measured.typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and measured.typical([5.0]) == 5.0
     assert (
         measured.typical([9.0, 1.0]) == 5.0 and measured.typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
@@ -404,7 +406,7 @@ def mixture_times(rows, length):
     }
 
 
-def test_the_first_drafts_of_a_mixture_cost_most():
+def test_the_first_drafts_cost_most_in_a_mixture_of_experts():
     """Verifying four drafts of eight sequences reads most of the experts, and eight drafts hardly
     more, so times do not grow linearly as in a dense model.
     """
@@ -414,7 +416,7 @@ def test_the_first_drafts_of_a_mixture_cost_most():
 
 @pytest.mark.parametrize("acceptance", [0.9, 0.95, 0.99])
 @pytest.mark.parametrize("order", [1, -1], ids=["ending", "joining"])
-def test_the_drafts_of_a_mixture_are_chosen_well_as_its_batch_changes(acceptance, order):
+def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(acceptance, order):
     """Sequences of a rollout end, or join: all passes then read fewer or more experts."""
     chooser = DraftChooser(CHOICES)
     seconds = ideal = 0.0
@@ -435,7 +437,7 @@ def test_the_drafts_of_a_mixture_are_chosen_well_as_its_batch_changes(acceptance
     assert ideal > 0.97 * seconds
 
 
-def test_times_for_a_new_batch_size_scale_with_its_first_timed_choice():
+def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
     """Times are in milliseconds of the 4B model: 48 sequences, then 21 longer ones that begin with
     four drafts, where eight are 7 % faster.
     """
@@ -464,7 +466,7 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
     assert chosen[30:].count(0) >= 26
 
 
-def test_times_at_new_lengths_scale_with_those_of_dense_steps():
+def test_timings_at_new_lengths_are_scaled_by_those_of_dense_steps():
     """Four drafts lose by a seventh at 320 tokens. For longer sequences dense steps are timed
     first, and imply that four drafts lose there as well.
     """
@@ -479,7 +481,7 @@ def test_times_at_new_lengths_scale_with_those_of_dense_steps():
 # --- the draft budget ---
 
 BASE = DRAFT_BUDGETS.index(1.0)
-# As above, but of a draft's time so much is for what it reads.
+# As above; ``read`` is the part of a draft's time that depends on what it reads.
 AT_4K = dict(dense=9.0, draft=2.8, read=1.1, verified=0.2)  # 64 x 4,096
 FEW = dict(dense=8.2, draft=2.0, read=0.15, verified=0.05)  # 8 x 30,000
 MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
@@ -549,7 +551,7 @@ def test_the_fastest_draft_budget_is_chosen(acceptance, machine, rows, multiple)
         assert share > 0.97
 
 
-def test_budgets_that_are_only_marginally_faster_are_not_chosen():
+def test_budgets_that_are_only_marginally_faster_do_not_reduce_throughput():
     shares = [with_budgets(1500, as_expected(0.93), **MIDDLE, seed=seed)[2] for seed in range(6)]
     assert np.mean(shares) > 0.992
 
@@ -600,14 +602,14 @@ def test_the_budget_of_a_small_batch_does_not_fluctuate():
     assert np.mean(shares) > 0.99
 
 
-def test_longer_sequences_begin_with_the_budget_of_shorter_ones():
+def test_longer_sequences_start_with_the_budget_chosen_for_shorter_ones():
     chooser, _, _ = with_budgets(600, as_expected(0.97), **AT_4K, length=4096)
     assert chooser.budgets_in_use() == {"64 x 4096": 0.5}
     assert chooser.choose(64, 5800) and chooser.choose_budget(64, 5800, 8) == 0
     assert chooser.choose_budget(64, 60_000, 8) == BASE  # too far away
 
 
-def test_tokens_per_cycle_by_hand():
+def test_tokens_per_cycle_match_a_hand_calculation():
     assert tokens_per_cycle(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
     assert tokens_per_cycle(1.0, 8) == 9
     assert tokens_per_cycle(0.0, 8) == 1

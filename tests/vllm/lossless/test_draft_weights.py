@@ -41,7 +41,7 @@ def error(found, expected):
 
 @pytest.mark.parametrize("tokens", [(1,), (3, 5), (64,), (257,)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_only_drafts_use_the_product_of_rounded_tokens_and_weights(tokens, has_bias):
+def test_only_drafts_multiply_rounded_activations_and_weights(tokens, has_bias):
     x, weight, bias = (
         random(*tokens, 512),
         random(192, 512, seed=2),
@@ -58,7 +58,7 @@ def test_only_drafts_use_the_product_of_rounded_tokens_and_weights(tokens, has_b
     assert torch.equal(method.apply(layer, x, bias), linear(x, weight, bias))
 
 
-def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
+def test_each_row_has_a_separate_scale_and_zeros_stay_zero():
     weight = random(16, 64) * (torch.arange(16, device=DEVICE) ** 4)[:, None].to(DTYPE)
     layer, method = copied(weight)
     own = method.values.float() * method.scales
@@ -71,7 +71,7 @@ def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_cuda_graph_keeps_the_product_it_was_captured_with():
+def test_a_cuda_graph_keeps_the_kind_of_product_used_during_capture():
     x, weight, other = random(8, 512), random(192, 512, seed=2), random(192, 512, seed=3)
     layer, method = copied(weight)
     outputs, graphs = [], []

@@ -20,7 +20,7 @@ ROWS = 64
 CHOICES = draft_choices(Decoding.lossless())
 
 
-def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
+def test_capture_sizes_cover_every_batch_with_and_without_drafts():
     assert graphs.capture_sizes(5, (0, 2, 4)) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 25]
     sizes = graphs.capture_sizes(100, (0, 8))
     assert {100, 900, 96, 864, 64, 576} <= set(sizes) and max(sizes) == 900
@@ -78,7 +78,7 @@ def served(manager, rows, drafts):
     return manager.dispatch(rows, rows * (drafts + 1), drafts + 1, 0)
 
 
-def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
+def test_every_number_of_sequences_and_drafts_uses_a_full_graph(stock_and_ours):
     stock, ours = stock_and_ours
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
     assert any(
@@ -92,7 +92,7 @@ def test_a_full_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours
     assert ours._capture_descs == stock._capture_descs  # the graphs are those of vLLM
 
 
-def test_a_batch_of_uneven_steps_uses_the_smallest_piecewise_graph(stock_and_ours):
+def test_a_batch_with_uneven_token_counts_uses_the_smallest_piecewise_graph(stock_and_ours):
     _, ours = stock_and_ours
     sizes = graphs.capture_sizes(ROWS, CHOICES)
     for tokens in range(1, sizes[-1] + 1):
@@ -103,6 +103,6 @@ def test_a_batch_of_uneven_steps_uses_the_smallest_piecewise_graph(stock_and_our
 
 
 @pytest.mark.parametrize("decoding", [None, Decoding.lossy("fixed:8")])
-def test_other_modes_keep_the_graph_sizes_of_vllm(monkeypatch, decoding):
+def test_other_modes_keep_vllms_graph_sizes(monkeypatch, decoding):
     stock, patched = stock_and_patched(monkeypatch, decoding)
     assert patched._candidates == stock._candidates

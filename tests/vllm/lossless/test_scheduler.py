@@ -96,7 +96,7 @@ def observed(monkeypatch):
 
 
 @pytest.mark.parametrize("most", [1, 2, 8])
-def test_every_number_of_drafts_may_be_chosen_however_few_sequences_run(make, most):
+def test_every_number_of_drafts_may_be_chosen_for_any_number_of_sequences(make, most):
     scheduler = make(most)
     assert scheduler.chooser.choices == CHOICES
     run(scheduler, {"a": 100})
@@ -130,7 +130,7 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
     ids=["short", "long"],
 )
-def test_a_dense_step_does_not_seem_slow_because_the_next_step_drafts(
+def test_the_time_of_a_dense_step_excludes_launching_drafts_of_the_next_step(
     make, dense, verified, draft, drafts
 ):
     """The host launches a step before the previous one ends, and takes twice as long for a step
@@ -161,7 +161,7 @@ def test_a_dense_step_does_not_seem_slow_because_the_next_step_drafts(
     assert chosen[-300:].count(drafts) >= 270
 
 
-def test_steps_that_the_chooser_does_not_watch_are_not_recorded(make, observed):
+def test_steps_are_recorded_only_while_the_chooser_watches(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100})
     for is_watching, noted in ((True, 0), (True, 1), (False, 1), (False, 1), (True, 1), (True, 2)):
@@ -185,7 +185,7 @@ def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
     ]
 
 
-def test_a_step_is_recorded_under_the_budget_of_its_drafts(make, observed):
+def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
     """Drafts come from the step before; dense steps read everything, whatever drafts read."""
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
@@ -240,7 +240,7 @@ def test_the_chooser_is_consulted_when_due_and_when_the_batch_changes(make, monk
     assert asked[3:] == [(1, 100.0, 0), (2, 200.0, 2)]
 
 
-def test_after_a_replay_steps_without_drafts_have_none(make, monkeypatch):
+def test_no_drafts_are_scheduled_after_a_replay_if_the_chooser_chooses_none(make, monkeypatch):
     scheduler = make()
     monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 0)
@@ -299,7 +299,7 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
     ("steps", "warning"),
     [(1, "no recorded draft choices left"), (9, "were not repeated"), (6, None)],
 )
-def test_a_replay_that_does_not_fit_is_reported(make, monkeypatch, steps, warning):
+def test_a_replay_of_the_wrong_length_is_reported(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
     scheduler.replay([(2, 1.0, steps)])
@@ -308,7 +308,7 @@ def test_a_replay_that_does_not_fit_is_reported(make, monkeypatch, steps, warnin
     assert len(said) == bool(warning) and all(warning in text for text in said)
 
 
-def test_choices_unavailable_to_an_engine_cannot_be_replayed(make):
+def test_choices_that_an_engine_does_not_offer_cannot_be_replayed(make):
     for choice in ((3, 1.0, 1), (2, 0.5, 1)):
         with pytest.raises(
             ConfigError,
@@ -335,7 +335,7 @@ def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget():
     assert plan.verified_by(scheduled, DraftPlan(8, budget=2)) == (8, 2)
 
 
-def test_unequal_steps_are_not_timed(make, observed):
+def test_steps_with_unequal_drafts_are_not_timed(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
     for names, drafts in (
@@ -366,7 +366,7 @@ def test_the_length_of_a_step_is_the_mean_over_remaining_sequences(make, observe
     assert len(observed) == 1
 
 
-def test_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch):
+def test_the_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch):
     scheduler, asked, said = make(), [], []
     run(scheduler, {"a": 100})
     in_use = module.DraftChooser.in_use

@@ -77,7 +77,8 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
     }
     if len(called) > 1:
         raise ValueError(
-            f"set 'entry_point' to the one of {', '.join(sorted(called))} that the program defines"
+            f"the tests call {', '.join(sorted(called))}; set 'entry_point' to the one that the program "
+            "defines"
         )
     return called
 
@@ -88,7 +89,7 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
     """
 
     def not_here(name: str) -> Any:
-        raise NameError(f"the tests have no function {name!r} for the program")
+        raise NameError(f"the tests use {name!r}, which neither they nor the program define")
 
     confine(request, request["limits"]["program_s"])
     channel.hostile = True

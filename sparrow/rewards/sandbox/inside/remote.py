@@ -156,8 +156,8 @@ class Remote:
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
                 raise CannotCrossError(
-                    "an object of the program's own class is read both by index and by iteration, "
-                    "which its class may answer differently; it must be a list"
+                    "the tests read an object of the program's own class both by index and by "
+                    "iteration, and its class may answer the two differently; return a list"
                 )
             self.__dict__["_way"] = way
         if self._read_at != self._exchange.changes:
@@ -222,8 +222,8 @@ class Remote:
             if other is None or not decided:
                 return name == "ne"
         raise CannotCrossError(
-            "objects of the program's own classes cannot be compared, since its class would "
-            "decide; compare their attributes"
+            "objects of the program's own classes cannot be compared, since their classes would "
+            "decide the result; compare their attributes"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -249,8 +249,8 @@ class Remote:
             return int(self._do("hash", self))
         if self._compares:
             raise CannotCrossError(
-                "an object of the program's own class that defines its own equality cannot be in a "
-                "set or be the key of a dict"
+                "an object whose class the program defines, with its own equality, cannot be an "
+                "element of a set or a key of a dict"
             )
         return hash(self._identity)
 
@@ -261,7 +261,8 @@ class Remote:
             for plain in (int, float, str):
                 if isinstance(other, plain) and self._do("issubclass", self, plain) is True:
                     raise CannotCrossError(
-                        f"a value of the program's own subclass of {plain.__name__} arrives without its class"
+                        f"a value of the program's own subclass of {plain.__name__} reaches the tests "
+                        f"as a plain {plain.__name__}, so its class cannot be checked"
                     )
         return False
 
@@ -284,7 +285,7 @@ class Remote:
             return swallows
         if swallows and issubclass(kind, Exception) and not issubclass(kind, AssertionError):
             raise CannotCrossError(
-                "a context manager of the program's may not swallow an exception in the tests"
+                "a context manager from the program must not suppress an exception in the tests"
             )
         return False
 
@@ -297,8 +298,8 @@ def _binary(name: str, reverse: bool) -> Callable[[Remote, Any], Any]:
     def apply(self: Remote, other: Any) -> Any:
         if self._exchange.strict and not isinstance(other, Remote):
             raise CannotCrossError(
-                f"an object of the program's own class cannot be combined with a "
-                f"{type(other).__name__} of the tests ({name}), since the class would learn what is "
+                f"an object of the program's own class cannot be combined with the "
+                f"tests' {type(other).__name__} ({name}), since the class would learn what is "
                 "expected"
             )
         return self._do(name, *((other, self) if reverse else (self, other)))

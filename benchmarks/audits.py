@@ -1,0 +1,124 @@
+"""Audit several arms of an engine, each with many seeds against its dense decoding.
+
+An arm is a way to decode. One engine samples all seeds of an arm, in its own process, which also
+ranks the tokens with transformers once the engine is gone. Every seed is tested as by
+``sparrow audit``, on the bundled reasoner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from common import parser
+from vllm_versions import AUDITED
+
+if TYPE_CHECKING:
+    from sparrow.audit.statistics import Tokens
+    from sparrow.rollout import Sampling
+
+TASK = "trace:lines=24"
+SEEDS = 10
+COUNT = 768  # responses of a seed
+NEW_TOKENS = 128
+LEVEL = 0.01
+Arms = Mapping[str, str]
+"""Names of arms, and of the dense decoding with which each is compared."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The samples of an arm."""
+
+    seeds: list[Tokens]
+    drafts: dict[str, int]  # how many there were, and how many were accepted; empty without any
+
+
+def command_line(about: str, name: str, kind: str, arms: Arms) -> argparse.ArgumentParser:
+    """Return the command line of a script whose ``kind`` of arms, such as drafters, is chosen.
+
+    Args:
+        name: of the JSON file.
+    """
+    options = parser(about, name)
+    options.add_argument(f"--{kind}", nargs="+", choices=arms, default=tuple(arms))
+    options.add_argument("--seeds", type=int, default=SEEDS)
+    options.add_argument("--count", type=int, default=COUNT, help="responses of each seed")
+    options.add_argument("--options", default=AUDITED, help="vLLM's, of every engine")
+    return options
+
+
+def separate(folder: str, arm: str) -> None:
+    """Keep this process from writing the files, or taking the port, of an engine that starts at the
+    same time.
+    """
+    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm.replace(' ', '-')}/cache"
+    os.environ.pop("VLLM_PORT", None)
+
+
+def loaded(spec: str, precision: Any, count: int) -> tuple[Any, Any, list[list[int]]]:
+    """Return the reasoner, its tokenizer and the prompts for an engine.
+
+    Args:
+        spec: the engine, as ``sparrow audit --engine`` takes it.
+    """
+    from sparrow.cli import loading
+
+    model, tokenizer = loading.load_model("reasoner", precision)
+    room = loading.prompt_room(loading.context_of(model), spec, NEW_TOKENS)
+    task = loading.load_problems(TASK, (), tokenizer, room)
+    texts = loading.draw_prompts(task, count, 0)
+    return model, tokenizer, loading.encode_prompts(texts, count, tokenizer, room)
+
+
+def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> list[Sampling]:
+    """Return how to sample each seed of an arm, or of the dense decoding of one. No two arms share
+    a seed, so that their tokens are independent.
+    """
+    from sparrow.rollout import Sampling
+
+    first = SEEDS * [*arms, *arms.values()].index(arm)
+    return [Sampling(NEW_TOKENS, temperature, top_n=0, seed=first + seed) for seed in range(seeds)]
+
+
+def audited(
+    arms: Arms, chosen: Sequence[str], sample: Callable[..., Sampled], *arguments: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Sample the chosen arms and their dense decoding at the same time, and yield each arm with its
+    verdicts.
+
+    Args:
+        sample: called with the name of an arm and ``arguments``, in a new process.
+    """
+    names = dict.fromkeys(name for arm in chosen for name in (arm, arms[arm]))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(names), spawn) as pool:
+        futures = {name: pool.submit(sample, name, *arguments) for name in names}
+        for arm in chosen:
+            tested = futures[arm].result()
+            dense = futures[arms[arm]].result()
+            pairs = zip(tested.seeds, dense.seeds, strict=True)
+            rows = [judged(seed, *pair) for seed, pair in enumerate(pairs)]
+            exact = sum(row["status"] == "exact" for row in rows)
+            print(f"{arm}: {exact} of {len(rows)} exact, {tested.drafts}", flush=True)
+            yield arm, {"exact": exact, "drafts": tested.drafts, "seeds": rows}
+
+
+def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
+    """Return the verdict on a seed, its smallest p-value, and what it would have seen."""
+    from sparrow.audit.statistics import audit
+
+    verdict = audit(tested, dense, LEVEL, seed=seed)
+    return {
+        "seed": seed,
+        "status": verdict.status,
+        "p": min(finding.corrected for finding in verdict.findings),
+        "detectable share of tokens": verdict.detectable,
+        "tokens": len(tested),
+        "reasons": list(verdict.reasons),
+    }

@@ -1,0 +1,493 @@
+"""Guesses from history in vLLM on one GPU: what a sparse pass over several tokens takes, and what
+guesses gain over stock vLLM and over lossless mode without guesses.
+
+    python benchmarks/cascade.py synthetic    # writes results/cascade_qwen3-1.7b.json
+    python benchmarks/cascade.py real --model MODEL --prompts TEXT    # writes results/cascade_real.json
+
+``synthetic`` uses a random model of a published shape, and states that are reached without prefill
+(``benchmarks/rollout.py``). Its drafts and guesses mean nothing, so their fates are drawn: a guess is
+kept with the probability with which a pass yields a given number of drafts in the mean, and the
+policy accepts a draft with a given probability (vLLM's synthetic rejection sampler), which is that of
+the text model (docs/lossless.md). Places that no pass has filled are never accepted. Besides, passes
+over 1, 2, 4 and 8 tokens are timed alone.
+
+``real`` samples continuations of a text, or answers to questions, from a given model. Guesses and
+drafts are real, and so are their fates.
+
+Each engine runs in its own process, and all of them one after another on the same GPU. The file is
+written after each engine, and every engine writes what it finds after each point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import RESULTS, SIZES, clock, machine, parser, save, write
+from processes import EngineProcess, in_turn, told_to_start
+
+POINTS = ((32, 15_000), (64, 4_096))
+PASS_TOKENS = (1, 2, 4, 8)
+DRAFT_PAGES = 61
+DRAFT_TOKENS = 12
+GUESSES = 3
+ACCEPTANCE = 0.945
+SHARED_ACCEPTANCE = 0.921
+"""The text model's acceptance of drafts that read 1,024 tokens, with a selection for each token and
+with one for four tokens.
+"""
+YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
+PASSES = (4, 6, 8)  # per cycle
+STEPS = 12
+SECONDS = 0.5
+"""A point is timed for at least ``STEPS`` cycles and ``SECONDS``."""
+REPLAYS = 30
+TRIALS = 20_000  # simulated cycles
+
+Save = Callable[..., None]
+
+
+def keep_rate(drafts: float, guesses: int) -> float:
+    """The probability to keep a guess with which a pass yields so many drafts in the mean."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        rate = (low + high) / 2
+        if sum(rate**i for i in range(guesses + 1)) < drafts:
+            low = rate
+        else:
+            high = rate
+    return rate
+
+
+def acceptance_by_place(
+    acceptance: float, rate: float, guesses: int, passes: int, drafts: int
+) -> list[float]:
+    """The probability that each draft of a cycle is accepted, given that those before it were, if
+    guesses are kept with probability ``rate`` and places that no pass fills are rejected.
+    """
+    draws = np.random.default_rng(0).random((TRIALS, passes, guesses)) < rate
+    made = (1 + draws.cumprod(2).sum(2)).sum(1)
+    filled = [float(np.mean(made > place)) for place in range(drafts)]
+    return [
+        acceptance * here / before if before else 0.0
+        for here, before in zip(filled, [1.0, *filled], strict=False)
+    ]
+
+
+# --- synthetic ---
+
+
+def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[int, int]]) -> Any:
+    """Start an engine of ``rollout.Bench``."""
+    from rollout import Bench
+
+    from sparrow import SparsitySchedule
+    from sparrow.decoding import Decoding
+
+    batches = [batch for batch, _ in points]
+    counts = {0, DRAFT_TOKENS}
+    decoding = None
+    if arm != "stock":
+        schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
+        settings: dict[str, Any] = {}
+        if arm == "cascade":
+            settings = {"guess_tokens": max(PASS_TOKENS) - 1, "adapt_draft_tokens": False}
+        decoding = Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **settings)
+        if arm == "lossless":
+            counts |= {DRAFT_TOKENS // 3, 2 * DRAFT_TOKENS // 3}
+    sizes = sorted({batch * (k + 1) for batch in batches for k in counts})
+    return Bench(
+        shape,
+        "stock" if arm == "stock" else "lossless",
+        folder,
+        lossless=decoding,
+        slots=max(batches),
+        cudagraph_capture_sizes=sizes,
+    )
+
+
+def keep_some_guesses(rate: Any) -> None:
+    """Make the cascade's drafter keep each guess with this probability, a tensor."""
+    import torch
+
+    from sparrow.vllm.lossless import cascade
+
+    stock = cascade.gumbel_sample
+    drafters: list[Any] = []
+    prepare = cascade.CascadeDrafter.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        prepare(self, *args)
+        drafters.append(self)
+
+    def sample(logits: Any, *args: Any, **named: Any) -> Any:
+        drawn = stock(logits, *args, **named)
+        drafter = drafters[-1]
+        ids = drafter._vllm.input_buffers.input_ids[: len(drawn)].view(-1, drafter.tokens)
+        is_kept = torch.rand(ids.shape, device=ids.device) < rate
+        is_kept[:, -1:].zero_()  # no guess follows the last token
+        return torch.where(is_kept.flatten(), ids.roll(-1, 1).flatten().long(), drawn)
+
+    cascade.CascadeDrafter.__init__ = init
+    cascade.gumbel_sample = sample
+
+
+def captured(drafter: Any) -> dict[int, Any]:
+    """Capture passes over each number of tokens per sequence; return their graphs by tokens."""
+    graphs = {}
+    for tokens in PASS_TOKENS:
+        drafter.tokens = tokens
+        drafter._graphs.clear()
+        if drafter._vllm._captures:
+            drafter.capture()
+        graphs[tokens] = dict(drafter._graphs[False])
+    return graphs
+
+
+def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
+    """Have every sparse pass read so many tokens per sequence from now on."""
+    drafter.tokens = tokens
+    drafter._graphs[False] = graphs[tokens]
+
+
+def time_pass(drafter: Any, rows: int) -> dict[str, float]:
+    """Time sparse passes of the sequences that are running: median and spread in ms."""
+    made = getattr(drafter, "_made_R", None)
+    times = []
+    for _ in range(REPLAYS):
+        if made is not None:
+            made.zero_()
+        began = clock()
+        drafter._replay(1, rows)
+        times.append(1e3 * (clock() - began))
+    low, middle, high = np.percentile(times[REPLAYS // 3 :], [10, 50, 90])
+    return {"ms": float(middle), "p10": float(low), "p90": float(high)}
+
+
+def time_passes(
+    bench: Any, points: Sequence[tuple[int, int]], keep: Save, graphs: dict[int, Any]
+) -> None:
+    """Time the passes of an engine that drafts; ``graphs`` is empty without guesses."""
+    from lossless import abandon, begin, hold, runner
+
+    drafter = runner(bench).speculator.drafter
+    if not graphs:
+        hold(bench, DRAFT_TOKENS)
+    for batch, length in points:
+        begin(bench, [length] * batch)
+        for tokens in graphs or (1,):
+            if graphs:
+                use_tokens(drafter, graphs, tokens)
+            keep("passes", batch=batch, length=length, tokens=tokens, **time_pass(drafter, batch))
+        if graphs:
+            use_tokens(drafter, graphs, GUESSES + 1)
+        abandon(bench, batch)
+
+
+def cycles(bench: Any, batch: int, length: int) -> dict[str, float]:
+    """Time cycles of a state."""
+    from lossless import abandon, begin, timed
+
+    begin(bench, [length] * batch)
+    found = timed(bench, [length] * batch, STEPS, SECONDS)
+    abandon(bench, batch)
+    return found
+
+
+def measure_synthetic(
+    arguments: argparse.Namespace, bench: Any, keep: Save, rate: Any, graphs: dict[int, Any]
+) -> None:
+    """Measure the points of an engine."""
+    from lossless import hold, runner
+
+    arm = arguments.child
+    for batch, length in arguments.points:
+        where = {"batch": batch, "length": length}
+        if arm == "stock":
+            keep("points", **where, **cycles(bench, batch, length))
+            continue
+        conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
+        if arm == "lossless":
+            conditional.fill_(ACCEPTANCE)
+            for drafts in (DRAFT_TOKENS // 3, 2 * DRAFT_TOKENS // 3, DRAFT_TOKENS):
+                hold(bench, drafts)
+                keep("points", **where, drafts=drafts, **cycles(bench, batch, length))
+            continue
+        drafter = runner(bench).speculator.drafter
+        use_tokens(drafter, graphs, GUESSES + 1)
+        for per_pass in YIELDS:
+            rate.fill_(keep_rate(per_pass, GUESSES))
+            for passes in PASSES:
+                rates = acceptance_by_place(
+                    SHARED_ACCEPTANCE, float(rate), GUESSES, passes, DRAFT_TOKENS
+                )
+                conditional.copy_(conditional.new_tensor(rates))
+                drafter.passes = passes
+                bench.llm.collective_rpc("sparrow_counters")
+                found = cycles(bench, batch, length)
+                counts = bench.llm.collective_rpc("sparrow_counters")[0]
+                yielded = (counts["drafted"] - counts["guessed"]) / max(counts["passes"], 1)
+                keep(
+                    "points",
+                    **where,
+                    guesses=GUESSES,
+                    passes=passes,
+                    asked_per_pass=per_pass,
+                    drafts_per_pass=yielded,
+                    **found,
+                )
+
+
+def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
+    import torch
+    from lossless import runner
+
+    rate = None
+    if arguments.child == "cascade":
+        rate = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
+        keep_some_guesses(rate)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        bench = start_synthetic(arguments.shape, arguments.child, folder, arguments.points)
+        for _ in range(2):  # compiles what is left to compile
+            bench.start([256] * 8, [4] * 8, None)
+            bench.finish()
+        keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
+        graphs: dict[int, Any] = {}
+        with torch.inference_mode():  # as in the engine, whose tensors the passes change
+            if arguments.child == "cascade":
+                graphs = captured(runner(bench).speculator.drafter)
+            if arguments.child != "stock":
+                time_passes(bench, arguments.points, keep, graphs)
+        measure_synthetic(arguments, bench, keep, rate, graphs)
+
+
+# --- real ---
+
+
+def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[list[int]]:
+    """Token ids of prompts: questions of a file of JSON lines, through the chat template, or else
+    parts of a text of ``context`` tokens.
+    """
+    text = path.read_text("utf-8", errors="ignore")
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines()[:count]]
+        chats = [
+            [{"role": "user", "content": row.get("question") or row["prompt"]}] for row in rows
+        ]
+        written = [
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            for chat in chats
+        ]
+        return [tokenizer(each, add_special_tokens=False).input_ids for each in written]
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert len(ids) >= context, f"{path} has {len(ids)} tokens, fewer than a prompt of {context}"
+    starts = np.linspace(0, len(ids) - context, count).astype(int)
+    return [ids[at : at + context] for at in starts]
+
+
+def real_decoding(arm: str) -> Any:
+    """The settings of an arm: ``stock``, ``adaptive`` (lossless mode that chooses the number of
+    drafts), ``lossless`` (a fixed number), or ``guess3`` for three guesses.
+    """
+    from sparrow import SparsitySchedule
+    from sparrow.decoding import Decoding
+
+    if arm == "stock":
+        return None
+    guesses = int(arm.removeprefix("guess")) if arm.startswith("guess") else 0
+    return Decoding.lossless(
+        SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
+        draft_tokens=DRAFT_TOKENS,
+        adapt_draft_tokens=arm == "adaptive",
+        guess_tokens=guesses,
+    )
+
+
+def real(arguments: argparse.Namespace, keep: Save) -> None:
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    from sparrow.vllm import plugin
+
+    decoding = real_decoding(arguments.child)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    prompts = [
+        (path, real_prompts(tokenizer, path, arguments.sequences, arguments.context))
+        for path in arguments.prompts
+    ]
+    longest = max(len(prompt) for _, some in prompts for prompt in some)
+    options: dict[str, Any] = json.loads(arguments.options)
+    if decoding is not None:
+        plugin.register()
+        options["additional_config"] = {"sparrow": decoding.to_dict()}
+    began = time.monotonic()
+    llm = LLM(
+        str(arguments.model),
+        skip_tokenizer_init=True,
+        max_model_len=longest + arguments.max_new_tokens,
+        max_num_seqs=arguments.sequences,
+        enable_prefix_caching=False,
+        **options,
+    )
+    keep(None, start_s=time.monotonic() - began)
+    for path, some in prompts:
+        for temperature in arguments.temperatures:
+            for seed in (0, 1):  # the first pass warms up
+                wanted = [
+                    SamplingParams(
+                        temperature=temperature,
+                        max_tokens=arguments.max_new_tokens,
+                        ignore_eos=True,
+                        detokenize=False,
+                        seed=1_000 * seed + i,
+                    )
+                    for i in range(len(some))
+                ]
+                if decoding is not None:
+                    llm.collective_rpc("sparrow_counters")
+                    llm.collective_rpc("sparrow_acceptance")
+                began = clock()
+                outputs = llm.generate(
+                    [{"prompt_token_ids": prompt} for prompt in some], wanted, use_tqdm=False
+                )
+                seconds = clock() - began
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            found: dict[str, Any] = {"seconds": seconds, "tokens_per_s": tokens / seconds}
+            if decoding is not None:
+                counts = llm.collective_rpc("sparrow_counters")[0]
+                told = llm.collective_rpc("sparrow_acceptance")[0]
+                steps = counts["emitted"] - counts["accepted"]
+                found["tokens_per_cycle"] = counts["emitted"] / max(steps, 1)
+                drafts = sum(each["drafts"] for each in told["bins"])
+                total = sum(each["drafts"] * each["mean"] for each in told["bins"])
+                found["acceptance"] = total / max(drafts, 1)
+                if decoding.guess_tokens:
+                    drawn = counts["drafted"] - counts["guessed"]
+                    found["drafts_per_pass"] = drawn / max(counts["passes"], 1)
+                    found["passes_per_cycle"] = counts["passes"] / max(steps, 1)
+            keep("points", text=path.name, temperature=temperature, tokens=tokens, **found)
+
+
+# --- processes ---
+
+ARMS = {
+    "synthetic": ("stock", "lossless", "cascade"),
+    "real": ("stock", "adaptive", "guess3", "guess7"),
+}
+RUN = {"synthetic": synthetic, "real": real}
+
+
+def saving(out: Path) -> Save:
+    """Return a function that adds a row to a list of the result, or values to the result itself,
+    and writes the result.
+    """
+    result: dict[str, Any] = {"points": [], "finished": False}
+    began = time.monotonic()
+
+    def keep(part: str | None, **row: Any) -> None:
+        if part is None:
+            result.update(row)
+        else:
+            result.setdefault(part, []).append(row)
+        write(out, result)
+        print(f"{time.monotonic() - began:6.1f} s  {part or ''} {json.dumps(row)}", flush=True)
+
+    return keep
+
+
+def again(arguments: argparse.Namespace) -> Iterator[str]:
+    """The command line of an engine's process, without its name and its file."""
+    yield from (Path(__file__).name, arguments.part)
+    if arguments.part == "synthetic":
+        yield from ("--shape", arguments.shape, "--points")
+        yield from (f"{batch}x{length}" for batch, length in arguments.points)
+        return
+    yield from ("--model", str(arguments.model.resolve()), "--options", arguments.options)
+    yield from ("--prompts", *(str(path.resolve()) for path in arguments.prompts))
+    yield from ("--temperatures", *map(str, arguments.temperatures))
+    yield from ("--sequences", str(arguments.sequences), "--context", str(arguments.context))
+    yield from ("--max-new-tokens", str(arguments.max_new_tokens))
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    import vllm
+
+    default = "cascade_real" if arguments.part == "real" else f"cascade_{arguments.shape}"
+    out = (arguments.out or RESULTS / f"{default}.json").resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    engines: dict[str, Any] = {}
+    result: dict[str, Any] = {"gpu": machine(), "vllm": vllm.__version__, "engines": engines}
+    result["part"] = arguments.part
+    result |= {"shape": arguments.shape} if arguments.part == "synthetic" else {}
+    result |= {"model": arguments.model.name} if arguments.part == "real" else {}
+    until = time.time() + arguments.deadline
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(arm: str) -> EngineProcess:
+            written = Path(folder) / f"{arm}.json"
+            command = [*again(arguments), "--child", arm, "--out", str(written)]
+            log = out.with_name(f"{out.stem}_{arm}.log")
+            return EngineProcess(command, written, log, os.environ)
+
+        for arm, found in in_turn(arguments.arms or ARMS[arguments.part], start, until):
+            engines[arm] = found
+            save(out, result)
+            for row in found["points"]:
+                print(json.dumps({"arm": arm, **row}), flush=True)
+            for row in found.get("passes", ()):
+                print(json.dumps({"arm": arm, "pass": row}), flush=True)
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Sequences and tokens of a point such as ``32x15000``."""
+    batch, length = text.split("x")
+    return int(batch), int(length)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    parts = options.add_subparsers(dest="part", required=True)
+    for part in RUN:
+        each = parts.add_parser(part)
+        each.add_argument("--arms", nargs="+", help="the engines, in this order; all by default")
+        each.add_argument("--deadline", type=float, default=280.0, help="seconds of the whole run")
+        each.add_argument("--out", type=Path, help="the JSON file to write")
+        each.add_argument("--child", help=argparse.SUPPRESS)
+        if part == "synthetic":
+            each.add_argument("--shape", choices=SIZES, default="qwen3-1.7b")
+            each.add_argument("--points", nargs="+", type=pair, default=POINTS)
+            continue
+        each.add_argument("--model", type=Path, required=True, help="a folder with a checkpoint")
+        each.add_argument(
+            "--prompts",
+            type=Path,
+            nargs="+",
+            required=True,
+            help="texts to continue, or .jsonl files with fields `question` or `prompt`",
+        )
+        each.add_argument("--temperatures", type=float, nargs="+", default=[0.7])
+        each.add_argument("--sequences", type=int, default=32)
+        each.add_argument("--context", type=int, default=2048, help="tokens of a text's prompt")
+        each.add_argument("--max-new-tokens", type=int, default=1024)
+        each.add_argument("--options", default="{}", help="further options of vLLM, in JSON")
+    arguments = options.parse_args()
+
+    if arguments.child is None:
+        measure(arguments)
+        return
+    told_to_start()
+    keep = saving(arguments.out)
+    RUN[arguments.part](arguments, keep)
+    keep(None, finished=True)
+
+
+if __name__ == "__main__":
+    main()

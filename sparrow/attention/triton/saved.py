@@ -1,0 +1,254 @@
+"""The choices of ``sparrow tune``: a file in the user's cache folder for each GPU, attention shape
+and version of Triton. The launcher reads a file once per process; without one, it uses the shipped
+configurations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from sparrow.attention.decode import DecodeBatch, DeviceLimits, device_limits
+from sparrow.attention.triton.tuning import LaunchConfig
+from sparrow.attention.triton.variants import (
+    ATTEND,
+    FACTORS,
+    RANK,
+    AttendTile,
+    RankTile,
+    Variant,
+)
+from sparrow.errors import ConfigError
+from sparrow.files import cache_folder, check_folder, write_text
+
+FORMAT = 1  # increment this if the kernels change so much that old choices no longer suit them
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a file is for: a GPU, an attention shape and a version of Triton."""
+
+    gpu: str
+    multiprocessors: int
+    shared_memory: int
+    triton: str
+    kv_heads: int
+    group: int
+    head_dim: int
+    cache_dtype: str  # as torch names it, without ``torch.``
+    page_size: int
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        *,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        page_size: int,
+    ) -> Target:
+        """Return the target of a model with these sizes on the GPU ``device``."""
+        limits = device_limits(device)
+        return cls(
+            torch.cuda.get_device_name(device),
+            limits.multiprocessors,
+            limits.shared_memory,
+            triton.__version__,
+            kv_heads,
+            group,
+            head_dim,
+            str(dtype).removeprefix("torch."),
+            page_size,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the cache."""
+        dtype = getattr(torch, self.cache_dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of a cached head as the kernels pad it."""
+        return triton.next_power_of_2(self.head_dim) * self.dtype.itemsize
+
+    @property
+    def limits(self) -> DeviceLimits:
+        return DeviceLimits(self.multiprocessors, self.shared_memory)
+
+    @property
+    def path(self) -> Path:
+        """The file with this target's choices."""
+        shape = f"{self.kv_heads}-{self.group}-{self.head_dim}-{self.cache_dtype}"
+        name = f"{self.gpu}-{shape}-pages{self.page_size}-triton{self.triton}"
+        return cache_folder() / "tuned" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.json"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Microseconds of a layer's decode step that keeps a number of pages by score."""
+
+    pages: int
+    shipped_us: float
+    tuned_us: float
+    limit_us: float  # the time in which the GPU reads as many bytes
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The variant that was fastest for a number of sequences."""
+
+    batch: int
+    variant: Variant
+    measured: tuple[Measurement, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The contents of a file."""
+
+    target: Target
+    cells: tuple[Cell, ...]
+
+    def of(self, rows: int) -> Variant:
+        """Return the variant for a batch of ``rows`` sequences: that of the tuned batch with the
+        nearest size by ratio, the smaller one of two.
+        """
+        return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
+
+    def save(self) -> Path:
+        """Write the file, and return its path. Raises ConfigError: it cannot be written."""
+        path = self.target.path
+        check_folder(path.parent)
+        write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, target: Target) -> Choices | None:
+        """Read the choices for ``target``, or return None if it was never tuned.
+
+        Raises ConfigError: the file cannot be read, is damaged, or is for something else.
+        """
+        path = target.path
+        if not path.exists():
+            return None
+        remedy = "delete it, or run sparrow tune again"
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["format"] != FORMAT:
+                raise ConfigError(
+                    f"{path} has format {record['format']!r}, but this version of Sparrow reads "
+                    f"format {FORMAT}; {remedy}"
+                )
+            written = Target(**record["target"])
+            cells = tuple(_cell(cell) for cell in record["cells"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"{path} is not a file from sparrow tune ({reason}); {remedy}"
+            ) from error
+        if written != target:
+            ours = asdict(target)
+            wrong = {name: x for name, x in asdict(written).items() if x != ours[name]}
+            expected = {name: ours[name] for name in wrong}
+            raise ConfigError(f"{path} is for {wrong}, expected {expected}; {remedy}")
+        if not cells:
+            raise ConfigError(f"{path} has no cells, expected at least one; {remedy}")
+        return cls(target, cells)
+
+
+def _cell(record: Mapping[str, Any]) -> Cell:
+    """Read a cell. Raises ValueError, KeyError or TypeError: it is damaged."""
+    batch = record["batch"]
+    if type(batch) is not int or batch < 1:
+        raise ValueError(f"batch is {batch!r}, expected a whole number of at least 1")
+    measured = tuple(Measurement(**row) for row in record["measured"])
+    return Cell(batch, _variant(record["variant"]), measured)
+
+
+def _variant(record: Mapping[str, Any]) -> Variant:
+    """Read a variant; only those that ``sparrow tune`` tries are accepted, since the kernels do not
+    check theirs.
+    """
+    attend = None if record["attend"] is None else AttendTile(**record["attend"])
+    rank = None if record["rank"] is None else RankTile(**record["rank"])
+    variant = Variant(attend, rank, record["extra"], record["splits"])
+    for name, value, known in (
+        ("attend", attend, (None, *ATTEND)),
+        ("rank", rank, (None, *RANK)),
+        ("extra", variant.extra, (1.0, *FACTORS)),
+        ("splits", variant.splits, (1.0, *FACTORS)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}, which sparrow tune never chooses")
+    return variant
+
+
+@cache
+def read(
+    device: torch.device,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page_size: int,
+) -> Choices | None:
+    """Return the choices for a model of these sizes on ``device``, or None without any; a file is
+    read once per process.
+
+    Raises ConfigError: the file is damaged, or is for something else.
+    """
+    if device.type != "cuda":
+        return None
+    return Choices.load(
+        Target.on(
+            device,
+            kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            dtype=dtype,
+            page_size=page_size,
+        )
+    )
+
+
+def tuned(batch: DecodeBatch, shipped: LaunchConfig) -> LaunchConfig:
+    """Return the configuration for a batch: the chosen variant of ``shipped``, or ``shipped`` itself
+    without choices for this GPU and shape and for several new tokens per sequence, which are never
+    tuned.
+
+    The result depends on shapes alone, so it remains correct when a captured graph is replayed.
+    """
+    if batch.tokens > 1:
+        return shipped
+    return _tuned(
+        shipped,
+        len(batch.length_B),
+        batch.q_BHD.device,
+        batch.kv_heads,
+        batch.group,
+        batch.head_dim,
+        batch.k_cache.dtype,
+        batch.layout.page_size,
+    )
+
+
+@cache
+def _tuned(shipped: LaunchConfig, rows: int, device: torch.device, *sizes: Any) -> LaunchConfig:
+    choices = read(device, *sizes)
+    if choices is None:
+        return shipped
+    target = choices.target
+    return choices.of(rows).of(shipped, target.kv_heads, target.head_bytes, target.limits)

@@ -1,0 +1,410 @@
+"""The search behind ``sparrow tune``: time variants of the shipped configuration on this GPU, and
+keep the fastest that gives the reference's result.
+
+Every step reads random blocks of one large pool, so hardly anything is found in the L2 cache.
+Queries and landmarks are integers: scores are then exact in any order of summation, and kernel and
+reference select the same pages.
+
+Shapes: S steps, B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, M blocks
+in a row of the block table; a block is a page.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from sparrow.attention import reference
+from sparrow.attention.decode import (
+    FP8,
+    HEAD_DIMS,
+    MAX_GROUP,
+    MAX_PAGES,
+    PAGE_SIZES,
+    CacheScales,
+    DecodeBatch,
+    DecodeWorkspace,
+    fp8_lacking,
+)
+from sparrow.attention.pages import PageLayout
+from sparrow.attention.triton.launch import Launches, check
+from sparrow.attention.triton.saved import Cell, Choices, Measurement, Target
+from sparrow.attention.triton.tuning import LaunchConfig, choose
+from sparrow.attention.triton.variants import ATTEND, FACTORS, RANK, Variant, fits
+from sparrow.errors import ConfigError
+
+POOL_BYTES = 2**31  # of keys and values, many times the L2 cache of any GPU
+STEP_BYTES = 2**29  # steps that are timed together read at least this much, if there are enough
+MOST_STEPS = 16
+MARGIN = 0.01  # a variant must be faster by this share to replace another
+REPEATS = 3  # final measurements of the chosen and of the shipped configuration, in turn
+CHECKED_ROWS = 3
+INT8_EXPONENT = 120  # byte of the scale 2^-7, under which codes are values from -1 to 1
+FP8_SCALE = 0.25
+
+Launch = Callable[[], None]
+Timer = Callable[[Sequence[Launch]], float]
+Times = Sequence[float]
+
+
+class WrongResult(Exception):
+    """A configuration whose result differs from the reference's by more than rounding."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The batches that are timed: for each number of sequences, every number of pages."""
+
+    batches: tuple[int, ...]
+    pages: tuple[int, ...]  # kept by score
+    tokens: int  # length of every sequence
+
+
+def check_target(target: Target, grid: Grid, device: torch.device) -> None:
+    """Raise ConfigError for a shape that the Triton kernels do not support on ``device``, or for
+    sequences in which no page is left out.
+    """
+    for name, value, supported in (
+        ("head dim", target.head_dim, HEAD_DIMS),
+        ("group", target.group, range(1, MAX_GROUP + 1)),
+        ("page size", target.page_size, PAGE_SIZES),
+    ):
+        if value not in supported:
+            raise ConfigError(
+                f"there are no Triton kernels for {name} {value}, expected one of {[*supported]}"
+            )
+    if lacking := fp8_lacking(device, target.dtype, "auto"):
+        raise ConfigError(lacking)
+    pages = grid.tokens // target.page_size
+    layout = PageLayout(page_size=target.page_size)
+    most = pages - layout.sink_pages - layout.recent_pages - 1
+    if pages >= MAX_PAGES or max(grid.pages) > most:
+        raise ConfigError(
+            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size}, expected "
+            f"fewer than {MAX_PAGES}, of which at most {most} can be kept by score, got "
+            f"{max(grid.pages)}; change tokens or pages"
+        )
+
+
+def tune(
+    target: Target,
+    grid: Grid,
+    device: torch.device,
+    bytes_per_second: float,
+    time: Timer,
+    note: Callable[[str], None],
+    pool_bytes: int = POOL_BYTES,
+) -> Choices:
+    """Choose a variant for every number of sequences in ``grid``.
+
+    Args:
+        target: the GPU and the attention shape.
+        grid: the batches to time.
+        device: the GPU.
+        bytes_per_second: the GPU's read bandwidth.
+        time: returns the microseconds per launch of some launches.
+        note: receives one line per number of sequences, and one per variant that is left out.
+        pool_bytes: size of the keys and values in memory.
+
+    Raises ConfigError: the shape is not supported, or the shipped configuration does not run here
+    or gives wrong results.
+    """
+    check_target(target, grid, device)
+    pool = Pool(target, device, pool_bytes)
+    cells = []
+    for batch in grid.batches:
+        bench = Bench(
+            [Problem(pool, batch, pages, grid.tokens) for pages in grid.pages], time, note
+        )
+        variant = fastest(bench.times)
+        shipped_us, tuned_us = measured_again(bench.times, variant)
+        if any(tuned > shipped for tuned, shipped in zip(tuned_us, shipped_us, strict=True)):
+            variant = Variant()
+        if variant == Variant():
+            tuned_us = shipped_us
+        rows = zip(bench.problems, shipped_us, tuned_us, strict=True)
+        measured = tuple(
+            Measurement(problem.pages, shipped, tuned, problem.bytes / bytes_per_second * 1e6)
+            for problem, shipped, tuned in rows
+        )
+        note(f"{batch} sequences: {variant}")
+        cells.append(Cell(batch, variant, measured))
+    return Choices(target, tuple(cells))
+
+
+def fastest(times: Callable[[Variant], Times | None]) -> Variant:
+    """Search for the fastest variant, one parameter after another, starting from the shipped
+    configuration.
+
+    A variant is chosen by its mean time relative to the shipped configuration, and only if it is
+    slower for no number of pages.
+
+    Args:
+        times: returns a variant's time for each number of pages, or None if the variant cannot be
+            used.
+
+    Raises ConfigError: the shipped configuration cannot be used.
+    """
+    shipped = times(Variant())
+    if shipped is None:
+        raise ConfigError(
+            "the shipped configuration of the Triton kernels does not run on this GPU, or gives "
+            "wrong results; use sparrow_kernels='reference' and report this GPU"
+        )
+    best = Variant()
+    best_ratio = 1.0
+    for name, options in (
+        ("attend", ATTEND),
+        ("extra", FACTORS),
+        ("rank", RANK),
+        ("splits", FACTORS),
+    ):
+        start = best
+        for option in options:
+            changed: dict[str, Any] = {name: option}
+            candidate = replace(start, **changed)
+            taken = times(candidate)
+            if taken is None:
+                continue
+            ratios = [new / old for new, old in zip(taken, shipped, strict=True)]
+            ratio = statistics.mean(ratios)
+            if max(ratios) <= 1 and ratio < (1 - MARGIN) * best_ratio:
+                best = candidate
+                best_ratio = ratio
+    return best
+
+
+def measured_again(
+    times: Callable[[Variant], Times | None], variant: Variant
+) -> tuple[list[float], list[float]]:
+    """Return the median times of the shipped configuration and of ``variant``, measured in turn."""
+    taken: dict[Variant, list[Times]] = {Variant(): [], variant: []}
+    for _ in range(REPEATS):
+        for each, rows in taken.items():
+            row = times(each)
+            assert row is not None  # it was measured before
+            rows.append(row)
+
+    def medians(each: Variant) -> list[float]:
+        return [statistics.median(column) for column in zip(*taken[each], strict=True)]
+
+    return medians(Variant()), medians(variant)
+
+
+class Pool:
+    """Random keys, values and landmarks of one layer."""
+
+    def __init__(self, target: Target, device: torch.device, nbytes: int) -> None:
+        K = target.kv_heads
+        D = target.head_dim
+        P = target.page_size
+        dtype = target.dtype
+        self.target = target
+        self.device = device
+        self.layout = PageLayout(page_size=P)
+        self.q_dtype = torch.bfloat16 if dtype in (FP8, torch.int8) else dtype
+        self.blocks = max(64, nbytes // (2 * K * P * D * dtype.itemsize))
+        shape = (self.blocks, K, P, 2 * D)
+        self.scales: CacheScales | None = None
+        if dtype == torch.int8:
+            kv = torch.randint(-127, 128, shape, dtype=dtype, device=device)
+            exponents = torch.full(
+                (2, self.blocks, K, P), INT8_EXPONENT, dtype=torch.uint8, device=device
+            )
+            self.scales = CacheScales(*exponents)
+        else:
+            kv = torch.empty(shape, dtype=self.q_dtype, device=device).uniform_(-1, 1).to(dtype)
+        if dtype == FP8:
+            self.scales = CacheScales(*torch.full((2, K), FP8_SCALE, device=device))
+        self.keys, self.values = kv.split(D, dim=-1)
+        marks = torch.randint(-127, 128, (self.blocks, 1, K, D), device=device, dtype=torch.int8)
+        self.landmarks = marks.to(self.q_dtype)
+
+
+class Problem:
+    """Decode steps of one batch, each over other random blocks; every row keeps ``pages`` pages by
+    score.
+    """
+
+    def __init__(self, pool: Pool, batch: int, pages: int, tokens: int) -> None:
+        target = pool.target
+        K = target.kv_heads
+        G = target.group
+        D = target.head_dim
+        P = target.page_size
+        device = pool.device
+        self.pool = pool
+        self.pages = pages
+        # No row ends with a full page, so no landmark changes.
+        table_width = tokens // P
+        self.length = (tokens // P - 1) * P + 1 + torch.arange(batch) % (P - 1)
+        self.steps = int(max(1, min(MOST_STEPS, STEP_BYTES // self.bytes)))
+        self.tables_SBM = torch.randint(
+            pool.blocks, (self.steps, batch, table_width), dtype=torch.int32, device=device
+        )
+        q_BKGD = torch.randint(-8, 9, (batch, K, G, D), device=device)
+        q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
+        self.q = q_BKGD.flatten(1, 2).to(pool.q_dtype)
+        self.out = torch.empty_like(self.q)
+        self.length_B = self.length.int().to(device)
+        self.top_k_B = torch.full((batch,), pages, dtype=torch.int32, device=device)
+        self.workspace = DecodeWorkspace(batch, K, G, D, table_width, device)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a step reads: landmarks, and keys and values of the kept pages."""
+        target = self.pool.target
+        layout = self.pool.layout
+        scale_bytes = int(target.dtype == torch.int8)
+        key_bytes = target.head_dim * target.dtype.itemsize + scale_bytes
+        landmark_bytes = target.head_dim * self.pool.q_dtype.itemsize
+        always = layout.sink_pages + layout.recent_pages
+        ranked_B = (self.length + target.page_size - 1) // target.page_size - always
+        tokens_B = self.length - (ranked_B - self.pages) * target.page_size
+        per_head = int(ranked_B.sum()) * landmark_bytes + int(tokens_B.sum()) * 2 * key_bytes
+        return target.kv_heads * per_head
+
+    @property
+    def shipped(self) -> LaunchConfig:
+        target = self.pool.target
+        items = len(self.q) * target.kv_heads
+        return choose(items, target.kv_heads, target.head_bytes, target.limits)
+
+    def batch(self, step: int) -> DecodeBatch:
+        pool = self.pool
+        return DecodeBatch(
+            self.q,
+            pool.keys,
+            pool.values,
+            pool.landmarks,
+            self.tables_SBM[step],
+            self.length_B,
+            self.top_k_B,
+            self.out,
+            pool.layout,
+            pool.target.head_dim**-0.5,
+            pool.scales,
+        )
+
+    def launches(self, config: LaunchConfig) -> list[Launch]:
+        """Plan the steps, and return a function that launches each of them."""
+        check(self.batch(0), self.workspace)
+        steps = [Launches(self.batch(step), self.workspace, config) for step in range(self.steps)]
+        steps[0].plan()
+        return [partial(_rank_and_attend, step) for step in steps]
+
+    @cached_property
+    def checked_rows(self) -> Tensor:
+        last = len(self.q) - 1
+        return torch.linspace(0, last, min(CHECKED_ROWS, len(self.q))).long()
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, float]:
+        """The result of the first step in float64 for ``checked_rows``, and the largest error of the
+        reference in the kernels' precision.
+        """
+        exact = self._reference(torch.float64)
+        low = self._reference(self.pool.q_dtype)
+        return exact, float((low - exact).norm(dim=-1).amax())
+
+    def check_result(self) -> None:
+        """Check the result in ``out``, which the first step has written.
+
+        Raises WrongResult: its error is more than twice that of the reference in the same
+        precision, plus half a unit in the last place.
+        """
+        exact, reference_error = self.expected
+        result = self.out[self.checked_rows.to(self.out.device)].cpu().double()
+        error = (result - exact).norm(dim=-1)
+        rounding = torch.finfo(self.out.dtype).eps / 2 * exact.norm(dim=-1)
+        over = error - (2 * reference_error + rounding)
+        if not bool((over <= 0).all()):  # also if an error is NaN
+            raise WrongResult(
+                f"the error is up to {float(error.max()):.2g}, but the reference's own error is "
+                f"{reference_error:.2g}"
+            )
+
+    def _reference(self, dtype: torch.dtype) -> Tensor:
+        """Run the reference on the CPU, on a copy of the blocks of ``checked_rows``."""
+        pool = self.pool
+        rows = self.checked_rows.to(pool.device)
+        blocks = self.tables_SBM[0, rows].flatten().long()
+        table = torch.arange(len(blocks), dtype=torch.int32).view(len(rows), -1)
+        scales = pool.scales
+        if scales is not None and pool.target.dtype == torch.int8:
+            scales = CacheScales(scales.k[blocks].cpu(), scales.v[blocks].cpu())
+        elif scales is not None:
+            scales = CacheScales(scales.k.cpu(), scales.v.cpu())
+        q = self.q[rows].cpu().to(dtype)
+        batch = DecodeBatch(
+            q,
+            _rows(pool.keys, blocks),
+            _rows(pool.values, blocks),
+            pool.landmarks[blocks].cpu(),
+            table,
+            self.length_B[rows].cpu(),
+            self.top_k_B[rows].cpu(),
+            torch.empty_like(q),
+            pool.layout,
+            pool.target.head_dim**-0.5,
+            scales,
+        )
+        return reference.run(batch).double()
+
+
+class Bench:
+    """Times variants on the problems of one number of sequences, and checks their results.
+
+    Variants that the GPU cannot run are left out, as are those with wrong results, which are
+    reported.
+    """
+
+    def __init__(
+        self, problems: Sequence[Problem], time: Timer, note: Callable[[str], None]
+    ) -> None:
+        self.problems = problems
+        self._time = time
+        self._note = note
+        self._refused: set[LaunchConfig] = set()
+
+    def times(self, variant: Variant) -> list[float] | None:
+        """Return the variant's time for each problem, or None if it cannot be used."""
+        problem = self.problems[0]
+        target = problem.pool.target
+        config = variant.of(problem.shipped, target.kv_heads, target.head_bytes, target.limits)
+        if config in self._refused or not fits(config, target.head_bytes, target.limits):
+            return None
+        try:
+            return [self._checked_time(problem, config) for problem in self.problems]
+        except (OutOfResources, PTXASError):  # it needs more memory or registers than there are
+            pass
+        except WrongResult as error:
+            self._note(f"{len(problem.q)} sequences: left out {variant}, as {error}")
+        self._refused.add(config)
+        return None
+
+    def _checked_time(self, problem: Problem, config: LaunchConfig) -> float:
+        launches = problem.launches(config)
+        problem.out.fill_(float("nan"))
+        launches[0]()
+        problem.check_result()
+        return self._time(launches)
+
+
+def _rank_and_attend(step: Launches) -> None:
+    step.rank()
+    step.attend()
+
+
+def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Return a copy of ``cache[blocks]`` on the CPU; torch cannot index 8-bit floats."""
+    if cache.dtype == FP8:
+        return cache.view(torch.uint8)[blocks].cpu().view(FP8)
+    return cache[blocks].cpu()

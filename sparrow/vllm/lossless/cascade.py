@@ -1,0 +1,187 @@
+"""The cascade: history guesses tokens, the sparse actor judges them and drafts, the policy verifies
+the drafts (see ``sparrow.model.speculative``, the reference).
+
+A sparse pass reads the newest token of each row and m guesses, T tokens in all, and yields between
+1 and T drafts. Rows therefore advance by different numbers of tokens. A cycle has a fixed number of
+passes, each a CUDA graph, so the host never waits for the device. Places that a row's passes leave
+empty are filled with further guesses. Such a draft is drawn from a distribution with all its mass
+on the guess, which becomes the draft's q, so verification stays exact.
+
+History consists of the sequence's own tokens: its prompt, its verified response, and the drafts
+made so far in this cycle. A pass writes its keys and values to the slots of the next tokens. The
+tokens of a cycle's last passes may be beyond the blocks that vLLM has reserved; they are written to
+vLLM's null block, and yield no drafts.
+
+Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
+hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import triton
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from sparrow.decoding import Decoding
+from sparrow.vllm.backend import Step
+from sparrow.vllm.lossless import cascade_kernels as kernels
+from sparrow.vllm.lossless.setup import passes_of
+from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter
+from sparrow.vllm.runtime import Runtime
+
+AT_ONCE = 4096
+"""Places of a sequence, or logits, that a program handles at once."""
+
+
+class CascadeDrafter(SparseDrafter):
+    """A ``SparseDrafter`` whose passes read guesses from history besides the newest token.
+
+    The state of a cycle is kept by row: the tokens at its start, the drafts made so far, and the
+    history.
+    """
+
+    def __init__(self, decoding: Decoding, speculator: Any) -> None:
+        super().__init__(decoding, speculator)
+        device = speculator.device
+        S = speculator.max_num_reqs
+        self.tokens = decoding.guess_tokens + 1  # T
+        self.passes = passes_of(speculator.num_speculative_steps)
+        N = speculator.max_model_len + speculator.num_speculative_steps
+        self._history_RN = torch.zeros(S, N, dtype=torch.int32, device=device)
+        self._newest_R = torch.zeros(S, dtype=torch.int32, device=device)
+        self._cached_R = torch.zeros(S, dtype=torch.int64, device=device)
+        self._length_R = torch.zeros(S, dtype=torch.int32, device=device)
+        self._made_R = torch.zeros(S, dtype=torch.int32, device=device)
+        self._slots_R = torch.full((S * self.tokens,), -1, dtype=torch.int64, device=device)
+        self._index_RT = torch.full_like(self._slots_R, -1)
+        self._place_RT = torch.zeros_like(self._slots_R)
+        self.drawn_S = torch.zeros(S, dtype=torch.int64, device=device)
+        # The place of each token, rather than one place for all rows.
+        self._sampler_arguments[f"{self._logits_argument}_col"] = self._place_RT
+
+    def addresses(self) -> dict[str, int]:
+        """See ``Drafter``."""
+        return {**super().addresses(), "the history of guesses": self._history_RN.data_ptr()}
+
+    def _inputs(self) -> Inputs:
+        # Where the cycle starts; the inputs of each pass follow from it.
+        return Inputs(self._newest_R, self._cached_R, self._length_R)
+
+    def _run(self, drafts: int, B: int) -> None:
+        """Run the passes that ``propose`` has set up, and fill the places that remain."""
+        assert drafts == self._vllm.num_speculative_steps, "the number of drafts does not adapt"
+        vllm = self._vllm
+        tokens_SN: Tensor = vllm.tokens_SN
+        kernels.begin_history_kernel[(B, triton.cdiv(vllm.max_model_len, AT_ONCE))](
+            vllm.idx_mapping,
+            self._newest_R,
+            self._length_R,
+            self._made_R,
+            tokens_SN,
+            tokens_SN.stride(0),
+            self._history_RN,
+            self._history_RN.stride(0),
+            self._blocks_SM,
+            self._blocks_SM.stride(0),
+            self._blocks_SM.shape[1],
+            drafts,
+            TOKENS=self._block_tokens,
+            BLOCK=AT_ONCE,
+        )
+        self._replay(self.passes, B)
+        logits_SKV = self.logits
+        V = logits_SKV.shape[2]
+        kernels.fill_kernel[(B,)](
+            vllm.idx_mapping,
+            self._length_R,
+            self._made_R,
+            self._history_RN,
+            self._history_RN.stride(0),
+            vllm.draft_tokens,
+            self.drawn_S,
+            self._runtime.count_drafts(),
+            drafts,
+            KP=triton.next_power_of_2(drafts),
+            BLOCK=AT_ONCE,
+            num_warps=8,
+        )
+        kernels.one_hot_kernel[(B * drafts, triton.cdiv(V, AT_ONCE))](
+            vllm.idx_mapping,
+            self._made_R,
+            vllm.draft_tokens,
+            logits_SKV,
+            logits_SKV.stride(0),
+            logits_SKV.stride(1),
+            drafts,
+            V,
+            BLOCK=AT_ONCE,
+        )
+
+    def _step(self, rows: int) -> Step:
+        return super()._step(rows)._replace(tokens=self.tokens)
+
+    def _draft(self, rows: int) -> None:
+        """Run one sparse pass of ``rows`` rows. CUDA graphs capture this function."""
+        vllm = self._vllm
+        runtime: Runtime = self._runtime
+        buffers = vllm.input_buffers
+        T = self.tokens
+        TP = triton.next_power_of_2(T)
+        kernels.guess_kernel[(rows,)](
+            vllm.idx_mapping,
+            self._length_R,
+            self._made_R,
+            self._history_RN,
+            self._history_RN.stride(0),
+            buffers.input_ids,
+            buffers.positions,
+            self._slots_R,
+            self._index_RT,
+            self._place_RT,
+            buffers.seq_lens,
+            runtime.pages.top_k,
+            runtime.pages.at_length,
+            self._blocks_SM,
+            self._blocks_SM.stride(0),
+            vllm.max_model_len,
+            vllm.num_speculative_steps,
+            T=T,
+            TP=TP,
+            TOKENS=self._block_tokens,
+            BLOCK=AT_ONCE,
+            num_warps=8,
+        )
+        step = self._step(rows)
+        logits_TV = self._logits(
+            step, dict.fromkeys(self._layer_names, SimpleNamespace(sparrow=step))
+        )
+        places = self._place_RT[: rows * T]
+        drawn_T = gumbel_sample(
+            logits_TV,
+            self._index_RT[: rows * T],
+            vllm.temperature,
+            vllm.seeds,
+            buffers.positions[: rows * T],
+            apply_temperature=True,
+            use_fp64=vllm.use_fp64_gumbel,
+            **{**self._sampler_arguments, f"{self._logits_argument}_col": places},
+        )
+        kernels.advance_kernel[(rows,)](
+            drawn_T,
+            buffers.input_ids,
+            buffers.seq_lens,
+            self._length_R,
+            self._made_R,
+            self._history_RN,
+            self._history_RN.stride(0),
+            vllm.draft_tokens,
+            runtime.rows.at_length,
+            vllm.num_speculative_steps,
+            T=T,
+            TP=TP,
+            num_warps=1,
+        )

@@ -1,0 +1,240 @@
+"""Triton kernels of the cascade's draft loop (``cascade.CascadeDrafter``). They keep what has been
+drafted in a cycle by row, look up guesses, and advance rows by different numbers of tokens.
+
+A row's history is its tokens, followed by the drafts made so far. The lookup is that of
+``sparrow.model.history``.
+
+Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
+hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, M blocks of it, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from vllm.triton_utils import tl, triton
+
+LONGEST = tl.constexpr(8)
+SHORTEST = tl.constexpr(1)
+"""Tokens of the longest and the shortest suffix that is looked up (see ``sparrow.model.history``).
+"""
+RANK = tl.constexpr(1 << 32)
+"""More than the tokens of any sequence; ranks of places are multiples of it plus the place."""
+
+
+@triton.jit
+def begin_history_kernel(
+    index_R,
+    newest_R,
+    length_R,
+    made_R,
+    tokens_SN,
+    tokens_stride,
+    history_RN,
+    history_stride,
+    blocks_SM,
+    blocks_stride,
+    M,
+    K,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the tokens of a row, newest included, to its history, and direct the tokens beyond the
+    cycle's last place to the null block.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    index = tl.load(index_R + row).to(tl.int64)
+    length = tl.load(length_R + row).to(tl.int64)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    is_token = (at < length) & (index >= 0)
+    token = tl.load(tokens_SN + index * tokens_stride + at, mask=is_token, other=0)
+    token = tl.where(at == length - 1, tl.load(newest_R + row), token)
+    tl.store(history_RN + row * history_stride + at, token, mask=is_token)
+
+    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after that of the last place
+    is_there = (part == 0) & (length > 0) & (beyond < M)
+    tl.store(blocks_SM + row * blocks_stride + beyond, 0, mask=is_there)
+    tl.store(made_R + row, 0, mask=part == 0)
+
+
+@triton.jit
+def _continuation(history_N, known, BLOCK: tl.constexpr):
+    """Return the place after the latest earlier occurrence of the longest suffix of the first
+    ``known`` tokens, or -1 if no suffix occurs before.
+    """
+    best = tl.zeros((), tl.int64) - 1
+    for start in range(0, known, BLOCK):
+        place = start + tl.arange(0, BLOCK).to(tl.int64)
+        is_same = place < known
+        agreeing = tl.zeros([BLOCK], tl.int64)
+        for back in tl.static_range(1, LONGEST + 1):
+            wanted = tl.load(history_N + known - back, mask=known >= back, other=-1)
+            is_same = is_same & (place >= back) & (known >= back)
+            token = tl.load(history_N + place - back, mask=is_same, other=-2)
+            is_same = is_same & (token == wanted)
+            agreeing += is_same.to(tl.int64)
+        rank = tl.where(agreeing >= SHORTEST, agreeing * RANK + place, -1)
+        best = tl.maximum(best, tl.max(rank, 0))
+    return tl.where(best >= 0, best % RANK, -1)
+
+
+@triton.jit
+def guess_kernel(
+    index_R,
+    length_R,
+    made_R,
+    history_RN,
+    history_stride,
+    ids_RT,
+    positions_RT,
+    slots_RT,
+    index_RT,
+    place_RT,
+    lengths_R,
+    top_k_R,
+    top_k_at_length,
+    blocks_SM,
+    blocks_stride,
+    limit,
+    K,
+    T: tl.constexpr,
+    TP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Set up the sparse pass of a row: its newest token, and guesses of the tokens after it.
+
+    A row takes no part if it does not draft, has all its drafts, or would exceed the context, which
+    ends at ``limit`` tokens.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    begun = tl.load(length_R + row).to(tl.int64)
+    made = tl.load(made_R + row).to(tl.int64)
+    known = begun + made
+    takes_part = (begun > 0) & (made < K) & (known - 1 + T <= limit)
+    index = tl.load(index_R + row).to(tl.int64)
+    history_N = history_RN + row * history_stride
+    known = tl.where(takes_part, known, 0)
+    first = _continuation(history_N, known, BLOCK)
+
+    t = tl.arange(0, TP)
+    is_token = t < T
+    at = tl.where(t == 0, known - 1, first + t - 1)
+    is_known = is_token & ((t == 0) | (first >= 0)) & (at >= 0) & (at < known)
+    token = tl.load(history_N + at, mask=is_known, other=0)
+    position = tl.maximum(known - 1, 0) + t
+    block = tl.load(
+        blocks_SM + row * blocks_stride + position // TOKENS, mask=is_token & takes_part, other=0
+    ).to(tl.int64)
+    slot = tl.where(takes_part, block * TOKENS + position % TOKENS, -1)
+    is_place = takes_part & (made + t < K)
+
+    out = row * T + t
+    tl.store(ids_RT + out, token, mask=is_token)
+    tl.store(positions_RT + out, tl.where(takes_part, position, 0), mask=is_token)
+    tl.store(slots_RT + out, slot, mask=is_token)
+    tl.store(index_RT + out, tl.where(is_place, index, -1), mask=is_token)
+    tl.store(place_RT + out, tl.where(is_place, made + t, 0), mask=is_token)
+    tl.store(lengths_R + row, tl.where(takes_part, known - 1 + T, 0))
+    tl.store(top_k_R + row, tl.load(top_k_at_length + known))
+
+
+@triton.jit
+def advance_kernel(
+    drawn_RT,
+    ids_RT,
+    lengths_R,
+    length_R,
+    made_R,
+    history_RN,
+    history_stride,
+    drafts_SK,
+    decoded,
+    K,
+    T: tl.constexpr,
+    TP: tl.constexpr,
+):
+    """Keep the tokens drawn up to and including the first that differs from the guess in its place,
+    append them to the row's drafts and history, and count the pass.
+
+    ``decoded`` counts rows by length (see ``DecodedRows``).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    takes_part = tl.load(lengths_R + row) > 0
+    made = tl.load(made_R + row).to(tl.int64)
+    known = tl.load(length_R + row).to(tl.int64) + made
+    t = tl.arange(0, TP)
+    drawn = tl.load(drawn_RT + row * T + t, mask=t < T, other=0)
+    guess = tl.load(ids_RT + row * T + t + 1, mask=t + 1 < T, other=-1)
+    kept = tl.min(tl.where((t + 1 < T) & (drawn == guess), TP, t), 0)
+    count = tl.minimum(kept + 1, K - made)
+    is_new = takes_part & (t < count)
+    tl.store(drafts_SK + row * K + made + t, drawn, mask=is_new)
+    tl.store(history_RN + row * history_stride + known + t, drawn, mask=is_new)
+    tl.store(made_R + row, made + count, mask=takes_part)
+    tl.atomic_add(decoded + known, 1, mask=takes_part, sem="relaxed")
+
+
+@triton.jit
+def fill_kernel(
+    index_R,
+    length_R,
+    made_R,
+    history_RN,
+    history_stride,
+    drafts_SK,
+    drawn_S,
+    counts,
+    K,
+    KP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill the places that a row's passes have left empty with guesses, and count the row's drafts
+    and guesses (see ``Runtime.count_drafts``).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(index_R + row).to(tl.int64)
+    drafts = index >= 0
+    made = tl.load(made_R + row).to(tl.int64)
+    known = tl.load(length_R + row).to(tl.int64) + made
+    history_N = history_RN + row * history_stride
+    is_full = made >= K
+    known = tl.where(drafts & (is_full == 0), known, 0)
+    first = _continuation(history_N, known, BLOCK)
+    place = tl.arange(0, KP)
+    at = first + place - made
+    is_empty = drafts & (place >= made) & (place < K)
+    is_known = is_empty & (first >= 0) & (at < known)
+    token = tl.load(history_N + at, mask=is_known, other=0)
+    tl.store(drafts_SK + row * K + place, token.to(tl.int64), mask=is_empty)
+    tl.store(drawn_S + index, made, mask=drafts)
+    tl.atomic_add(counts, K, mask=drafts, sem="relaxed")
+    tl.atomic_add(counts + 1, K - made, mask=drafts, sem="relaxed")
+
+
+@triton.jit
+def one_hot_kernel(
+    index_R,
+    made_R,
+    drafts_SK,
+    logits_SKV,
+    stride_S,
+    stride_K,
+    K,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Write the logits of a place that was filled with a guess: all mass is on the guess."""
+    row = (tl.program_id(0) // K).to(tl.int64)
+    place = tl.program_id(0) % K
+    index = tl.load(index_R + row).to(tl.int64)
+    made = tl.load(made_R + row)
+    if (index >= 0) & (place >= made):
+        token = tl.load(drafts_SK + row * K + place)
+        word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        logit = tl.where(word == token, 0.0, -float("inf"))
+        tl.store(
+            logits_SKV + index * stride_S + place * stride_K + word,
+            logit,
+            mask=word < V,
+        )

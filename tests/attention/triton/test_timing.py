@@ -1,0 +1,46 @@
+"""Timing of launches in a CUDA graph, with a made-up clock."""
+
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sparrow.attention.triton.timing import timed
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Make replays of a graph take 1, 2, 3 ... ms; return the list of what was launched."""
+    launched = []
+    now = {"ms": 0.0, "replays": 0}
+
+    class Graph:
+        def replay(self):
+            now["replays"] += 1
+            now["ms"] += now["replays"] - 1  # the first replay is not measured
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = now["ms"]
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    return launched
+
+
+def test_times_are_the_median_and_the_spread_per_launch(clock):
+    launches = [lambda: clock.append("a"), lambda: clock.append("b")]
+    times = timed(launches, replays=11, rounds=2)
+    # Replays of 1 to 11 ms, of four launches each.
+    assert times == {"us": 6_000 / 4, "p10": 2_000 / 4, "p90": 10_000 / 4}
+    assert clock == ["a", "b"] + ["a", "b"] * 2  # once for compilation, and twice in the graph

@@ -1,0 +1,67 @@
+"""Audits of several arms, each against its dense decoding."""
+
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparrow.audit.statistics import Tokens
+
+ARMS = {"one": "dense", "two": "dense", "three": "other"}
+
+
+@pytest.fixture
+def audits(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("audits")
+
+
+def test_no_two_arms_share_a_seed(audits):
+    names = [*ARMS, "dense", "other"]
+    seeds = [each.seed for name in names for each in audits.samplings(ARMS, name, audits.SEEDS)]
+    assert len(set(seeds)) == len(names) * audits.SEEDS
+
+
+def test_engines_that_start_at_once_share_neither_files_nor_a_port(audits, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "shared")
+    monkeypatch.setenv("VLLM_PORT", "8000")
+    audits.separate("folder", "data parallel")
+    assert audits.os.environ["VLLM_CACHE_ROOT"] == "folder/data-parallel/cache"
+    assert "VLLM_PORT" not in audits.os.environ
+
+
+def samples(audits, arm, seeds):
+    """Sample tokens of a distribution over three, of which arm ``three`` draws the first too often."""
+    p = np.array([0.5, 0.3, 0.2])
+    drawn = []
+    for seed in range(seeds):
+        rng = np.random.default_rng([seed, *arm.encode()])
+        chances = [0.7, 0.2, 0.1] if arm == "three" else p
+        token = rng.choice(3, 4000, p=chances)
+        drawn.append(
+            Tokens(
+                before=(p.cumsum() - p)[token],
+                p=p[token],
+                entropy=np.full(4000, -(p * np.log(p)).sum()),
+                sequence=np.repeat(np.arange(400), 10),
+            )
+        )
+    return audits.Sampled(drawn, {"drafted": 9} if arm in ARMS else {})
+
+
+def test_each_seed_of_an_arm_is_judged_against_its_dense_decoding(audits, monkeypatch):
+    # Threads stand for processes.
+    monkeypatch.setattr(audits, "ProcessPoolExecutor", lambda n, spawn: ThreadPoolExecutor(n))
+    started = []
+
+    def sample(arm, seeds):
+        started.append(arm)
+        return samples(audits, arm, seeds)
+
+    found = dict(audits.audited(ARMS, ["one", "two", "three"], sample, 2))
+    assert sorted(started) == ["dense", "one", "other", "three", "two"]
+    assert [found[arm]["exact"] for arm in ("one", "two", "three")] == [2, 2, 0]
+    assert [row["seed"] for row in found["three"]["seeds"]] == [0, 1]
+    assert found["one"]["drafts"] == {"drafted": 9} and found["three"]["seeds"][0]["tokens"] == 4000

@@ -1,0 +1,43 @@
+"""The fates that ``benchmarks/cascade.py`` draws for guesses and drafts, and its prompts."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def cascade():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        yield importlib.import_module("cascade")
+
+
+def test_guesses_are_kept_so_often_that_a_pass_yields_the_given_number_of_drafts(cascade):
+    assert cascade.keep_rate(1.5, 1) == pytest.approx(0.5)  # 1 + 0.5
+    assert cascade.keep_rate(1.75, 2) == pytest.approx(0.5)  # 1 + 0.5 + 0.25
+    assert cascade.keep_rate(1.0, 3) == pytest.approx(0.0)
+
+
+def test_places_that_no_pass_fills_are_rejected(cascade):
+    # Each of two passes yields one or two drafts. The third place is filled by three in four, and
+    # the fourth by one in four.
+    rates = cascade.acceptance_by_place(0.8, 0.5, guesses=1, passes=2, drafts=5)
+    assert rates[:2] == [0.8, 0.8]
+    assert np.cumprod(rates) == pytest.approx(
+        [0.8, 0.8**2, 0.8**3 * 0.75, 0.8**4 * 0.25, 0.0], abs=0.01
+    )
+
+
+def test_a_text_is_divided_into_prompts_of_equal_length(cascade, tmp_path):
+    class Letters:
+        def __call__(self, text, add_special_tokens):
+            return type("Encoded", (), {"input_ids": [ord(letter) for letter in text]})
+
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefghij")
+    found = cascade.real_prompts(Letters(), path, 3, 4)
+    assert ["".join(map(chr, ids)) for ids in found] == ["abcd", "defg", "ghij"]
+    with pytest.raises(AssertionError, match="has 10 tokens, fewer than a prompt of 11"):
+        cascade.real_prompts(Letters(), path, 1, 11)

@@ -1,0 +1,302 @@
+"""Lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this file in its
+own process.
+"""
+
+import pytest
+import torch
+
+from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
+import numpy as np
+
+from sparrow import attention
+from sparrow.errors import ConfigError
+from sparrow.model.history import guess
+from sparrow.vllm import selfcheck
+from sparrow.vllm.lossless import cascade, cascade_kernels
+from tests.vllm import tiny_vllm as tiny
+
+lossless = cases.lossless
+
+
+def repetitive(*lengths, words=3, seed=0):
+    """Return prompts in which short phrases recur, so that history has guesses."""
+    rng = np.random.default_rng(seed)
+    asked = []
+    for length in lengths:
+        phrases = rng.integers(0, tiny.VOCAB, (words, 7))
+        text = phrases[rng.integers(0, words, -(-length // 7))].reshape(-1)
+        asked.append(text[:length].tolist())
+    return asked
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return folder, tiny.checkpoint(folder, num_hidden_layers=2, initializer_range=0.1)
+
+
+# --- kernels ---
+
+
+@pytest.mark.parametrize("at_once", [16, 256])
+def test_guesses_equal_those_of_the_reference(at_once):
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, words, length) for words in (2, 3, 50) for length in (1, 2, 9, 77, 200)]
+    N, m, B = 256, 5, len(rows)
+    history = torch.zeros(B, N, dtype=torch.int32)
+    for b, row in enumerate(rows):
+        history[b, : len(row)] = torch.from_numpy(row)
+    length = torch.tensor([len(row) for row in rows])
+    expected = guess(history.long()[:, None], length[:, None], m)
+
+    found = torch.full((B, 8), -7, dtype=torch.int64)
+    made, drawn = torch.zeros(B, dtype=torch.int32), torch.zeros(B, dtype=torch.int64)
+    counts = torch.zeros(2, dtype=torch.int64)
+    cascade_kernels.fill_kernel[(B,)](
+        torch.arange(B),
+        length.int(),
+        made,
+        history,
+        N,
+        found,
+        drawn,
+        counts,
+        8,
+        KP=8,
+        BLOCK=at_once,
+    )
+    assert torch.equal(found[:, :m], expected)
+    assert counts.tolist() == [8 * B, 8 * B] and not drawn.any()
+    assert len(expected.unique()) > 8
+
+
+# --- greedy ---
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_greedy_tokens_match_stock_vllm(made, m):
+    folder, model = made
+    asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
+    with cases.engine(folder) as llm:
+        expected = cases.generate(llm, asked, 40)
+    for k, pages in ((4, 1), (8, 12), (5, 4)):
+        decoding = lossless(k, pages=pages, guess_tokens=m)
+        with cases.engine(folder, decoding, checks_itself=True) as llm:
+            got = cases.generate(llm, asked, 40)
+            counts = cases.counters(llm)
+        assert cases.tokens_of(got) == cases.tokens_of(expected), (k, pages)
+        cases.assert_greedy_and_dense(model, asked, got)
+        assert 0 < counts["accepted"] < counts["drafted"]
+        drawn = counts["drafted"] - counts["guessed"]
+        assert counts["passes"] < drawn < counts["drafted"]
+
+
+def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
+    folder, _ = made
+    asked = [
+        *repetitive(*cases.RAGGED * 2, words=4, seed=6),
+        *tiny.prompts(*cases.RAGGED * 2, seed=6),
+    ]
+    with cases.engine(folder) as llm:
+        expected = cases.tokens_of(cases.generate(llm, asked, 64, logprobs=None))
+    with cases.engine(folder, lossless(8, pages=4, guess_tokens=3)) as llm:
+        assert cases.tokens_of(cases.generate(llm, asked, 64, logprobs=None)) == expected
+        counts = cases.counters(llm)
+    drawn = counts["drafted"] - counts["guessed"]
+    assert 1.05 * counts["passes"] < drawn < counts["drafted"]
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_guesses_that_fill_places_do_not_count_as_drafts(made, everything):
+    """Drafts that read everything are all accepted; guesses that no pass judged are not."""
+    folder, _ = made
+    with cases.engine(folder, lossless(6, pages=1000 if everything else 1, guess_tokens=2)) as llm:
+        cases.counters(llm), llm.collective_rpc("sparrow_acceptance")
+        cases.generate(llm, repetitive(150, 64, 90, seed=3), 60, temperature=1.0, seed=5)
+        told, counts = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
+    judged = sum(each["drafts"] for each in told["bins"])
+    mean = sum(each["drafts"] * each["mean"] for each in told["bins"]) / judged
+    assert judged > 100 and counts["guessed"] > 50
+    assert mean > 0.999 if everything else mean < 0.99
+    assert counts["accepted"] < counts["drafted"]
+    # Each of a cycle's three passes drafts up to three tokens, of six.
+    cycles = told["cycles"][6]
+    assert counts["passes"] <= 3 * 3 * cycles and counts["drafted"] <= 6 * 3 * cycles
+    assert counts["drafted"] - counts["guessed"] >= counts["passes"]
+
+
+def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, monkeypatch):
+    folder, model = made
+    preempted = []
+    stock = cases.Scheduler._preempt_request
+    monkeypatch.setattr(
+        cases.Scheduler,
+        "_preempt_request",
+        lambda self, *a, **kw: preempted.append(1) or stock(self, *a, **kw),
+    )
+    asked = repetitive(90, 17, 70, 64, 33, 100, seed=3)
+    small = dict(
+        num_gpu_blocks_override=12, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=6
+    )
+    with cases.engine(folder, lossless(4, guess_tokens=3), **small) as llm:
+        got = cases.generate(llm, asked, 60)
+    assert len(preempted) > 0
+    assert [len(c.token_ids) for c in got] == [min(60, 128 - len(p)) for p in asked]
+    cases.assert_greedy_and_dense(model, asked, got)
+
+
+@pytest.mark.parametrize("is_directed", [True, False])
+def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, is_directed):
+    """The last tokens of a pass may be beyond the blocks that vLLM has reserved. If they were not
+    directed to the null block, they would overwrite other sequences' blocks.
+    """
+    folder, _ = made
+    foreign, checked = [], []
+    stock = cascade.CascadeDrafter._run
+    begin = cascade_kernels.begin_history_kernel
+
+    class Undirected:
+        def __getitem__(self, grid):
+            def launch(*args, **named):
+                table = args[8].clone()
+                begin[grid](*args, **named)
+                args[8].copy_(table)
+
+            return launch
+
+    if not is_directed:
+        monkeypatch.setattr(cascade_kernels, "begin_history_kernel", Undirected())
+
+    def run(drafter, drafts, B):
+        vllm = drafter._vllm
+        table = drafter._blocks_SM
+        reserved = vllm.block_tables.num_blocks.gpu[0]
+        own = {0}
+        for row, index in enumerate(vllm.idx_mapping[:B].tolist()):
+            count = int(reserved[index])
+            own |= set(table[row, :count].tolist())
+            table[row, count:] = len(layers[0].kv_cache) - 1  # another sequence's
+        before = [selfcheck._bytes_of(layer).clone() for layer in layers]
+        stock(drafter, drafts, B)
+        for layer, old in zip(layers, before, strict=True):
+            changed = (selfcheck._bytes_of(layer) != old).any(1).nonzero()[:, 0].tolist()
+            foreign.extend(set(changed) - own)
+            checked.append(len(changed))
+
+    # With these lengths and drafts that are all accepted, some cycles end where a block ends.
+    with cases.engine(folder, lossless(4, pages=1000, guess_tokens=3), max_num_seqs=4) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        layers = selfcheck.layers_of(worker.vllm_config)
+        monkeypatch.setattr(cascade.CascadeDrafter, "_run", run)
+        cases.generate(llm, repetitive(60, 55, 50, 45, seed=4), 30)
+    assert sum(checked) > 50
+    assert not foreign if is_directed else foreign
+
+
+def test_the_self_check_covers_passes_over_guesses(made, monkeypatch):
+    folder, _ = made
+    stock = attention.paged_decode
+    with cases.engine(folder, lossless(4, guess_tokens=3), checks_itself=True) as llm:
+        assert set(cases.counters(llm).values()) == {0}
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        runtime = worker.model_runner.speculator.runtime
+        for layer in selfcheck.layers_of(worker.vllm_config):
+            assert not selfcheck._bytes_of(layer).any()
+
+        @cases.wraps(stock)
+        def decode(*args, tokens=1, **named):
+            out = stock(*args, tokens=tokens, **named)
+            return out.mul_(1.01) if tokens > 1 else out
+
+        monkeypatch.setattr(attention, "paged_decode", decode)
+        refused = pytest.raises(ConfigError, match="when it decodes 4 new tokens of 1 rows")
+        with torch.inference_mode(), refused:
+            selfcheck.check_layers(
+                selfcheck.layers_of(worker.vllm_config), runtime, worker.vllm_config.model_config
+            )
+
+
+# --- sampling ---
+
+
+def test_a_seed_reproduces_samples_with_dense_log_probs(made):
+    folder, model = made
+    asked = repetitive(64, 133, seed=8)
+    with cases.engine(folder, lossless(6, pages=4, guess_tokens=3)) as llm:
+        answers = []
+        for _ in range(2):
+            llm.reset_prefix_cache()
+            answers.append(cases.generate(llm, asked, 24, temperature=0.8, seed=11))
+    first, second = answers
+    assert cases.tokens_of(first) == cases.tokens_of(second)
+    for prompt, completion in zip(asked, first, strict=True):
+        ids = list(completion.token_ids)
+        log_p = cases.dense(model, prompt, ids)[np.arange(len(ids)), ids]
+        assert np.abs(log_p - cases.logprobs_of(completion)).max() < 1e-4
+
+
+SAMPLES = {
+    "exact": 20_000,
+    "guesses are drafted unjudged": 4_000,
+    "filled places keep the distribution of an earlier pass": 4_000,
+    "rejected drafts are kept": 4_000,
+}
+
+
+def drafting_guesses(monkeypatch):
+    """Draft every guess, whatever the sparse actor drew in its place."""
+    begun = []
+    stock_init, stock_sample = cascade.CascadeDrafter.__init__, cascade.gumbel_sample
+
+    def init(self, *args):
+        stock_init(self, *args)
+        begun.append(self)
+
+    def sample(logits, *args, **named):
+        drawn = stock_sample(logits, *args, **named)
+        ids = begun[-1]._vllm.input_buffers.input_ids[: len(drawn)].view(-1, begun[-1].tokens)
+        return torch.cat([ids[:, 1:], drawn.view(ids.shape)[:, -1:]], 1).flatten().long()
+
+    monkeypatch.setattr(cascade.CascadeDrafter, "__init__", init)
+    monkeypatch.setattr(cascade, "gumbel_sample", sample)
+
+
+class NoKernel:
+    def __getitem__(self, grid):
+        return lambda *args, **named: None
+
+
+@pytest.mark.parametrize("variant", SAMPLES)
+def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
+    """Continuations follow the dense policy, and the test detects a defect in either verification
+    and in the distribution of guesses that fill places.
+    """
+    V, T = 6, 4
+    model = tiny.checkpoint(
+        tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
+    )
+    phrase = np.random.default_rng(1).integers(0, V, 30)
+    prompt = np.tile(phrase, 5).tolist()
+    if variant == "guesses are drafted unjudged":
+        drafting_guesses(monkeypatch)
+    elif variant == "filled places keep the distribution of an earlier pass":
+        monkeypatch.setattr(cascade_kernels, "one_hot_kernel", NoKernel())
+    elif variant == "rejected drafts are kept":
+        cases.keep_rejected(monkeypatch)
+    layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
+    with cases.engine(tmp_path, lossless(T - 1, guess_tokens=2), **layout) as llm:
+        wanted = [
+            cases.parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None)
+            for i in range(SAMPLES[variant])
+        ]
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
+        counts = cases.counters(llm)
+    if variant != "guesses are drafted unjudged":  # which leaves no places to fill
+        assert 0 < counts["guessed"] < counts["drafted"]
+    assert 0 < counts["accepted"] < counts["drafted"]
+    code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
+    p_value = cases.likelihood(
+        np.bincount(code, minlength=V**T), cases.enumerated(model, prompt, T, 1.0)
+    )
+    print(variant, p_value, counts)  # shown if the test fails
+    assert p_value > 1e-3 if variant == "exact" else p_value < 1e-4
