@@ -148,4 +148,6 @@ TABLES = {
     "pretrained lossy": lossy,
     "pretrained tail": tail,
     "pretrained temperatures": temperatures,
+    "pretrained calibrated": calibrated,
+    "pretrained schedules": schedules,
 }
