@@ -1,16 +1,16 @@
-"""A Qwen3 in transformers with 8-bit keys, values or matrices, e4m3 or int8, rounded as in vLLM
+"""A Qwen3 or Llama in transformers with 8-bit keys, values or matrices, e4m3 or int8, rounded as in vLLM
 with Sparrow.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3 import modeling_qwen3
 
 from sparrow.attention.int8 import from_int8, to_int8
 from sparrow.attention.pages import FP8_MAX, to_fp8
@@ -37,7 +37,8 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
     """Replace, in a context, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T,
     K, D]`` by the results of two functions of the layer number and the tensor.
     """
-    layer_now, stock = [0], modeling_qwen3.apply_rotary_pos_emb
+    layer_now, modeling = [0], sys.modules[type(model).__module__]
+    stock = modeling.apply_rotary_pos_emb
 
     def rotary(q: Tensor, k: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         q, k = stock(q, k, *more, **named)
@@ -57,8 +58,8 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
                 return change_values(i, v.unflatten(-1, (-1, D))).flatten(-2)
 
             stack.callback(attention.v_proj.register_forward_hook(values).remove)
-        modeling_qwen3.apply_rotary_pos_emb = rotary
-        stack.callback(setattr, modeling_qwen3, "apply_rotary_pos_emb", stock)
+        stack.callback(setattr, modeling, "apply_rotary_pos_emb", stock)
+        modeling.apply_rotary_pos_emb = rotary
         yield
 
 

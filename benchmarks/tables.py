@@ -24,11 +24,12 @@ import tables_verl
 import tables_versions
 from common import ROOT, render
 
-sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text", "cascade")]
+sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text", "cascade", "pretrained")]
 import calibration
 import relative_tau
 import sampled_tail
 import tables_cascade as cascade
+import tables_pretrained as pretrained
 import tables_text as text
 import tables_text_training as text_training
 
@@ -46,6 +47,7 @@ MODULES = (
     text_training,
     fp8,
     cascade,
+    pretrained,
     tables_versions,
     tables_verl,
     tables_serving,
@@ -69,6 +71,7 @@ NAMES = (
     "selectors",
     "stability-text",
     "verl",
+    "pretrained",
     "audit",
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]

@@ -67,16 +67,22 @@ def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
     return model
 
 
-def learning_rate(step: int, share: float) -> float:
+def learning_rate(step: int, share: float, rate: float = LEARNING_RATE) -> float:
     """Return the learning rate after ``step`` steps and a ``share`` of the time: a warm-up by
-    steps, a constant rate, and finally a linear decay over time.
+    steps, a constant ``rate``, and finally a linear decay over time.
     """
     decay = 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - DECAY_FROM) / (1 - DECAY_FROM)))
-    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * decay
+    return rate * min(1.0, (step + 1) / WARMUP_STEPS) * decay
 
 
 def fit(
-    model: PreTrainedModel, tokens: Tensor, context: int, batch: int, seconds: float, compiled: bool
+    model: PreTrainedModel,
+    tokens: Tensor,
+    context: int,
+    batch: int,
+    seconds: float,
+    compiled: bool,
+    rate: float = LEARNING_RATE,
 ) -> list[float]:
     """Train on random windows for ``seconds`` after the first three steps (compilation); return the
     loss of each step.
@@ -91,7 +97,7 @@ def fit(
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups, LEARNING_RATE, (0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+        groups, rate, (0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
     )
     generator = torch.Generator().manual_seed(0)
     losses: list[Tensor] = []
@@ -106,7 +112,7 @@ def fit(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(len(losses), share)
+            group["lr"] = learning_rate(len(losses), share, rate)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

@@ -1,0 +1,153 @@
+"""Tables of the pretrained model in ``studies/pretrained``."""
+
+from __future__ import annotations
+
+from common import Row, interval, load, table
+
+
+def _where(b: Row) -> str:
+    return f"{b['start']:,} to {b['end']:,}"
+
+
+def _rows(mode: str) -> list[Row]:
+    return [row for row in load("pretrained_acceptance")["rows"] if row["mode"] == mode]
+
+
+def acceptance() -> str:
+    """Tabulate drafts at temperature 1 by domain, budget and length: mean, p5 and tokens per cycle."""
+    rows, bins = [], []
+    for row in _rows("lossless"):
+        if row["temperature"] == 1:
+            bins = [_where(b) for b in row["bins"]]
+            cells = [
+                f"{b['mean'][0]:.3f} / {b['p5'][0]:.2f} / {b['tokens_a_cycle']['8'][0]:.1f}"
+                for b in row["bins"]
+            ]
+            rows.append([row["domain"], f"{row['budget']:,}", *cells])
+    return table(["domain", "tokens read", *bins], rows)
+
+
+def lossy() -> str:
+    """Tabulate the lossy actor at temperature 1 by domain, budget and length: mean and p5."""
+    rows, bins = [], []
+    for row in _rows("lossy"):
+        if row["temperature"] == 1:
+            bins = [_where(b) for b in row["bins"]]
+            cells = [f"{b['mean'][0]:.3f} / {interval(b['p5'], 2)}" for b in row["bins"]]
+            rows.append([row["domain"], f"{row['budget']:,}", *cells])
+    return table(["domain", "tokens read", *bins], rows)
+
+
+def tail() -> str:
+    """Tabulate what the paper states of the tail, for the lossy actor."""
+    rows = []
+    for row in sorted(_rows("lossy"), key=lambda row: row["domain"]):
+        if fit := row.get("beta_tail"):
+            share = [1 - x for x in (fit["n"] / row["n"], *reversed(fit["fraction_interval"]))]
+            correlation = row["correlation"]
+            r = [
+                interval(correlation[of], 2) if of in correlation else "not measured"
+                for of in ("p5 of bins", "tokens")
+            ]
+            shape = f"Beta({fit['a']:.2f}, {fit['b']:.2f})"
+            distance = interval([fit["ks"], *fit["ks_interval"]], 3)
+            cells = [row["domain"], f"{row['temperature']:g}", f"{row['budget']:,}"]
+            cells += [interval(share, 0, "%"), shape, distance]
+            rows.append([*cells, *r])
+    head = [
+        "domain",
+        "temperature",
+        "tokens read",
+        "above 0.999",
+        "fit to all other tokens",
+        "KS distance",
+    ]
+    return table([*head, "r of p5 with length", "r of tokens with length"], rows)
+
+
+def temperatures() -> str:
+    """Tabulate chat mathematics by temperature and budget."""
+    chat = {
+        (row["temperature"], row["budget"]): row
+        for row in _rows("lossy")
+        if row["domain"] == "chat mathematics"
+    }
+    rows = []
+    for row in sorted(_rows("lossless"), key=lambda row: (row["temperature"], row["budget"])):
+        if row["domain"] == "chat mathematics":
+            other = chat[row["temperature"], row["budget"]]
+            cells = [f"{row['temperature']:g}", f"{row['budget']:,}"]
+            for each in (row, other):
+                cells += [interval(each["mean"], 3), interval(each["p5"], 2)]
+            rows.append([*cells, f"{row['tokens_a_cycle']['8'][0]:.2f}"])
+    head = ["temperature", "tokens read", "drafts: mean", "p5", "lossy actor: mean", "p5"]
+    return table([*head, "tokens per cycle, k = 8"], rows)
+
+
+def reading() -> str:
+    """Tabulate what drafts read, beside pages of 16 without dense layers at equal bytes."""
+    rows = []
+    for row in load("pretrained_reading")["rows"]:
+        what = {
+            "page size": f"pages of {row['page_size']}",
+            "quest": f"Quest, pages of {row['page_size']}",
+            "landmarks": f"landmarks in {row['landmarks']}",
+        }.get(row["study"], row["study"])
+        cells = [what, f"{row['budget']:,}", f"{row['tokens_read']:,.0f}"]
+        cells += [f"{row['mean'][0]:.3f}", interval(row["p5"], 3)]
+        cells.append(f"{row['tokens_a_cycle']['8'][0]:.2f}")
+        less = row.get("minus_even")
+        gains = [interval(less[name], 3) for name in ("mean", "p5")] if less else []
+        rows.append([*cells, *(gains or ["", ""])])
+    head = ["drafts read", "tokens read", "bytes, in KV tokens", "mean", "p5"]
+    return table(
+        [*head, "tokens per cycle, k = 8", "mean at equal bytes", "p5 at equal bytes"], rows
+    )
+
+
+def caches() -> str:
+    """Tabulate lossy actors with 8-bit caches."""
+    rows = []
+    for row in load("pretrained_reading")["caches"]:
+        read = f"{row['budget']:,}" if row["budget"] else "all"
+        cells = [read, row["cache"].replace("nothing", "as the policy's")]
+        change = interval(row["change"]["p5"], 3) if "change" in row else ""
+        rows.append([*cells, interval(row["mean"], 3), interval(row["p5"], 3), change])
+    return table(["tokens read", "cache", "mean", "p5", "change in p5"], rows)
+
+
+def calibrated() -> str:
+    """Tabulate the pages that calibration chose on each domain, by length."""
+    result = load("pretrained_schedules")
+    width = result["settings"]["bin_tokens"]
+    rows = [[found["on"], *found["pages"][:-1]] for found in result["calibrations"]]
+    ends = [f"up to {(i + 1) * width:,}" for i in range(len(rows[0]) - 1)]
+    return table(["calibrated on", *ends], rows)
+
+
+def schedules() -> str:
+    """Tabulate p5 of every schedule on held-out sequences of every domain."""
+    result = load("pretrained_schedules")
+    domains = list(dict.fromkeys(row["domain"] for row in result["rows"]))
+    by_schedule: dict[str, dict[str, Row]] = {}
+    for row in result["rows"]:
+        by_schedule.setdefault(row["on"], {})[row["domain"]] = row
+    rows = []
+    for on, found in by_schedule.items():
+        cells = [
+            f"{interval(found[d]['p5'], 3)}; {min(b[1] for b in found[d]['bins']):.3f}; "
+            f"{found[d]['below']}"
+            for d in domains
+        ]
+        rows.append([on, f"{found[domains[0]]['tokens_read']:,.0f}", *cells])
+    return table(["calibrated on", "tokens read", *domains], rows)
+
+
+TABLES = {
+    "pretrained acceptance": acceptance,
+    "pretrained lossy": lossy,
+    "pretrained tail": tail,
+    "pretrained temperatures": temperatures,
+    "pretrained calibrated": calibrated,
+    "pretrained schedules": schedules,
+}
