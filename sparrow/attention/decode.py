@@ -241,9 +241,10 @@ def check_shapes(batch: DecodeBatch) -> None:
         )
 
     if batch.tokens < 1 or len(q) != len(batch.length_B) * batch.tokens:
+        sequences = len(batch.length_B)
         raise ValueError(
-            f"{len(batch.length_B)} sequences with {batch.tokens} new tokens each need one query "
-            f"per new token, got {len(q)} queries"
+            f"expected one query per new token, which is {sequences * batch.tokens} for {sequences} "
+            f"sequences with {batch.tokens} new tokens each, got {len(q)}"
         )
 
     scales = batch.cache_scales
@@ -279,8 +280,8 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError for head budgets that do not match the keys ``[B, K, ...]``. There must be
-    one int32 per kv head, contiguous and on the device of the keys.
+    """Raise ValueError for head budgets that do not match the keys ``[B, K, ...]``. They must be a
+    contiguous int32 tensor with one value per kv head, on the same device as the keys.
     """
     x = head_budgets_K
     if x is None:

@@ -71,8 +71,8 @@ def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return how many more bytes of experts a pass over ``tokens`` tokens reads if it also computes
-    ``further`` tokens; 0 for a dense model.
+    """Return the extra bytes of expert weights that a pass over ``tokens`` tokens reads if it also
+    processes ``further`` more tokens; 0 for a dense model.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 

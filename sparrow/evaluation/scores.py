@@ -59,8 +59,8 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
     rewards = _rewards(rewards_Nk)
     if [len(a) for a in answers] != [rewards.shape[1]] * len(rewards):
         raise ValueError(
-            f"majority@k needs one answer per reward, but rewards have shape {rewards.shape}, and "
-            f"problems have {[len(a) for a in answers]} answers"
+            f"majority@k needs one answer per reward, but the rewards have shape {rewards.shape}, and "
+            f"the numbers of answers per problem are {[len(a) for a in answers]}"
         )
     won = []
     for reward, given in zip(rewards, answers, strict=True):

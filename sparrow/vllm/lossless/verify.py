@@ -60,8 +60,8 @@ def draw(
 
     Args:
         target_TV: the policy's logits, processed as for sampling.
-        input_T: the token before each row of logits. In each sequence, this is first the last
-            sampled token, and then the drafts.
+        input_T: the token before each row of logits. Each sequence starts with the token sampled
+            last, followed by its drafts.
         first_B1: index of the first row of each sequence, ``[B + 1]``.
         position_T: the position of each row.
         sequence_T: the sequence of each row, as an index among all sequences of the worker.

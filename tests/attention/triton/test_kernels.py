@@ -507,7 +507,7 @@ def test_too_many_new_tokens_are_refused():
     wide = make_case([64], [1], G=16, tokens=5)
     with pytest.raises(ValueError, match="a group of 16 may have up to 4; decode fewer tokens"):
         decode(ONE, wide.batch(), make_workspace(wide))
-    with pytest.raises(ValueError, match="each need one query per new token"):
+    with pytest.raises(ValueError, match="expected one query per new token"):
         decode(ONE, replace(case, tokens=3).batch(), make_workspace(case))
 
 

@@ -300,9 +300,9 @@ def _binary(name: str, reverse: bool) -> Callable[[Remote, Any], Any]:
     def apply(self: Remote, other: Any) -> Any:
         if self._exchange.strict and not isinstance(other, Remote):
             raise CannotCrossError(
-                "an object of the program's own class cannot be combined with the tests' "
-                f"{type(other).__name__} ({name}), because the class would then see the expected "
-                "value"
+                f"cannot apply {name} to an instance of a class from the program and a value of type "
+                f"{type(other).__name__} from the tests, because the class would then see the "
+                "expected value"
             )
         return self._do(name, *((other, self) if reverse else (self, other)))
 
