@@ -154,7 +154,7 @@ def test_one_sample_per_prompt_is_refused_if_samples_are_compared(advantage):
 
 def test_every_command_checks_its_settings():
     commands = [*get_args(entry.COMMANDS)]
-    assert len(commands) == 8 and all(issubclass(command, Settings) for command in commands)
+    assert len(commands) == 9 and all(issubclass(command, Settings) for command in commands)
     unchecked = {
         f.name for c in commands for f in fields(c) if f.type in ("int", "float", int, float)
     }

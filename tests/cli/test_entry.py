@@ -527,7 +527,7 @@ def test_the_recorded_reward_rises_within_the_number_of_demo_steps():
 
 def test_every_command_is_defined_in_a_module_of_the_same_name():
     names = {command.__name__: command.__module__ for command in get_args(COMMANDS)}
-    assert len(names) == 8 and names == {
+    assert len(names) == 9 and names == {
         name: f"sparrow.cli.commands.{name.lower()}" for name in names
     }
 

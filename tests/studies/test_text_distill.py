@@ -176,4 +176,4 @@ def test_the_table_has_one_line_per_row(study, folder, result, monkeypatch):
     assert lines[2].startswith("| no adapter |  | 0 |") and lines[4].startswith(
         f"| forward KL | 0.003 | {TRAIN} |"
     )
-    assert f"{TRAIN} responses" in study.tables_text.text_distill_setting()
+    assert f"{TRAIN} training responses" in study.tables_text.text_distill_setting()
