@@ -30,13 +30,13 @@ yields about as many drafts per pass where it pays (``studies/cascade/history.py
 
 
 def passes_of(draft_tokens: int) -> int:
-    """Return the number of sparse passes over guesses in a cycle of this many drafts."""
+    """Return how many sparse passes a cycle of ``drafts`` drafts has if passes read guesses."""
     return -(-draft_tokens // DRAFTS_PER_PASS)
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the numbers of drafts that a cycle may have. This is only ``draft_tokens`` or, if the
-    number adapts, 0, 1/3, 2/3 and all of ``draft_tokens``.
+    """List the numbers of drafts that a cycle may have: only ``draft_tokens``, or, if the number
+    adapts, 0, 1/3, 2/3 and all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -116,8 +116,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether a speculative_config is the one that lossless mode sets, in which the model is
-    its own draft model.
+    """Return whether a speculative_config was set by lossless mode, so that the model is its own
+    draft model.
     """
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
@@ -158,7 +158,7 @@ def check_supported(vllm_config: Any) -> None:
 
 
 def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
-    """Refuse an engine whose drafts cannot use an fp8 copy of the weights.
+    """Refuse an engine that cannot draft with an fp8 copy of the weights.
 
     Raises ConfigError: the engine does not support ``draft_weights`` "fp8".
     """
@@ -192,7 +192,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
 
 
 def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
-    """Refuse an engine whose drafts cannot use guesses.
+    """Refuse an engine that does not support guesses from history.
 
     Raises ConfigError: the engine does not support ``guess_tokens``.
     """
