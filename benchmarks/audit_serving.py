@@ -8,11 +8,10 @@ those of ``audit_drafters.py``: ``sparrow audit`` at a level of 1 % on the bundl
 bfloat16, with drafts that read few pages.
 
 - ``LoRA``: in every batch, a third of the requests has no adapter, a third has one random adapter,
-and a third has another. Every cycle has four drafts. Tokens are ranked by transformers with the
-adapter
-  merged.
+  and a third has another. Every cycle has four drafts. Tokens are ranked by transformers with the
+  adapter merged.
 - ``data parallel``: a server with one engine on each of two GPUs. The engines share the requests,
-and each engine chooses its own numbers of drafts.
+  and each engine chooses its own numbers of drafts.
 
 One engine samples all seeds of an arm. An arm and the dense decoding that it is compared with run
 at the same time, each in its own process.

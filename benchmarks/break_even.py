@@ -253,7 +253,7 @@ def time_points(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = start(shape, drafter, Path(folder), [batch for batch, _ in points])
-        for prefilled in (1, 8):  # compiles what is left to compile
+        for prefilled in (1, 8):  # compiles the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
 

@@ -264,7 +264,7 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         bench = start_synthetic(arguments.shape, arguments.child, folder, arguments.points)
-        for _ in range(2):  # compiles what is left to compile
+        for _ in range(2):  # compiles the remaining kernels
             bench.start([256] * 8, [4] * 8, None)
             bench.finish()
         keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)

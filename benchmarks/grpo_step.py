@@ -76,8 +76,8 @@ class Coin:
 
 
 class Given:
-    """A stand-in for an engine: random tokens, as many as ``lengths`` specifies for each response
-    of each call.
+    """A stand-in for an engine. It returns random tokens, as many as ``lengths`` specifies for each
+    response of each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -247,7 +247,7 @@ def main() -> None:
     short = [max(1, n // 16) for n in dealt]
     calls = iter(
         [short, short, *[dealt] * arguments.steps]
-    )  # the first to measure the ceiling of p5
+    )  # the first is used to measure the ceiling of p5
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     read = scaled(DRAFT_SCHEDULE, scale) if arguments.variant == "lossless" else schedule
     with tempfile.TemporaryDirectory() as folder:
