@@ -580,9 +580,7 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
             ]
             began = time.monotonic()
             for mode, process in zip(group, processes, strict=True):
-                with contextlib.suppress(
-                    subprocess.TimeoutExpired
-                ):  # the work may be done all the same
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the work may be done by then
                     process.wait(max(0, began + LIMIT_S - time.monotonic()))
                 print(f"{mode}: ended after {time.monotonic() - began:.0f} s", flush=True)
     results = {}

@@ -219,7 +219,7 @@ def part(
 
     Args:
         allowed: exit statuses that do not count as failures; an audit that finds a bias ends with
-        1.
+            1.
     """
     log = out.with_name(f"{out.stem}_{name.replace(' ', '_')}.log")
     with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,7 @@ def run_study(
     calibrate: Callable[..., dict[str, list[int]]],
     is_calibrated: Callable[[str], bool],
 ) -> None:
-    """Calibrate if need be, then keep every slot of every GPU busy until all runs are done or the
+    """Calibrate if necessary. Then keep every slot of every GPU busy until all runs are done or the
     time is over.
 
     Args: options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
@@ -105,7 +105,7 @@ def side_by_side(
         gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count
     ]
     running: list[tuple[Any, int, float]] = []
-    # seconds of the longest run so far; a run that would not get far enough to count is not begun
+    # seconds of the longest run so far; runs that would not get far enough to count are not started
     took = 0.0
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
         for process, gpu, began in [r for r in running if not r[0].is_alive()]:
@@ -151,12 +151,12 @@ def plain_options(options: Any) -> dict[str, Any]:
 
 
 def mean_reward(engine: Any, tokenizer: Any, problems: Sequence[Any], sampling: Any) -> float:
-    """Return the mean reward of responses of ``engine`` to some problems; its counters are zero
-    afterwards.
+    """Return the mean reward of ``engine``'s responses to some problems. The engine's counters are
+    zero afterwards.
     """
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     rollouts = engine.generate(prompts, sampling)
-    engine.counters()  # these tokens do not belong to training
+    engine.counters()  # resets the counters, because these tokens do not belong to training
     texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
     return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
@@ -175,8 +175,8 @@ def calibrated(
     targets: Sequence[float],
     budgets: Sequence[int],
 ) -> dict[str, list[int]]:
-    """Return the cheapest tables that meet each target of p5, by name (``p86``), all from one set
-    of dense trajectories.
+    """Return the cheapest table that meets each target of p5, by name (such as ``p86``). All tables
+    come from one set of dense trajectories.
 
     Longer responses than those measured, which only fail, read as much as in the last bin.
 

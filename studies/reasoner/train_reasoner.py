@@ -1,10 +1,10 @@
 """Train the small reasoner that Sparrow's demo and tests use, from scratch, in minutes on one GPU.
 
 A Qwen3-architecture model of under a million parameters learns to trace short programs
-(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. Sampled at
-temperature 1 it makes such slips too, which leaves reinforcement learning something to improve;
-greedily decoded it makes none. What it writes depends on values it wrote far back, so attention
-that reads too few pages breaks it.
+(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. If it is
+sampled at temperature 1, it makes such slips too, which leaves reinforcement learning something to
+improve. With greedy decoding, it makes none. Its output depends on values that it wrote long
+before, so it fails if attention reads too few pages.
 
     python studies/reasoner/train_reasoner.py --out runs/reasoner
 

@@ -136,8 +136,8 @@ class Calibration:
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Return tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of
-    16 tokens.
+    """Return tokens by layer, ``budget`` on average. Each layer gets 64 tokens, and the rest is
+    divided by shares in steps of 16 tokens.
     """
     exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
     whole = np.floor(exact + 1e-9).astype(np.int64)
@@ -147,7 +147,7 @@ def by_shares(shares: Sequence[int], budget: int) -> Ints:
 
 
 def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
-    """Process one text at a time. ``start`` has the first positions of cycles."""
+    """Process one text at a time. ``start`` contains the first positions of cycles."""
     layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
     missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
     for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):

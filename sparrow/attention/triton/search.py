@@ -112,7 +112,7 @@ def tune(
         bytes_per_second: the GPU's read bandwidth.
         time: returns the microseconds per launch of the given launches.
         note: is called with one line for each number of sequences, and one for each variant that is
-        left out.
+            left out.
         pool_bytes: size of the keys and values in memory.
 
     Raises ConfigError: the shape is not supported, or the shipped configuration does not run on
