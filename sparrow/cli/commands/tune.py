@@ -91,7 +91,7 @@ class Tune(Command):
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 "the GPU has too little free memory for a cache of 2 GiB and these batches; stop "
-                "what else uses it, or tune smaller batches"
+                "other programs that use the GPU, or tune smaller batches"
             ) from error
         print_tuned(choices, choices.save())
         self._say_where_used(target, device)

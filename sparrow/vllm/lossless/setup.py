@@ -210,43 +210,44 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
     cases = (
         (
             decoding.adapt_draft_tokens,
-            "the number of drafts cannot adapt, because its choice assumes that every draft is as "
-            "likely to be accepted; set adapt_draft_tokens to false",
+            "the number of drafts cannot adapt, because the choice of a number assumes that all "
+            "drafts are equally likely to be accepted; set adapt_draft_tokens to false",
         ),
         (
             decoding.drafter_invariant,
-            "drafter_invariant has not been tested with guesses; leave out one of the two",
+            "drafter_invariant has not been tested with guesses; use only one of these options",
         ),
         (
             decoding.draft_weights != "auto",
-            f"draft_weights {decoding.draft_weights!r} has not been tested with guesses; leave out "
-            "one of the two",
+            f"draft_weights {decoding.draft_weights!r} has not been tested with guesses; use only one "
+            "of these options",
         ),
         (
             decoding.meter_schedule is not None,
-            "meter_schedule has not been tested with guesses; leave out one of the two",
+            "meter_schedule has not been tested with guesses; use only one of these options",
         ),
         (
             method not in ("standard", "synthetic"),
-            f"rejection_sample_method {method!r} has not been tested with guesses; leave out one of "
-            "the two",
+            f"rejection_sample_method {method!r} has not been tested with guesses; use only one of "
+            "these options",
         ),
         (
             vllm_config.lora_config is not None,
-            "LoRA adapters have not been tested with guesses; leave out one of the two",
+            "LoRA adapters have not been tested with guesses; leave out guess_tokens or enable_lora",
         ),
         (
             parallel.tensor_parallel_size > 1,
-            "tensor parallelism has not been tested with guesses; leave out one of the two",
+            "tensor parallelism has not been tested with guesses; leave out guess_tokens or "
+            "tensor_parallel_size",
         ),
         (
             vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"kv_cache_dtype {vllm_config.cache_config.cache_dtype!r} has not been tested with "
-            "guesses; leave out one of the two",
+            "guesses; use only one of these options",
         ),
         (
             tokens > page_size,
-            f"a pass reads at most {page_size} tokens of a sequence, a page; set guess_tokens to "
+            f"a pass reads at most one page of a sequence ({page_size} tokens); set guess_tokens to "
             f"{page_size - 1} or less",
         ),
         (
