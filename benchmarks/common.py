@@ -52,8 +52,9 @@ Column = str | Callable[[Row], Any]
 def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
     """Return a command line whose help is the docstring of its script.
 
-    Args: out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if
-        it is not given.
+    Args:
+        out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if it
+            is not given.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter

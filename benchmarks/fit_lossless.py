@@ -48,10 +48,10 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
     """Fit the constants by least squares of the relative errors of ``cycle_seconds``. No constant
     is below zero.
 
-    Args: cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
-        ``length``,
-            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and
-            ``draft_weights`` where these are not ``auto``.
+    Args:
+        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
+            ``length``, ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype``
+            and ``draft_weights`` where these are not ``auto``.
         machine: the machine that they ran on, whose dense steps have the overheads of an H200.
     """
     rows, left = [], []

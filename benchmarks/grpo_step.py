@@ -3,9 +3,10 @@ several.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
-    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 --out
-    .../grpo_steps_lossless.json accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2]
-    benchmarks/grpo_step.py --variant sparse --out ...
+    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 \\
+        --out .../grpo_steps_lossless.json
+    accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2] \\
+        benchmarks/grpo_step.py --variant sparse --out ...
 
 Sparrow's own trainer runs unchanged: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient

@@ -1,9 +1,10 @@
 """Lossless decoding in vLLM on one GPU: tokens per second compared with stock vLLM, at a given
 acceptance of drafts.
 
-    python benchmarks/lossless.py --shape qwen3-1.7b --variant stock --out
-    results/lossless_qwen3-1.7b_stock.json python benchmarks/lossless.py --shape qwen3-1.7b
-    --variant lossless --out results/lossless_qwen3-1.7b.json
+    python benchmarks/lossless.py --shape qwen3-1.7b --variant stock \\
+        --out results/lossless_qwen3-1.7b_stock.json
+    python benchmarks/lossless.py --shape qwen3-1.7b --variant lossless \\
+        --out results/lossless_qwen3-1.7b.json
 
 Models are random, and states are reached without prefill, as in ``benchmarks/rollout.py``. The
 acceptance of a random model's drafts means nothing, so vLLM is told to accept each draft with a

@@ -1,8 +1,7 @@
 """Lossless mode in vLLM on a GPU: samples follow the dense model.
 
-    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
-    [--draft-weights fp8]
-        [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
+    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
+        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 

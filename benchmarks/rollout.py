@@ -1,9 +1,10 @@
 """Rollouts in vLLM on one GPU: decode steps, and a whole trace of long responses, stock dense
 against Sparrow.
 
-    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock --out
-    results/rollout_qwen3-1.7b_stock.json python benchmarks/rollout.py --shape qwen3-1.7b --variant
-    sparse --out results/rollout_qwen3-1.7b_sparse.json
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock \\
+        --out results/rollout_qwen3-1.7b_stock.json
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant sparse \\
+        --out results/rollout_qwen3-1.7b_sparse.json
 
 ``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random:
 nothing is downloaded.

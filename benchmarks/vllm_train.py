@@ -1,8 +1,8 @@
 """GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, unbounded, distilled, lossless
 and dense.
 
-    python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json python
-    benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
+    python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json
+    python benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
         --out benchmarks/results/vllm_train_lossless.json
 
 Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse run must learn while p5

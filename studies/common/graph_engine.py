@@ -60,12 +60,16 @@ class GraphEngine(HFEngine):
     """``HFEngine`` for a Qwen3 whose decode loop is one CUDA graph; on a CPU the same step runs as
     it is.
 
-    Args: model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
-        of ``schedule``. batch_size: sequences of every decode; smaller batches are filled up.
-        max_length: cached tokens per sequence, prompt included. evict: evict tokens instead of
-        selecting pages. noise: the share of positions that are mixed with the uniform distribution,
-        and its weight there. top_n: the longest lists of most likely tokens that ``generate`` can
-        give. token_budget: padded tokens that are scored together.
+    Args:
+        model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
+            of ``schedule``.
+        batch_size: sequences of every decode; smaller batches are filled up.
+        max_length: cached tokens per sequence, prompt included.
+        evict: evict tokens instead of selecting pages.
+        noise: the share of positions that are mixed with the uniform distribution, and its weight
+            there.
+        top_n: the longest lists of most likely tokens that ``generate`` can give.
+        token_budget: padded tokens that are scored together.
     """
 
     def __init__(

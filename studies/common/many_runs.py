@@ -40,10 +40,13 @@ def run_study(
     """Calibrate if necessary. Then keep every slot of every GPU busy until all runs are done or the
     time is over.
 
-    Args: options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
-        studies. train: a run, given the options, its arm and seed, the device, the deadline and the
-        path of its log. calibrate: the tables of ``OUT/schedules.json``, given the options and the
-        device. is_calibrated: whether an arm follows one of these.
+    Args:
+        options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
+            studies.
+        train: a run, given the options, its arm and seed, the device, the deadline and the path of
+            its log.
+        calibrate: the tables of ``OUT/schedules.json``, given the options and the device.
+        is_calibrated: whether an arm follows one of these.
     """
     deadline = time.time() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
@@ -82,11 +85,14 @@ def side_by_side(
 ) -> None:
     """Keep every slot of every GPU busy until all runs are done or the time is over.
 
-    Args: names: the runs, in order. slots: runs at a time on each GPU, or on the CPU if there is
-        none. deadline: when the time is over, as ``time.time()``; no run begins that would not get
-        far enough by then. run: called in a process of its own with the run's name, its GPU and the
-        deadline; picklable, as ``first``. first: called once before any run, in a process of its
-        own too.
+    Args:
+        names: the runs, in order.
+        slots: runs at a time on each GPU, or on the CPU if there is none.
+        deadline: when the time is over, as ``time.time()``; no run begins that would not get far
+            enough by then.
+        run: called in a process of its own with the run's name, its GPU and the deadline;
+            picklable, as ``first``.
+        first: called once before any run, in a process of its own too.
 
     Raises RuntimeError: ``first`` failed.
     """
@@ -224,11 +230,14 @@ def train_logged(
 ) -> None:
     """Train, and write the log: ``start``, then the steps.
 
-    Args: held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
-        the end. deadline: no step begins after it, as ``time.time()``. trainer: config, model,
-        tokenizer, task, engine and schedule, as ``Trainer`` takes them, like the next two. after:
-        called with the trainer when a step is done and written. judge_cut_off: whether the held-out
-        score is measured, too, where the deadline ends the run.
+    Args:
+        held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
+            the end.
+        deadline: no step begins after it, as ``time.time()``.
+        trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them,
+            like the next two.
+        after: called with the trainer when a step is done and written.
+        judge_cut_off: whether the held-out score is measured, too, where the deadline ends the run.
 
     Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is
     evaluated first.

@@ -131,10 +131,13 @@ SELECTORS: dict[str, tuple[Callable[[Scored], Tensor], float]] = {
 class Variant:
     """One way to spend a number of bytes.
 
-    Attributes: tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the
-        layers. dense: layers that read everything; the others pay for it if ``dense_counts``, else
-        it is not counted. weights: relative share of the bytes that each sparse layer gets. every:
-        steps between two selections. leaders: layer -> the layer whose scores it uses.
+    Attributes:
+        tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the layers.
+        dense: layers that read everything; the others pay for it if ``dense_counts``, else it is
+            not counted.
+        weights: relative share of the bytes that each sparse layer gets.
+        every: steps between two selections.
+        leaders: layer -> the layer whose scores it uses.
     """
 
     label: str

@@ -47,16 +47,22 @@ IGNORED = 255  # fits uint8, above every token id
 class Config:
     """Settings of one training run; the defaults made the bundled checkpoint.
 
-    Attributes: out: folder for the checkpoint and the report. shortest, longest: program lengths to
-        train on, in lines. examples: programs per length; sampled with replacement. slip: chance of
-        a miscalculated line in the demonstrations. steps: optimizer steps. batch_tokens: padded
-        tokens per step. learning_rate: peak, after ``warmup`` steps, falling linearly to zero over
-        the last third. hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three
-        times as wide as ``hidden``. rope_theta: base of the rotary embedding; a large one leaves
-        dimensions that match content at any distance. test_lines: program lengths to evaluate.
-        test_programs: programs per length. budget_lines: program length for the evaluation of
-        sparse budgets, which takes longer than the training;
-            None leaves it out.
+    Attributes:
+        out: folder for the checkpoint and the report.
+        shortest, longest: program lengths to train on, in lines.
+        examples: programs per length; sampled with replacement.
+        slip: chance of a miscalculated line in the demonstrations.
+        steps: optimizer steps.
+        batch_tokens: padded tokens per step.
+        learning_rate: peak, after ``warmup`` steps, falling linearly to zero over the last third.
+        hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three times as wide as
+            ``hidden``.
+        rope_theta: base of the rotary embedding; a large one leaves dimensions that match content
+            at any distance.
+        test_lines: program lengths to evaluate.
+        test_programs: programs per length.
+        budget_lines: program length for the evaluation of sparse budgets, which takes longer than
+            the training; None leaves it out.
         seed: of initialisation and of the order of examples.
     """
 

@@ -58,9 +58,12 @@ def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser
 class Study:
     """A checkpoint, its held-out texts, and the cycles in them whose drafts are measured.
 
-    Attributes: card: what ``train.py`` says of the model. context: tokens of each text, ``[S, T]``
-        in ``ids``. start: the cycles' first positions ``[S, R]``; ``position`` has those of their
-        drafts, ``[S, R, W]``. edges: of the bins by length.
+    Attributes:
+        card: what ``train.py`` says of the model.
+        context: tokens of each text, ``[S, T]`` in ``ids``.
+        start: the cycles' first positions ``[S, R]``; ``position`` has those of their drafts, ``[S,
+            R, W]``.
+        edges: of the bins by length.
     """
 
     def __init__(

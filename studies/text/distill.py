@@ -1,7 +1,7 @@
 """DistillSparse on natural text: how an adapter affects responses that it was not trained on.
 
-    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz --out
-    benchmarks/results/text_distill.json
+    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz \\
+        --out benchmarks/results/text_distill.json
 
 The policy is fixed. It writes responses once, densely, at temperature 1, to prompts of ``task.py``:
 some to train on, and held-out ones, whose prompts are of packages that the model has never seen.
@@ -79,9 +79,12 @@ per token ``[M]``.
 class Study:
     """The policy, the responses that it wrote, and what actors are measured on.
 
-    Attributes: policy: in float32; it never changes. train: token ids ``[N, T]`` of the training
-        responses, prompts included; ``held_out`` the others'. prompt: P. schedule: what actors
-        read.
+    Attributes:
+        policy: in float32; it never changes.
+        train: token ids ``[N, T]`` of the training responses, prompts included; ``held_out`` the
+            others'.
+        prompt: P.
+        schedule: what actors read.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:

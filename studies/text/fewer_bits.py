@@ -1,10 +1,10 @@
 """Acceptance lost to 8-bit keys and values, fp8 matrices and sparse attention, each alone and
 together.
 
-    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json python
-    studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16 \\
-      --texts 32 --cycles 24 --budgets 512 1024 --rounded nothing both "int8 cache" "int8 cache,
-      matrices"
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json \\
+        --bfloat16 --texts 32 --cycles 24 --budgets 512 1024 \\
+        --rounded nothing both "int8 cache" "int8 cache, matrices"
 
 The policy is dense and in float32. Actors differ from the policy in what they round
 (``benchmarks/rounding.py``, products in float32) and in what they read. After the prompt, each

@@ -51,10 +51,12 @@ class Masses(drafts.Cycles):
     """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by
     the mean query.
 
-    Attributes: at: tokens that the selections read which followers would take over. missed: by
-        layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave out.
+    Attributes:
+        at: tokens that the selections read which followers would take over.
+        missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave
+            out.
         caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head
-        of the layer before.
+            of the layer before.
     """
 
     at: int = field(kw_only=True)
@@ -101,9 +103,11 @@ class Masses(drafts.Cycles):
 class Calibration:
     """What calibration texts say, averaged over drafts.
 
-    Attributes: missed_LKU: attention mass that a head leaves unread. lost_L: acceptance lost where
-        one layer alone reads ``at`` tokens and all others everything. heads_LK: for each head, the
-        head of the layer before whose pages at ``at`` tokens hold most of its mass.
+    Attributes:
+        missed_LKU: attention mass that a head leaves unread.
+        lost_L: acceptance lost where one layer alone reads ``at`` tokens and all others everything.
+        heads_LK: for each head, the head of the layer before whose pages at ``at`` tokens hold most
+            of its mass.
     """
 
     missed_LKU: Floats

@@ -7,9 +7,9 @@ keys are repeated, and the values and the output projection are scaled to compen
 a token takes 262 KB of cache, and a step spends as much on attention as large models do at long
 context. The task is that of ``control.py``, with responses four times as long.
 
-    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0
-    \\
-        --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110    # calibrates what the lossy arm reads
+    # calibrates what the lossy arm reads
+    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 \\
+        --seconds 0 --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110
     python studies/text/wall_clock.py runs/text dense --out runs/wall
     python studies/text/wall_clock.py runs/text lossless --out runs/wall
     python studies/text/wall_clock.py runs/text p86 --out runs/wall
