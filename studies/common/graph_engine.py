@@ -63,13 +63,13 @@ class GraphEngine(HFEngine):
     Args:
         model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
             of ``schedule``.
-        batch_size: sequences of every decode; smaller batches are filled up.
-        max_length: cached tokens per sequence, prompt included.
+        batch_size: number of sequences in every decode step; smaller batches are padded.
+        max_length: maximum number of cached tokens per sequence, including the prompt.
         evict: evict tokens instead of selecting pages.
         noise: the share of positions that are mixed with the uniform distribution, and its weight
             there.
-        top_n: the longest lists of most likely tokens that ``generate`` can give.
-        token_budget: padded tokens that are scored together.
+        top_n: maximum length of the lists of most likely tokens that ``generate`` returns.
+        token_budget: number of padded tokens that are scored together.
     """
 
     def __init__(

@@ -43,10 +43,11 @@ def run_study(
     Args:
         options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
             studies.
-        train: a run, given the options, its arm and seed, the device, the deadline and the path of
-            its log.
-        calibrate: the tables of ``OUT/schedules.json``, given the options and the device.
-        is_calibrated: whether an arm follows one of these.
+        train: does a run; called with the options, the run's arm and seed, the device, the deadline
+            and the path of its log.
+        calibrate: makes the tables of ``OUT/schedules.json``; called with the options and the
+            device.
+        is_calibrated: returns whether an arm follows one of these tables.
     """
     deadline = time.time() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
@@ -88,11 +89,11 @@ def side_by_side(
     Args:
         names: the runs, in order.
         slots: runs at a time on each GPU, or on the CPU if there is none.
-        deadline: when the time is over, as ``time.time()``; no run begins that would not get far
-            enough by then.
-        run: called in a process of its own with the run's name, its GPU and the deadline;
-            picklable, as ``first``.
-        first: called once before any run, in a process of its own too.
+        deadline: the end in the seconds of ``time.time``; a run begins only if it is expected to
+            get far enough by then.
+        run: called in a separate process with the run's name, its GPU and the deadline; must be
+            picklable.
+        first: called once before any run, also in a separate process; must be picklable.
 
     Raises RuntimeError: ``first`` failed.
     """
@@ -233,11 +234,11 @@ def train_logged(
     Args:
         held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
             the end.
-        deadline: no step begins after it, as ``time.time()``.
+        deadline: no step begins after this time, in the seconds of ``time.time``.
         trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them,
             like the next two.
-        after: called with the trainer when a step is done and written.
-        judge_cut_off: whether the held-out score is measured, too, where the deadline ends the run.
+        after: called with the trainer when a step is done and its log is written.
+        judge_cut_off: whether the held-out score is also measured if the deadline ends the run.
 
     Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is
     evaluated first.

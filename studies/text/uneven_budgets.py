@@ -52,7 +52,7 @@ class Masses(drafts.Cycles):
     the mean query.
 
     Attributes:
-        at: tokens that the selections read which followers would take over.
+        at: number of tokens in the selections that followers would take over.
         missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave
             out.
         caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head
@@ -105,8 +105,9 @@ class Calibration:
 
     Attributes:
         missed_LKU: attention mass that a head leaves unread.
-        lost_L: acceptance lost where one layer alone reads ``at`` tokens and all others everything.
-        heads_LK: for each head, the head of the layer before whose pages at ``at`` tokens hold most
+        lost_L: acceptance lost if only this layer reads ``at`` tokens and all other layers read
+        everything. heads_LK: for each head, the head of the layer before whose pages at ``at``
+        tokens hold most
             of its mass.
     """
 
