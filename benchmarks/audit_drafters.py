@@ -2,11 +2,11 @@
 
     python benchmarks/audit_drafters.py    # writes benchmarks/results/audit_drafters.json
 
-The test is that of ``sparrow audit`` at a level of 1 %, on the bundled reasoner in bfloat16. Drafts
-of lossless mode read few pages. The EAGLE-3 head has random weights: most of its drafts are
-rejected, and some are not. One engine samples all seeds of an arm. The two drafters and their
-engines' dense decoding run at the same time, each in its own process, which ranks its tokens
-with transformers once its engine is gone. Drafters that are already in the file stay there.
+The test is that of ``sparrow audit`` at a level of 1 %, on the bundled reasoner in bfloat16. In
+lossless mode, drafts read few pages. The EAGLE-3 head has random weights, so most of its drafts are
+rejected, but not all. One engine samples all seeds of an arm. The two drafters and the dense
+decoding of their engines run at the same time, each in its own process. Once its engine has ended,
+a process ranks its tokens with transformers. Results of other drafters in the file are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
 
 
 def head(folder: Path) -> dict[str, Any]:
-    """Write an EAGLE-3 head with random weights for the reasoner; what vLLM is asked for."""
+    """Write an EAGLE-3 head with random weights for the reasoner. Return vLLM's options for it."""
     import torch
     from safetensors.torch import save_file
 
@@ -78,10 +78,10 @@ def head(folder: Path) -> dict[str, Any]:
 
 
 def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampled:
-    """Sample an arm with every seed, in this process, and rank its tokens densely.
+    """Sample an arm with every seed in this process, and rank its tokens with the dense model.
 
     Args:
-        options: of vLLM, as ``sparrow audit --engine`` takes them.
+        options: vLLM's options, as ``sparrow audit --engine`` takes them.
     """
     separate(folder, arm)
 
@@ -120,7 +120,9 @@ def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampl
 
 
 def drafts_of(engine: Any, arm: str) -> dict[str, int]:
-    """The drafts of an arm's engine since its start, and how many of them were accepted."""
+    """Return how many tokens an arm's engine has drafted since its start, and how many were
+    accepted.
+    """
     if arm == "lossless":
         counters = engine.counters()
         return {"drafted": counters.drafted, "accepted": counters.accepted}

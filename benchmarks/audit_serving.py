@@ -3,15 +3,15 @@
     python benchmarks/audit_serving.py --arms LoRA             # one GPU
     python benchmarks/audit_serving.py --arms "data parallel"  # two GPUs
 
-This adds to benchmarks/results/audit_serving.json. The test, its model and its drafts are those of
-``audit_drafters.py``: ``sparrow audit`` at a level of 1 % on the bundled reasoner in bfloat16, with
-drafts that read few pages.
+Results are added to benchmarks/results/audit_serving.json. The test, its model and its drafts are
+those of ``audit_drafters.py``: ``sparrow audit`` at a level of 1 % on the bundled reasoner in
+bfloat16, with drafts that read few pages.
 
-- ``LoRA``: a third of the requests of every batch has no adapter, and a third has each of two
-  random ones. Every cycle has four drafts. Tokens are ranked by transformers with the adapter
-  merged.
-- ``data parallel``: a server with one engine on each of two GPUs, which share the requests; each
-  engine chooses its own numbers of drafts.
+- ``LoRA``: in every batch, a third of the requests has no adapter, a third has one random adapter,
+  and a third has another. Every cycle has four drafts. Tokens are ranked by transformers with the
+  adapter merged.
+- ``data parallel``: a server with one engine on each of two GPUs. The engines share the requests,
+  and each engine chooses its own numbers of drafts.
 
 One engine samples all seeds of an arm. An arm and the dense decoding that it is compared with run
 at the same time, each in its own process.
@@ -60,7 +60,7 @@ def serving(options: str, precision: str, log: Path) -> Iterator[str]:
     """Yield the address of a server in lossless mode with data parallelism.
 
     Args:
-        options: of vLLM, as ``sparrow audit --engine`` takes them.
+        options: vLLM's options, as ``sparrow audit --engine`` takes them.
     """
     port = free_port()
     flags = []
@@ -96,7 +96,9 @@ def serving(options: str, precision: str, log: Path) -> Iterator[str]:
 
 
 def counted(address: str) -> dict[str, int]:
-    """Return the server's drafts, and the tokens that each rank generated, from its metrics."""
+    """Read the server's metrics: return the counts of drafts, and the number of tokens that each
+    rank generated.
+    """
     metrics = urlopen(f"{address}/metrics").read().decode()
 
     def values(name: str) -> dict[str, int]:
@@ -119,7 +121,7 @@ def generate(
     whose: Sequence[int],
     folder: str,
 ) -> list[Rollout]:
-    """Sample with the adapter of each prompt; 0 is none."""
+    """Sample each prompt with its adapter; 0 means no adapter."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -149,7 +151,7 @@ def generate(
 
 
 def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, count: int) -> Sampled:
-    """Sample an arm with every seed, in this process, and rank its tokens densely."""
+    """Sample an arm with every seed in this process, and rank its tokens with the dense model."""
     separate(folder, arm)
 
     from sparrow.audit.run import tokens_of

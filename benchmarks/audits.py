@@ -1,7 +1,7 @@
 """Audit several arms of an engine, each with many seeds against its dense decoding.
 
-An arm is a way to decode. One engine samples all seeds of an arm, in its own process, which also
-ranks the tokens with transformers once the engine is gone. Every seed is tested as by
+An arm is a way to decode. One engine samples all seeds of an arm in its own process. Once the
+engine has ended, the same process ranks the tokens with transformers. Every seed is tested as in
 ``sparrow audit``, on the bundled reasoner.
 """
 
@@ -36,14 +36,15 @@ class Sampled:
     """The samples of an arm."""
 
     seeds: list[Tokens]
-    drafts: dict[str, int]  # how many there were, and how many were accepted; empty without any
+    drafts: dict[str, int]  # numbers of drafted and of accepted tokens; empty if nothing is drafted
 
 
 def command_line(about: str, name: str, kind: str, arms: Arms) -> argparse.ArgumentParser:
-    """Return the command line of a script whose ``kind`` of arms, such as drafters, is chosen.
+    """Return the command line of a script, with an option ``kind`` (such as drafters) that chooses
+    arms.
 
     Args:
-        name: of the JSON file.
+        name: name of the JSON file.
     """
     options = parser(about, name)
     options.add_argument(f"--{kind}", nargs="+", choices=arms, default=tuple(arms))
@@ -54,8 +55,8 @@ def command_line(about: str, name: str, kind: str, arms: Arms) -> argparse.Argum
 
 
 def separate(folder: str, arm: str) -> None:
-    """Keep this process from writing the files, or taking the port, of an engine that starts at the
-    same time.
+    """Give this process its own files and port, so that it does not conflict with an engine that
+    starts at the same time.
     """
     os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm.replace(' ', '-')}/cache"
     os.environ.pop("VLLM_PORT", None)
@@ -77,8 +78,8 @@ def loaded(spec: str, precision: Any, count: int) -> tuple[Any, Any, list[list[i
 
 
 def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> list[Sampling]:
-    """Return how to sample each seed of an arm, or of the dense decoding of one. No two arms share
-    a seed, so that their tokens are independent.
+    """Return how to sample each seed of an arm, or of its dense decoding. No two arms share a seed,
+    so their tokens are independent.
     """
     from sparrow.rollout import Sampling
 
@@ -110,7 +111,9 @@ def audited(
 
 
 def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
-    """Return the verdict on a seed, its smallest p-value, and what it would have seen."""
+    """Return the verdict on a seed, its smallest p-value, and the bias that the test would have
+    detected.
+    """
     from sparrow.audit.statistics import audit
 
     verdict = audit(tested, dense, LEVEL, seed=seed)

@@ -1,25 +1,26 @@
-"""What a cycle of each drafter costs: its time over that of a dense step of stock vLLM.
+"""The cost of a cycle of each drafter: the time of the cycle divided by the time of a dense step of
+stock vLLM.
 
     python benchmarks/break_even.py --shape qwen3-1.7b    # writes results/break_even_qwen3-1.7b.json
     python benchmarks/break_even.py --shape qwen3-8b --drafters sparse dspark --points 32x4096 8x15000
 
 This ratio is the number of tokens per cycle at which a drafter breaks even. The drafters are those
 of stock vLLM (n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing
-is downloaded: models and drafters have published shapes and random weights, and vLLM rejects
-every draft (its synthetic rejection sampler with acceptance rates of zero). A cycle then yields one
-token, and its time is that of drafting and verifying.
+is downloaded: models and drafters have published shapes and random weights. vLLM's synthetic
+rejection sampler rejects every draft (its acceptance rates are zero). A cycle therefore yields one
+token, and its time is the time of drafting and verifying.
 
-Each drafter's engine runs in its own process, which times all points. A point is a number of
-sequences, and the tokens in the cache of each; points that the cache has no room for are left out.
-States are reached without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the
+Each drafter's engine runs in its own process, which times all points. A point consists of a number
+of sequences and the number of cached tokens of each. Points that do not fit into the cache are left
+out. States are reached without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the
 process of the next one imports vLLM and waits.
 
 A run starts with dense decoding, and ratios are formed within a run. ``--deadline`` ends a run
-early. The JSON file is written after each engine, and a later run with the same file adds the
-drafters that no run before has finished, together with its own dense decoding.
+early. The JSON file is written after each engine. A later run with the same file adds the drafters
+that no earlier run has finished, and measures dense decoding again.
 
-vLLM runs a drafter with its V1 model runner where the V2 runner, its default, cannot; ``runner``
-says which one ran. ``none_v1`` is dense decoding by the V1 runner.
+By default, vLLM uses its V2 model runner. It runs drafters that this runner does not support with
+the V1 runner. ``runner`` says which one was used. ``none_v1`` is dense decoding by the V1 runner.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ POINTS = (
     (64, 30_000),
 )
 """Sequences, and tokens in the cache of each; the first points matter most."""
-SPARE = 256  # tokens of the cache that a sequence may need besides
+SPARE = 256  # additional cached tokens that a sequence may need
 STEPS = 24
 SECONDS = 0.25
 """A point is timed for at least ``STEPS`` cycles and ``SECONDS``."""
@@ -79,13 +80,13 @@ LIKE_THE_MODEL = (
 
 
 def like(shape: str, **further: Any) -> dict[str, Any]:
-    """The configuration of a drafter with dense layers as wide as the model's."""
+    """Return the configuration of a drafter whose dense layers are as wide as the model's."""
     model = qwen3(shape).to_dict()
     return {name: model[name] for name in LIKE_THE_MODEL} | {"dtype": "bfloat16"} | further
 
 
 def eagle3(shape: str) -> dict[str, Any]:
-    """One layer, and an output layer for some of the vocabulary."""
+    """Return a drafter with one layer, and an output layer for part of the vocabulary."""
     return like(
         shape,
         architectures=["LlamaForCausalLMEagle3"],
@@ -97,8 +98,8 @@ def eagle3(shape: str) -> dict[str, Any]:
 
 
 def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str, Any]:
-    """Five layers that draft a block of tokens in one pass from hidden states of five layers of the
-    model.
+    """Return a drafter of five layers that drafts a block of tokens in one pass, from the hidden
+    states of five layers of the model.
     """
     layers = SIZES[shape][2]
     read = [round(1 + i * (layers - 4) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)]
@@ -117,19 +118,19 @@ def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str,
 
 
 def dspark(shape: str) -> dict[str, Any]:
-    """A block drafter with a Markov head of rank 256."""
+    """Return a block drafter with a Markov head of rank 256."""
     return block(shape, "Qwen3DSparkModel", 7, markov_rank=256)
 
 
 def dflash(shape: str) -> dict[str, Any]:
-    """A block drafter whose tokens do not depend on each other."""
+    """Return a block drafter whose tokens do not depend on each other."""
     made = block(shape, "DFlashDraftModel", 16)
     named = ("target_layer_ids", "mask_token_id")
     return made | {"dflash_config": {name: made[name] for name in named}}
 
 
 def draft_model(shape: str) -> dict[str, Any]:
-    """A small model of the same family."""
+    """Return a small model of the same family."""
     return {**qwen3(DRAFT_SHAPE, dtype="bfloat16").to_dict()}
 
 
@@ -143,7 +144,9 @@ class Rival:
     sampling: str = "probabilistic"  # how it samples drafts, at temperature 1
 
     def speculative_config(self, shape: str, folder: Path) -> dict[str, Any]:
-        """Write the drafter's checkpoint, a configuration only, and say what vLLM is asked for."""
+        """Write the drafter's checkpoint, which consists of a configuration only, and return vLLM's
+        options for it.
+        """
         asked: dict[str, Any] = {
             "method": self.method,
             "num_speculative_tokens": self.drafts,
@@ -169,15 +172,15 @@ DRAFTERS = ("none", "sparse", *RIVALS, "none_v1")
 
 
 def drafts_of(drafter: str) -> tuple[int, ...]:
-    """The numbers of drafts that a drafter's engine times, one after the other."""
+    """Return the numbers of drafts that a drafter's engine times, in order."""
     if drafter == "sparse":
         return SPARSE_DRAFTS
     return (RIVALS[drafter].drafts if drafter in RIVALS else 0,)
 
 
 def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
-    """Tokens of the batches that an engine makes CUDA graphs for: of drafting, token by token or as
-    a block, and of verifying.
+    """Return the batch sizes, in tokens, for which an engine captures CUDA graphs: the sizes for
+    drafting (token by token or as a block) and for verification.
     """
     per_sequence = {1, *(k + 1 for k in drafts_of(drafter))}
     if drafter in ("dspark", "dflash"):
@@ -188,7 +191,9 @@ def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
 def fitting(
     points: Sequence[tuple[int, int]], kv_tokens: int, context: int
 ) -> list[tuple[int, int]]:
-    """The points that a cache of so many tokens, and a model of so many, have room for."""
+    """Return the points that fit into the engine's cache and the model's context, both given in
+    tokens.
+    """
     return [
         (batch, length)
         for batch, length in points
@@ -222,8 +227,8 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
             shape, folder / "drafter"
         )
     if drafter == "eagle3":
-        # Loading a checkpoint that has an output layer sets this. Without it, the drafter would
-        # multiply with the model's output layer, which has more words.
+        # Loading a checkpoint that has an output layer sets this. Without it, the drafter would use
+        # the model's output layer, which has a larger vocabulary.
         from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
         Eagle3LlamaForCausalLM.has_own_lm_head = True
@@ -238,8 +243,8 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
 def time_points(
     shape: str, drafter: str, points: Sequence[tuple[int, int]], until: float, out: Path
 ) -> None:
-    """Time the points of a drafter in this process, and write them after each, until the clock
-    (``time.time``) says ``until``.
+    """Time the points of a drafter in this process, and write the results after each point. Stop
+    when ``time.time`` reaches ``until``.
     """
     from lossless import abandon, begin, hold, timed
     from rollout import CONTEXT, PROMPT
@@ -248,7 +253,7 @@ def time_points(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = start(shape, drafter, Path(folder), [batch for batch, _ in points])
-        for prefilled in (1, 8):  # compiles what is left to compile
+        for prefilled in (1, 8):  # compiles the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
 
@@ -293,7 +298,7 @@ class Child(EngineProcess):
 
 
 def finished(result: Mapping[str, Any]) -> set[str]:
-    """The drafters of which some run has timed every point that fits."""
+    """Return the drafters for which some run has timed every point that fits."""
     return {
         drafter
         for run in result["runs"]
@@ -325,7 +330,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Sequences and tokens of a point such as ``32x15000``."""
+    """Return the sequences and tokens of a point such as ``32x15000``."""
     batch, length = text.split("x")
     return int(batch), int(length)
 

@@ -23,7 +23,7 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw(result: Row, path: Path) -> None:
-    """Draw a panel for each number of sequences; the same result gives the same bytes."""
+    """Draw a panel for each number of sequences. The same result always gives the same bytes."""
     rows = [row for row in ratios(result) if row["drafter"] != "none_v1"]
     order = list(NAMES)
     cases = sorted(

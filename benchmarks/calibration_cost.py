@@ -1,12 +1,12 @@
-"""GPU time of a calibration at Qwen3-1.7B's shape and 32K tokens, against sampling anew at each of
-18 budgets.
+"""GPU time of a calibration at Qwen3-1.7B's shape and 32K tokens, compared with sampling again at
+each of 18 budgets.
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
 
-``tables.py`` adds them up. Both ways handle the same sequences: 256 of 32,768 tokens, decoded to
-the end in batches of 32 that never drain, which favours sampling; a partly filled batch counts as a
-full one. Prefill and the statistics are left out on both sides.
+``tables.py`` adds them up. Both methods use the same 256 sequences of 32,768 tokens. Sequences are
+decoded to the end in batches of 32 that are always full, which favours sampling; a partly filled
+batch counts as a full one. Prefill and the statistics are left out for both methods.
 
 Weights are random, so the result of the search is prescribed. ``calibrate_engine`` runs unchanged,
 and every pass that it requests is run and timed on some of the sequences, but the answers are
@@ -47,8 +47,8 @@ DRIFT, NOISE = 1.15, 0.004
 
 
 def steps() -> None:
-    """Time decode steps of a full batch with the top-20 lists that calibration needs; dense layers
-    as published.
+    """Time decode steps of a full batch with the top-20 lists that calibration needs. The published
+    layers are dense.
     """
     from rollout import Bench
 
@@ -127,8 +127,8 @@ class Told(Engine, Scorer):
 
 
 def search() -> None:
-    """Run the part of ``sparrow calibrate`` after sampling; a pass scores a list of 20 tokens at
-    every position.
+    """Run the part of ``sparrow calibrate`` that follows sampling. A pass scores a list of 20
+    tokens at every position.
     """
     import torch
     from transformers import Qwen3ForCausalLM
@@ -199,7 +199,9 @@ def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> f
 
 
 def calibration_cost() -> str:
-    """Return the seconds of sampling at every budget, and of calibrating in two ways."""
+    """Return the seconds that sampling at every budget takes, and the seconds that two ways of
+    calibrating take.
+    """
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     dense = (
@@ -230,7 +232,7 @@ def calibration_cost() -> str:
     for (
         label,
         passes,
-    ) in ways.items():  # for every round, the seconds per sequence of each of its passes
+    ) in ways.items():  # seconds per sequence of each pass, for every round
         scoring = sum(sum(row) * n for row, n in zip(passes, counts, strict=True))
         scored = sum(len(row) * n for row, n in zip(passes, counts, strict=True))
         cells = [

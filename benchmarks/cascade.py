@@ -1,21 +1,22 @@
-"""Guesses from history in vLLM on one GPU: what a sparse pass over several tokens takes, and what
-guesses gain over stock vLLM and over lossless mode without guesses.
+"""Guesses from history in vLLM on one GPU: the time of a sparse pass over several tokens, and the
+speed with guesses relative to stock vLLM and to lossless mode without guesses.
 
     python benchmarks/cascade.py synthetic    # writes results/cascade_qwen3-1.7b.json
     python benchmarks/cascade.py real --model MODEL --prompts TEXT    # writes results/cascade_real.json
 
 ``synthetic`` uses a random model of a published shape, and states that are reached without prefill
-(``benchmarks/rollout.py``). Its drafts and guesses mean nothing, so their fates are drawn: a guess is
-kept with the probability with which a pass yields a given number of drafts in the mean, and the
-policy accepts a draft with a given probability (vLLM's synthetic rejection sampler), which is that of
-the text model (docs/lossless.md). Places that no pass has filled are never accepted. Besides, passes
-over 1, 2, 4 and 8 tokens are timed alone.
+(``benchmarks/rollout.py``). The drafts and guesses of such a model mean nothing, so it is decided
+at random whether they are kept. Guesses are kept with a fixed probability, chosen so that a pass
+yields a given number of drafts on average. The policy accepts a draft with a given probability
+(vLLM's synthetic rejection sampler), which is the probability measured with the text model
+(docs/lossless.md). Drafts that no pass has made are never accepted. Passes over 1, 2, 4 and 8
+tokens are also timed alone.
 
 ``real`` samples continuations of a text, or answers to questions, from a given model. Guesses and
-drafts are real, and so are their fates.
+drafts are real, and are really verified.
 
-Each engine runs in its own process, and all of them one after another on the same GPU. The file is
-written after each engine, and every engine writes what it finds after each point.
+Each engine runs in its own process, one after another on the same GPU. The file is written after
+each engine, and each engine also writes its results after each point.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ Save = Callable[..., None]
 
 
 def keep_rate(drafts: float, guesses: int) -> float:
-    """The probability to keep a guess with which a pass yields so many drafts in the mean."""
+    """Return the probability of keeping a guess for which a pass yields this many drafts on
+    average.
+    """
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
@@ -69,8 +72,9 @@ def keep_rate(drafts: float, guesses: int) -> float:
 def acceptance_by_place(
     acceptance: float, rate: float, guesses: int, passes: int, drafts: int
 ) -> list[float]:
-    """The probability that each draft of a cycle is accepted, given that those before it were, if
-    guesses are kept with probability ``rate`` and places that no pass fills are rejected.
+    """Return the probability that each draft of a cycle is accepted, given that all earlier drafts
+    were accepted. Guesses are kept with probability ``rate``, and drafts that no pass has made are
+    rejected.
     """
     draws = np.random.default_rng(0).random((TRIALS, passes, guesses)) < rate
     made = (1 + draws.cumprod(2).sum(2)).sum(1)
@@ -114,7 +118,7 @@ def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[in
 
 
 def keep_some_guesses(rate: Any) -> None:
-    """Make the cascade's drafter keep each guess with this probability, a tensor."""
+    """Make the cascade's drafter keep each guess with this probability, which is a tensor."""
     import torch
 
     from sparrow.vllm.lossless import cascade
@@ -140,7 +144,9 @@ def keep_some_guesses(rate: Any) -> None:
 
 
 def captured(drafter: Any) -> dict[int, Any]:
-    """Capture passes over each number of tokens per sequence; return their graphs by tokens."""
+    """Capture a pass over each number of tokens per sequence. Return the graphs by number of
+    tokens.
+    """
     graphs = {}
     for tokens in PASS_TOKENS:
         drafter.tokens = tokens
@@ -152,13 +158,13 @@ def captured(drafter: Any) -> dict[int, Any]:
 
 
 def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
-    """Have every sparse pass read so many tokens per sequence from now on."""
+    """Make every sparse pass read this many tokens per sequence from now on."""
     drafter.tokens = tokens
     drafter._graphs[False] = graphs[tokens]
 
 
 def time_pass(drafter: Any, rows: int) -> dict[str, float]:
-    """Time sparse passes of the sequences that are running: median and spread in ms."""
+    """Time sparse passes of the running sequences. Return the median and the spread in ms."""
     made = getattr(drafter, "_made_R", None)
     times = []
     for _ in range(REPLAYS):
@@ -174,7 +180,9 @@ def time_pass(drafter: Any, rows: int) -> dict[str, float]:
 def time_passes(
     bench: Any, points: Sequence[tuple[int, int]], keep: Save, graphs: dict[int, Any]
 ) -> None:
-    """Time the passes of an engine that drafts; ``graphs`` is empty without guesses."""
+    """Time the passes of an engine that drafts. ``graphs`` is empty if the engine does not use
+    guesses.
+    """
     from lossless import abandon, begin, hold, runner
 
     drafter = runner(bench).speculator.drafter
@@ -256,7 +264,7 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         bench = start_synthetic(arguments.shape, arguments.child, folder, arguments.points)
-        for _ in range(2):  # compiles what is left to compile
+        for _ in range(2):  # compiles the remaining kernels
             bench.start([256] * 8, [4] * 8, None)
             bench.finish()
         keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
@@ -273,8 +281,9 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
 
 
 def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[list[int]]:
-    """Token ids of prompts: questions of a file of JSON lines, through the chat template, or else
-    parts of a text of ``context`` tokens.
+    """Return the token ids of prompts. A file of JSON lines contains questions, which are encoded
+    with the chat template. Any other file is a text, and its prompts are parts of ``context``
+    tokens.
     """
     text = path.read_text("utf-8", errors="ignore")
     if path.suffix == ".jsonl":
@@ -294,8 +303,8 @@ def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[l
 
 
 def real_decoding(arm: str) -> Any:
-    """The settings of an arm: ``stock``, ``adaptive`` (lossless mode that chooses the number of
-    drafts), ``lossless`` (a fixed number), or ``guess3`` for three guesses.
+    """Return the settings of an arm: ``stock``, ``adaptive`` (lossless mode that chooses the number
+    of drafts), ``lossless`` (a fixed number of drafts), or ``guess3`` (three guesses).
     """
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
@@ -386,8 +395,8 @@ RUN = {"synthetic": synthetic, "real": real}
 
 
 def saving(out: Path) -> Save:
-    """Return a function that adds a row to a list of the result, or values to the result itself,
-    and writes the result.
+    """Return a function that writes the result after it has added a row to one of the result's
+    lists, or values to the result itself.
     """
     result: dict[str, Any] = {"points": [], "finished": False}
     began = time.monotonic()
@@ -404,7 +413,7 @@ def saving(out: Path) -> Save:
 
 
 def again(arguments: argparse.Namespace) -> Iterator[str]:
-    """The command line of an engine's process, without its name and its file."""
+    """Return the command line of an engine's process, except for the engine's name and file."""
     yield from (Path(__file__).name, arguments.part)
     if arguments.part == "synthetic":
         yield from ("--shape", arguments.shape, "--points")
@@ -447,7 +456,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Sequences and tokens of a point such as ``32x15000``."""
+    """Return the sequences and tokens of a point such as ``32x15000``."""
     batch, length = text.split("x")
     return int(batch), int(length)
 

@@ -52,8 +52,9 @@ Column = str | Callable[[Row], Any]
 def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
     """Return a command line whose help is the docstring of its script.
 
-    Args: out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if
-        it is not given.
+    Args:
+        out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if it
+            is not given.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,8 +81,8 @@ def add_draft_weights(options: argparse.ArgumentParser) -> None:
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:
-    """Read the command line of a script that measures states (sequences, and tokens of each) of a
-    shape.
+    """Read the command line of a script that measures states of a shape. A state is a number of
+    sequences and their length in tokens.
 
     Returns: The shape, its requested states, and the file to write,
         ``NAME_SHAPE.json`` by default.
@@ -165,7 +166,7 @@ def tracing(
 
 
 def machine() -> str:
-    """Return the GPU that this runs on, or the processor without one."""
+    """Return the name of the GPU, or of the processor if there is no GPU."""
     import torch
 
     return (
@@ -174,7 +175,7 @@ def machine() -> str:
 
 
 def device() -> Any:
-    """Return the GPU that torch would use, or the CPU without one."""
+    """Return the GPU that torch would use, or the CPU if there is no GPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -190,7 +191,9 @@ def clock() -> float:
 
 
 def last_error(log: Path, code: int) -> str:
-    """The last error that a process printed to ``log``, or else its exit status."""
+    """Return the last error that a process printed to ``log``, or its exit status if it printed
+    none.
+    """
     lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
     return lines[-1][-300:] if lines else f"exit status {code}"
 
@@ -201,7 +204,7 @@ def load(name: str) -> Any:
 
 
 def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file to which a run on a shape is added, and the runs that it has.
+    """Return the file to which a run on a shape is added, and the runs that the file contains.
 
     Args:
         out: the file; by default, ``benchmarks/results/NAME_SHAPE.json``.
@@ -219,7 +222,7 @@ def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[st
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result; add the machine, the versions and the date unless present."""
+    """Write a result. Add the machine, the versions and the date if they are missing."""
     import torch
 
     record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
@@ -246,8 +249,8 @@ def rounded(x: Any) -> Any:
 
 
 def compact(x: Any, indent: str = "") -> str:
-    """Return JSON in few lines: anything that fits on one line, or contains neither lists nor
-    objects, is not broken.
+    """Return JSON in few lines. Anything that fits on one line, or that contains neither lists nor
+    objects, is kept on one line.
     """
     whole = json.dumps(x)
     inner: list[Any] = []
@@ -269,12 +272,12 @@ def compact(x: Any, indent: str = "") -> str:
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:
-    """Return the speed of one engine over that of another.
+    """Return the speed of one engine relative to that of another.
 
     The 95 % interval comes from resampling pairs of turns.
 
     Args:
-        turns: tokens and seconds of a turn, of the other engine first, ``[turns, 2, 2]``.
+        turns: tokens and seconds of each turn, ``[turns, 2, 2]``; the other engine comes first.
     """
     each = np.asarray(turns)
     draws = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))

@@ -1,4 +1,5 @@
-"""Decode kernels against the bytes they must move, and sparse against dense decoding, on one GPU.
+"""Decode kernels on one GPU: their time compared with the time of reading the bytes that they need,
+and sparse decoding compared with dense decoding.
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
     python benchmarks/decode_kernels.py --families # attention shapes of common models, CUDA beside Triton
@@ -128,7 +129,7 @@ FAMILIES = [
 FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
 TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
-TURNS = 3  # measurements of the shipped and of the tuned configuration, in turn
+TURNS = 3  # how often the shipped and the tuned configuration are measured in turn
 # Batches in other tables that have as many items as some family: sequences, tokens, kv heads,
 # group, head dim, budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
@@ -176,13 +177,13 @@ SWEPT = {
         CudaConfig(8, 1, 1),
     ],
 }
-# Steps over several new tokens: batches, groups with a model that has them, and numbers of tokens.
-# 64 pages, 1,024 tokens, are kept.
+# Steps over several new tokens: batches, groups (each with a model that has it), and numbers of
+# tokens. 64 pages of 16 tokens are kept.
 WIDE_BATCHES = [(32, 15_000), (64, 4_096)]
 WIDE_GROUPS = {2: "Qwen3-1.7B", 4: "Qwen3-8B"}
 WIDE_TOKENS = (1, 2, 4, 8)
 WIDE_BUDGET = 61
-INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four standard deviations
+INT8_EXPONENT = 122  # byte of the scale 2^-5, with which a code of 127 is four standard deviations
 
 
 class Pool:
@@ -468,8 +469,8 @@ def caches(limit: float, names: Sequence[str]) -> Row:
 
 
 def head_budgets(limit: float, spread: float) -> Row:
-    """Measure steps whose kv heads keep equally many pages, and as many on average with budgets
-    whose logs deviate by ``spread``.
+    """Measure steps whose kv heads all keep the same number of pages, and steps with the same mean
+    but different budgets, whose logs have the standard deviation ``spread``.
     """
     pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
@@ -484,14 +485,14 @@ def head_budgets(limit: float, spread: float) -> Row:
 
 
 def family_pool(K: int, D: int) -> Pool:
-    """Return caches that take the same memory for every shape, so that no shape finds more of them
-    in the L2 cache than others.
+    """Return caches that take the same memory for every shape, so that no shape finds more of its
+    data in the L2 cache than the other shapes do.
     """
     return Pool(TOKENS, LAYERS * 8 * 128 // (K * D), D, K=K)
 
 
 def families(limit: float) -> Row:
-    """Measure the attention shapes of common models with the CUDA kernel and with Triton's."""
+    """Measure the attention shapes of common models with the CUDA kernel and with Triton's kernels."""
     B, L = FAMILY_BATCH
     rows = []
     for K, G, D, model in FAMILIES:
@@ -513,10 +514,10 @@ def families(limit: float) -> Row:
 
 
 def tuned(limit: float) -> Row:
-    """Measure Triton's kernels as shipped and as tuned, in shapes that ``sparrow tune`` has tuned on
-    this GPU.
+    """Measure Triton's kernels as shipped and as tuned, for the shapes that ``sparrow tune`` has
+    tuned on this GPU.
 
-    Raises SystemExit: there are none.
+    Raises SystemExit: there are no such shapes.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
@@ -577,8 +578,8 @@ def sweep(limit: float) -> Row:
 
 
 def several_tokens(limit: float) -> Row:
-    """Measure steps over several new tokens of each sequence with the CUDA kernel and with Triton's,
-    beside the default kernel's step over one.
+    """Measure steps over several new tokens of each sequence with the CUDA kernel and with Triton's
+    kernels, and a step of the default kernel over one token for comparison.
     """
     pool, rows = Pool(TOKENS // 2, LAYERS), []
     sizes = [(B, L, G, T) for B, L in WIDE_BATCHES for G in WIDE_GROUPS for T in WIDE_TOKENS]
@@ -602,7 +603,7 @@ def several_tokens(limit: float) -> Row:
 
 
 def compile_wide(cases: Sequence[Case]) -> None:
-    """Compile the kernels of both implementations for these cases, in threads."""
+    """Compile the kernels of both implementations for these cases in parallel threads."""
     steps: dict[str, list[Any]] = {}
     for kernel in ("cuda", "triton"):
         for case in cases:
@@ -610,7 +611,8 @@ def compile_wide(cases: Sequence[Case]) -> None:
         steps[kernel] = [case.step(None, 0) for case in cases]
     with ThreadPoolExecutor() as executor:
         list(executor.map(compile_for, steps["cuda"]))
-        # Triton compiles on the first launch; the plans are those of its steps, the last ones made.
+        # Triton compiles on the first launch. The plans in memory are those of Triton's steps,
+        # because these plans were made last.
         list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
 
 

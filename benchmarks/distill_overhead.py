@@ -1,12 +1,12 @@
-"""What DistillSparse adds to the dense policy update: the trainer's own code on a full-size model
-with random weights.
+"""The time that DistillSparse adds to the dense policy update, measured with the trainer's own code
+on a full-size model with random weights.
 
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
 One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the
 published 0.86 schedule. A dense update is everything from the corrections to the optimiser step;
-"added" is the time of phi's update, its own optimiser step included, over that of the dense update
-of the same round: median and range.
+"added" is the time of phi's update, including its own optimiser step, divided by the time of the
+dense update of the same round. It is given as median and range.
 
 The cost of sparse attention depends on ``read``: how many pages a tile of 32 neighbouring positions
 reads for each page that one position keeps. There are two kinds of text: "random" tokens, whose
@@ -54,7 +54,7 @@ TEXTS = {"random": 1, "runs": 12}
 
 def experience(run: int) -> Experience:
     """Return responses of random tokens in runs of ``run`` equal tokens, with the lists of an actor
-    that was certain of them.
+    that gave each of these tokens probability 1.
     """
     rng = np.random.default_rng(0)
     T = TOKENS - PROMPT
@@ -88,7 +88,7 @@ def make_trainer(folder: str) -> Trainer:
         distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
-    unused = cast(Any, None)  # nothing here tokenizes, samples or verifies
+    unused = cast(Any, None)  # this script does not tokenize, sample or verify
     return Trainer(config, model, unused, unused, unused, schedule)
 
 

@@ -45,12 +45,13 @@ def measured() -> list[dict[str, Any]]:
 
 
 def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
-    """Fit by least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
+    """Fit the constants by least squares of the relative errors of ``cycle_seconds``. No constant
+    is below zero.
 
-    Args: cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
-        ``length``,
-            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and
-            ``draft_weights`` where these are not ``auto``.
+    Args:
+        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
+            ``length``, ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype``
+            and ``draft_weights`` where these are not ``auto``.
         machine: the machine that they ran on, whose dense steps have the overheads of an H200.
     """
     rows, left = [], []
@@ -84,8 +85,8 @@ def errors(cycles: list[dict[str, Any]]) -> list[float]:
 
 
 def fitted() -> str:
-    """Return the errors of the shipped constants by shape, followed by those of a fit without that
-    shape.
+    """Return, for each shape, the errors of the shipped constants and the errors of a fit without
+    that shape.
     """
     rows = []
     everything = measured()

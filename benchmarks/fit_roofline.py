@@ -6,12 +6,12 @@ them.
 ``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole
 decode steps with ``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule``
 (in a form that ``SparsitySchedule.load`` accepts), and those that return top-20 lists with
-``lists``. The steps, dense and sparse, measured by ``rollout.py`` are added. The fit is least
-squares of relative errors, with no constant below zero. The last column is the error of a fit from
-which the point's whole model shape was left out. No fit sees the steps of the rollout traces, whose
-sequences differ in length; their errors come after the table. The host's seconds per sequence are
-fitted to the rollouts of ``grpo_step.py``, whose first steps are so large that the host cannot keep
-up.
+``lists``. The dense and sparse steps that ``rollout.py`` measured are added. The fit minimises the
+squared relative errors, with no constant below zero. The last column is the error of a fit from
+which all points of the same model shape were left out. The steps of the rollout traces, whose
+sequences differ in length, are not used in any fit; their errors come after the table. The host's
+seconds per sequence are fitted to the rollouts of ``grpo_step.py``, whose first steps are so large
+that the host cannot keep up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An 8-bit KV cache and fp8 weights in vLLM on a GPU, against exact arithmetic on the same
+"""An 8-bit KV cache and fp8 weights in vLLM on a GPU, compared with exact arithmetic on the same
 rounded keys and values.
 
     python benchmarks/fp8_check.py                 # writes benchmarks/results/fp8_equal.json
@@ -110,7 +110,7 @@ def main() -> None:
         def from_truth(rollouts: Sequence[Any], schedule: Any) -> dict[str, float]:
             return base.miss(rollouts, scores(truth, rollouts, schedule))
 
-        kept = []  # kept to the end: their graphs use vLLM's graph memory pool
+        kept = []  # kept to the end, because their graphs use vLLM's graph memory pool
         for label, more in {"stock": {}, f"stock {name}": {"kv_cache_dtype": stored}}.items():
             llm = LLM(
                 str(folder),
@@ -157,8 +157,8 @@ def main() -> None:
         def weights_go_and_come(
             engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str
         ) -> list[Rollout]:
-            """Record whether samples are unchanged after weights were replaced and restored; return
-            those with the new weights.
+            """Record whether samples are unchanged after weights were replaced and restored. Return
+            the samples with the new weights.
             """
             engine.update_weights(new_weights.named_parameters())
             updated = generated(engine)

@@ -7,10 +7,10 @@ Every variant runs in its own engine, one after another on the same GPU: stock v
 stock vLLM with cache and weights in fp8, for a fair comparison; and Sparrow with the published
 table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. Weights are
 quantised by vLLM (``quantization="fp8_per_channel"``) in both. ``--variants`` selects the variants
-to measure; earlier results of other variants are kept. The trace is that of ``rollout.py`` and
-timed as there, with top-20 log-probs, once with as many requests at a time as the bfloat16 cache
-holds, and once with as many as the variant's own cache holds. Tokens per second include the prefill
-of joining requests.
+to measure; earlier results of other variants are kept. The trace of ``rollout.py`` is timed as in
+that script, with top-20 log-probs. It is timed once with as many requests at a time as the bfloat16
+cache holds, and once with as many as the variant's own cache holds. Tokens per second include the
+prefill of joining requests.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
 
 
 def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
-    """Measure one variant in this process, by ``count`` steps of each trace."""
+    """Measure one variant in this process with ``count`` steps of each trace."""
     kind, options = VARIANTS[variant]
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
         for prefilled in (
             1,
             8,
-        ):  # compiles what remains to be compiled, and sets the scales of an fp8 cache
+        ):  # compiles the remaining kernels, and sets the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         if kind == "sparse":
@@ -117,7 +117,7 @@ def main() -> None:
     for variant in arguments.variants:
         with ProcessPoolExecutor(
             1, mp_context=get_context("spawn")
-        ) as alone:  # its end frees the GPU
+        ) as alone:  # the GPU is free when the process has ended
             measured = alone.submit(measure, arguments.shape, variant, arguments.states).result()
         variants[variant] = measured
         save(

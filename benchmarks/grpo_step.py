@@ -3,9 +3,10 @@ several.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
-    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 --out
-    .../grpo_steps_lossless.json accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2]
-    benchmarks/grpo_step.py --variant sparse --out ...
+    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 \\
+        --out .../grpo_steps_lossless.json
+    accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2] \\
+        benchmarks/grpo_step.py --variant sparse --out ...
 
 Sparrow's own trainer runs unchanged: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
@@ -76,8 +77,8 @@ class Coin:
 
 
 class Given:
-    """A stand-in for an engine: random tokens, as many as ``lengths`` specifies for each response
-    of each call.
+    """A stand-in for an engine. It returns random tokens, as many as ``lengths`` specifies for each
+    response of each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -247,7 +248,7 @@ def main() -> None:
     short = [max(1, n // 16) for n in dealt]
     calls = iter(
         [short, short, *[dealt] * arguments.steps]
-    )  # the first to measure the ceiling of p5
+    )  # the first is used to measure the ceiling of p5
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     read = scaled(DRAFT_SCHEDULE, scale) if arguments.variant == "lossless" else schedule
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,20 @@
-"""Lossless mode under LoRA adapters on a GPU: each request is drafted and verified with its own.
+"""Lossless mode with LoRA adapters on a GPU: each request is drafted and verified with its own
+adapter.
 
     python benchmarks/lora_check.py    # writes benchmarks/results/lossless_lora.json
 
-A batch mixes two adapters, of every linear layer, with requests that have none. Stock vLLM and
-lossless mode decode it greedily: eagerly, with CUDA graphs, and with ``torch.compile`` as well. The
-model and the adapters are random, in bfloat16.
+A batch mixes requests for two adapters, which change every linear layer, with requests without an
+adapter. Stock vLLM and lossless mode decode the batch greedily in three ways: eagerly, with CUDA
+graphs, and with CUDA graphs and ``torch.compile``. The model and the adapters are random, in
+bfloat16.
 
 - Log-probs are compared with those of transformers in float32 with the adapters merged, up to the
   first token that differs between stock vLLM and lossless mode; stock vLLM is the yardstick.
-- Drafts keep every page, so nearly all are accepted if drafts have the adapters of their requests.
-  The other shares are of requests without adapters, and of requests with adapters whose drafts
-  leave the adapters out.
-- The time of lossless mode is measured with adapters, without, and without ``enable_lora``.
+- Drafts keep every page, so nearly all drafts are accepted if they use the adapters of their
+  requests. For comparison, the share of accepted drafts is also measured for requests without
+  adapters, and for requests with adapters whose drafts leave the adapters out.
+- The time of lossless mode is measured with adapters, without adapters, and without
+  ``enable_lora``.
 
 All engines run at the same time, each in its own process; the times are measured one after another.
 """
@@ -66,7 +69,7 @@ LORA: dict[str, Any] = dict(enable_lora=True, max_loras=2, max_lora_rank=RANK)
 
 @dataclass
 class Found:
-    """The responses of an arm, and in lossless mode shares of accepted drafts."""
+    """The responses of an arm and, in lossless mode, the shares of accepted drafts."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -135,7 +138,7 @@ def prompts() -> list[list[int]]:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """Wait until no other process is inside this context."""
+    """A context in which only one process can be at a time; other processes wait."""
     with Path(folder, "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -204,7 +207,7 @@ def run(arm: str, folder: str) -> Found:
         found.accepted = {"with adapters": share, "without adapters": share_of_nobody}
 
         def without(self: DraftAdapters) -> contextlib.AbstractContextManager[None]:
-            return self.captured(with_adapters=True)  # when no row has an adapter
+            return self.captured(with_adapters=True)  # used when no row has an adapter
 
         DraftAdapters.by_sequence = without  # type: ignore[method-assign]
         found.accepted["drafts without adapters"] = decoded(WHOSE)[1]
@@ -214,7 +217,7 @@ def run(arm: str, folder: str) -> Found:
 
 @torch.no_grad()
 def exact_logprobs(folder: Path, responses: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return log-probs of these tokens, by transformers in float32 with the adapters merged."""
+    """Compute log-probs of these tokens with transformers in float32, with the adapters merged."""
     asked = prompts()
     exact: list[np.ndarray] = [np.empty(0)] * len(asked)
     for number in sorted(set(WHOSE)):
@@ -230,7 +233,7 @@ def exact_logprobs(folder: Path, responses: Sequence[Sequence[int]]) -> list[np.
 
 
 def compared(folder: Path, stock: Found, ours: Found) -> dict[str, Any]:
-    """Compare lossless mode with stock vLLM, and both with transformers in float32."""
+    """Compare lossless mode with stock vLLM, and compare both with transformers in float32."""
     before = []
     for a, b in zip(stock.tokens, ours.tokens, strict=True):
         differ = np.flatnonzero(np.array(a) != np.array(b))

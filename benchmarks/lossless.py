@@ -1,9 +1,10 @@
-"""Lossless decoding in vLLM on one GPU: tokens per second against stock vLLM, at a given acceptance
-of drafts.
+"""Lossless decoding in vLLM on one GPU: tokens per second compared with stock vLLM, at a given
+acceptance of drafts.
 
-    python benchmarks/lossless.py --shape qwen3-1.7b --variant stock --out
-    results/lossless_qwen3-1.7b_stock.json python benchmarks/lossless.py --shape qwen3-1.7b
-    --variant lossless --out results/lossless_qwen3-1.7b.json
+    python benchmarks/lossless.py --shape qwen3-1.7b --variant stock \\
+        --out results/lossless_qwen3-1.7b_stock.json
+    python benchmarks/lossless.py --shape qwen3-1.7b --variant lossless \\
+        --out results/lossless_qwen3-1.7b.json
 
 Models are random, and states are reached without prefill, as in ``benchmarks/rollout.py``. The
 acceptance of a random model's drafts means nothing, so vLLM is told to accept each draft with a
@@ -68,8 +69,8 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Make vLLM accept each draft with this probability, and drafts of other budgets with the
-    expected one (``acceptance_at``).
+    """Make vLLM accept each draft with this probability. Drafts with other budgets are accepted
+    with the probability expected for them (``acceptance_at``).
     """
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
@@ -118,8 +119,8 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Start requests with ``lengths`` cached tokens and run some steps, because the first returns
-    before its work is done.
+    """Start requests with ``lengths`` cached tokens and run some steps, because the first step
+    returns before its work is done.
     """
     bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
@@ -171,7 +172,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
     """Time a state of the trace; ``ms_per_token`` is per token of a request.
 
     Args:
-        rate: acceptance of drafts, whose number is settled first; None in stock vLLM.
+        rate: acceptance of drafts; the number of drafts is settled first. None in stock vLLM.
     """
     drafts = 0
     if rate is not None:
@@ -180,7 +181,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
         hold(bench, drafts)
     grown = round(
         (SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts)
-    )  # by the middle of the timed cycles
+    )  # at the middle of the timed cycles
     behind = np.maximum(PROMPT + 1, lengths - grown).tolist()
     begin(bench, behind, LOGPROBS["sampled"])
     metrics = timed(bench, behind, TIMED, 0.5)

@@ -1,15 +1,15 @@
-"""Draft budgets: how fast is each, and does vLLM's lossless mode find the fastest?
+"""Draft budgets: how fast is each budget, and does lossless mode in vLLM find the fastest one?
 
     python benchmarks/lossless_budgets.py --shape qwen3-1.7b    # writes results/lossless_budgets_qwen3-1.7b.json
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
-States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is specified for
-drafts that read 1,024 tokens; for half or twice that budget ``sparrow.decoding.acceptance_at``
-predicts it. Each state is timed with every budget fixed, and with a budget found without prior
-measurements; the number of drafts is always chosen. Both are settled in rounds that start again
-from the length of the state, as does the timed round. Cycles are timed and counted, and each counts
-with its expected number of tokens: over a few seconds sampled tokens scatter by 2 %, about as much
-as budgets differ.
+States and synthetic acceptance are those of ``benchmarks/lossless.py``. The acceptance is specified
+for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at`` predicts it for half or twice
+that budget. Each state is timed with every fixed budget, and with a budget that is found without
+earlier measurements. The number of drafts is always chosen by Sparrow. Both choices settle in
+rounds that start again from the length of the state, as the timed round does. Each cycle counts
+with its expected number of tokens. The number of sampled tokens would vary by 2 % over a few
+seconds, which is about as much as budgets differ.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Counted(DraftChooser):
 def speed(
     bench: Bench, chooser: Counted, batch: int, length: int, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Return tokens per second of these requests over a fixed time, as sampled and as expected from
-    their cycles.
+    """Return the tokens per second of these requests over a fixed time, both as sampled and as
+    expected from their cycles.
     """
     begin(bench, [length] * batch)
     chooser.cycles.clear()

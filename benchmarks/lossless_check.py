@@ -1,20 +1,19 @@
 """Lossless mode in vLLM on a GPU: samples follow the dense model.
 
-    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1]
-    [--draft-weights fp8]
-        [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
+    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
+        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
-``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``;
-greedy tokens against stock vLLM's, and where they first differ, how far apart the float32 model's
-log-probs of the two tokens are. With ``--cache fp8`` stock vLLM has such a cache too; how far its
-own log-probs are from float32 is the yardstick. ``samples``: counts of one prompt's continuations
-at temperature 1 from a small vocabulary, against their probabilities, which transformers enumerates
-in float32 (chi-square). ``invariant``: with ``drafter_invariant``, the tokens of a seed against
-stock vLLM's, up to the first that differs; the yardstick is stock vLLM with fewer sequences at a
-time, whose rounding also differs. Without the option, lossless decoding differs at once. Models are
-random; drafts are drawn for real.
+``equal`` compares log-probs with transformers in float32, with the yardstick of ``vllm_check.py``.
+It also compares greedy tokens with stock vLLM's; where the tokens first differ, it measures how far
+apart the float32 model's log-probs of the two tokens are. With ``--cache fp8``, stock vLLM has such
+a cache too, and the yardstick is the distance of its log-probs from float32. ``samples`` counts one
+prompt's continuations at temperature 1 from a small vocabulary, and compares the counts with the
+probabilities that transformers computes in float32 (chi-square). ``invariant`` compares the tokens
+of a seed with ``drafter_invariant`` to stock vLLM's, up to the first token that differs. The
+yardstick is stock vLLM with fewer sequences at a time, whose rounding also differs. Without the
+option, lossless decoding differs at once. Models are random; drafts are really drawn.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def equal(arguments: argparse.Namespace) -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # kept to the end: its graphs use the memory pool
+        )  # kept to the end, because its graphs use the memory pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate(
             [{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False
@@ -245,12 +244,12 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 def drawn(
     folder: str, decoding: dict[str, Any], process: int, seeds: range
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Count how often each continuation occurred, with one request per seed; return the counters of
-    the engine as well.
+    """Count how often each continuation occurred, with one request per seed. Return the engine's
+    counters as well.
     """
     os.environ["VLLM_PORT"] = str(
         41_000 + 50 * process
-    )  # engines that look for a free port at the same time find the same one
+    )  # otherwise, engines that look for a free port at the same time find the same port
     cuda = torch.cuda.is_available()
     machine = (
         {"max_num_seqs": 1024}

@@ -5,27 +5,27 @@ than stock vLLM there?
     python benchmarks/lossless_short.py --shape qwen3-8b
     python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
-A short step is bound by the host or nearly so, and the host's speed changes from minute to minute
-by more than the difference in question. So the engines share one GPU and take turns of ``TURN_S``:
-stock vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ
-(``control`` is the ratio of the second one's speed to the first one's). A ratio is that of lossless
-mode to both stock engines together. Each engine has its own process, as in real use: its scheduler
-would take longer in one process with engines of another kind. The stepping threads run on one core,
-the last that the script may use, so its speed at any time is the same for all. Hosts differ, and so
-do two processes of one engine: several runs are more informative than one long run, and
-``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens in the cache
-(``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``; acceptance is
-synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they
-read are chosen without earlier measurements. Ratios are those of tokens per second over all turns;
-intervals resample rounds of turns.
+The host limits the speed of a short step, or nearly so, and its own speed changes from minute to
+minute by more than the difference in question. The engines therefore share one GPU and take turns
+of ``TURN_S``: stock vLLM, lossless mode, and a second stock vLLM, because even two stock engines
+differ (``control`` is the speed of the second stock engine relative to the first). The speed of
+lossless mode is given relative to both stock engines together. Each engine has its own process, as
+in real use: its scheduler would take longer in one process with engines of another kind. The
+stepping threads run on one core, the last that the script may use, so its speed at any time is the
+same for all. Hosts differ, and so do two processes of one engine: several runs are more informative
+than one long run, and ``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens
+in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``;
+acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts
+and what they read are chosen without earlier measurements. Ratios are those of tokens per second
+over all turns; intervals resample rounds of turns.
 
 Taking turns costs time that does not occur in real use: at its end a turn waits for the GPU to
 finish, and at its start the GPU waits for the host. So a turn's time is from the result of one step
 to that of a later one, without the first ``UNDER_WAY`` and without the wait at the end
-(``with_pauses`` is the ratio with both). What an engine holds when a state begins is left out of
-Python's garbage collection, which it would otherwise go through in some turn.
+(``with_pauses`` is the ratio with both). Objects that an engine holds when a state begins are
+excluded from Python's garbage collection, which would otherwise scan them during some turn.
 
-``host_us``, printed only, has the microseconds that ``PARTS`` of a step take the host, for each
+``host_us``, which is only printed, has the host's microseconds for ``PARTS`` of a step, for each
 engine; ``benchmarks/lossless.py --profile`` reports the work of the GPU.
 """
 
@@ -116,8 +116,8 @@ class Engine:
         return self.bench.kv_tokens
 
     def prepare(self, lengths: Sequence[int], rate: float | None) -> int:
-        """Start requests with ``lengths`` cached tokens; return how many tokens they have then
-        generated.
+        """Start requests with ``lengths`` cached tokens. Return how many tokens they have generated
+        by then.
         """
         if self.choices:
             choices = [0] if rate is None else self.choices
@@ -131,14 +131,14 @@ class Engine:
         return generated(self.bench)
 
     def turn(self, tokens: int) -> list[float]:
-        """Run steps for ``TURN_S``, or until the requests have ``tokens`` together; return new
-        tokens and seconds, without and with pauses.
+        """Run steps for ``TURN_S``, or until the requests have generated ``tokens`` tokens
+        together. Return the new tokens and the seconds, without and with pauses.
         """
         bench, resumed, had = self.bench, clock(), generated(self.bench)
         for _ in range(UNDER_WAY):
             scheduler(
                 bench
-            )._last = None  # a step that ended in the pause says nothing about cycle times
+            )._last = None  # a step that ended in the pause does not show how long a cycle takes
             bench.llm.llm_engine.step()
         scheduler(bench)._last = None
         began = now = time.perf_counter()
@@ -150,8 +150,8 @@ class Engine:
         return [new - before, now - began, new - had, clock() - resumed]
 
     def end(self, batch: int) -> dict[str, Any]:
-        """Abort the requests; return host microseconds for the parts of a step, and cycles by
-        number of drafts.
+        """Abort the requests. Return the host's microseconds for the parts of a step, and the
+        number of cycles by number of drafts.
         """
         abandon(self.bench, batch)
         host_us = {part: 1e6 * self.spent[part] / self.spent["steps"] for part in PARTS}
@@ -177,7 +177,7 @@ def start(shape: str, name: str, folder: str) -> None:
     _engine = Engine(bench, lossless)
     os.sched_setaffinity(
         0, {max(os.sched_getaffinity(0))}
-    )  # this thread; other threads of the engine are unaffected
+    )  # this thread only; the engine's other threads are unaffected
 
 
 def run(method: str, *arguments: Any) -> Any:

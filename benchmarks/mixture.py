@@ -4,24 +4,26 @@
     python benchmarks/mixture.py --experts 32 --points 32x15000 16x30000    # for a card of 80 GB
 
 Models are random, states are reached without prefill, and vLLM accepts each draft with a given
-probability, as in ``benchmarks/lossless.py``. A random router sends tokens to all experts about
-equally often, so a pass reads more experts than with a trained router. No schedule was published
-for this shape; lossy mode uses that of Qwen3-4B.
+probability, as in ``benchmarks/lossless.py``. A random router uses all experts about equally often,
+so a pass reads more experts than it would with a trained router. No schedule was published for this
+shape, so lossy mode uses the schedule of Qwen3-4B.
 
-The weights of all 128 experts per layer are 61 GB. ``--experts`` keeps fewer; each token is still
-routed to as many. ``--layers`` keeps fewer layers, for trials. The JSON file says what was kept.
+The weights of all 128 experts per layer are 61 GB. With ``--experts``, fewer experts are kept; the
+number of experts per token does not change. ``--layers`` keeps fewer layers, for trials. The JSON
+file states what was kept.
 
 Parts:
 
 - ``points``: sequences and tokens of each; points that do not fit into the cache of an engine are
-  left out. Lossless mode is timed with each number of drafts for ``FIXED_S``, then with Sparrow
-  choosing it for ``SECONDS``, the probing at the start included, and for ``SETTLED_S`` more.
+  left out. Lossless mode is timed with each number of drafts for ``FIXED_S``. It is then timed with
+  a number that Sparrow chooses, first for ``SECONDS``, which includes the probing at the start, and
+  then for another ``SETTLED_S``.
 - ``trace``: states of the trace of ``benchmarks/lossless.py``, with ``--slots`` sequences at a time
   and the sampled tokens' log-probs. The number of drafts is settled beforehand.
 
-Each mode's engine runs in its own process, the three of them one after another. Every invocation is
-a run of its own, which is added to the file; ratios are formed within a run. ``--deadline`` ends a
-run early.
+The engines of the three modes run one after another, each in its own process. Every invocation is a
+separate run, which is added to the file. Ratios are formed within a run. ``--deadline`` ends a run
+early.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def changes(experts: int | None, layers: int | None) -> dict[str, int]:
 
 
 def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]]]:
-    """Return a description of the trace, and its states: a step, and the cached tokens of each
-    request.
+    """Return a description of the trace, and its states. A state is a step and the number of cached
+    tokens of each request.
     """
     tokens = responses(REQUESTS)
     spans = simulate([PROMPT] * REQUESTS, tokens, slots)
@@ -83,8 +85,9 @@ def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]
 
 
 def graph_sizes(batches: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """List the batches, in tokens, for which an engine makes CUDA graphs: those of all decode steps
-    with each number of drafts. Captures take long, so there are no others.
+    """List the batch sizes, in tokens, for which an engine captures CUDA graphs. These are the
+    sizes of all decode steps with each number of drafts. Captures take long, so no other sizes are
+    captured.
     """
     return sorted({batch * (drafts + 1) for batch in batches for drafts in choices})
 
@@ -123,7 +126,9 @@ def start(arguments: argparse.Namespace, mode: str, folder: str) -> Any:
 
 
 def time_point(bench: Any, mode: str, batch: int, length: int) -> list[dict[str, Any]]:
-    """Time a point, in lossless mode with each number of drafts and with the chosen one."""
+    """Time a point. In lossless mode, time it with each number of drafts and with the chosen
+    number.
+    """
     from lossless import hold, point, scheduler
 
     from sparrow.vllm.lossless.chooser import DraftChooser
@@ -148,8 +153,8 @@ def time_point(bench: Any, mode: str, batch: int, length: int) -> list[dict[str,
 
 
 def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None:
-    """Measure a mode in this process, and write what is found after each row, until the clock
-    (``time.time``) says ``until``.
+    """Measure a mode in this process, and write the results after each row. Stop when ``time.time``
+    reaches ``until``.
     """
     from lossless import accept, scheduler, state
     from rollout import CONTEXT
@@ -159,7 +164,7 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         bench = start(arguments, mode, folder)
-        for prefilled in (1, 8):  # compiles what is left to compile
+        for prefilled in (1, 8):  # compiles the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
         rate = None
@@ -193,7 +198,8 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
         if "trace" in arguments.parts:
             found["rollout"], chosen = traced(arguments.slots, arguments.states)
-            peak = found["rollout"]["peak"] + 64 * arguments.slots  # a started block of each
+            # Each sequence may have one partly filled block.
+            peak = found["rollout"]["peak"] + 64 * arguments.slots
             assert peak < bench.kv_tokens, f"{peak} tokens do not fit; give fewer --slots"
             if mode == "lossless":
                 scheduler(bench).chooser = DraftChooser(scheduler(bench).chooser.choices)
@@ -207,8 +213,9 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
 
 def found_by(mode: str, out: Path) -> Path:
-    """Return the file that a mode's process writes. It is beside the result, so that what was found
-    is not lost if the script is killed, and is deleted once it is part of the result.
+    """Return the file that a mode's process writes. It is in the same folder as the result, so that
+    the measurements are not lost if the script is killed. It is deleted once its contents are part
+    of the result.
     """
     return out.with_name(f"{out.stem}_{mode}.part")
 

@@ -1,5 +1,5 @@
-"""Many short or small sequences, where reading fewer pages may gain nothing: is a mode of Sparrow
-slower than stock vLLM there?
+"""Cases in which reading fewer pages may gain nothing, because sequences are short or the model is
+small: is a mode of Sparrow slower than stock vLLM there?
 
     python benchmarks/never_slower.py --tokenizer TOKENIZER     # results/never_slower_smollm2-135m.json
     python benchmarks/never_slower.py --shape qwen3-1.7b        # 512 x 128 + 300, as on GSM8K
@@ -7,27 +7,27 @@ slower than stock vLLM there?
     python benchmarks/never_slower.py --engines stock lossy before --before OLD_TREE --cells 512x128+512
 
 Such steps wait for the host, whose speed changes by a tenth from minute to minute and from process
-to process. So the engines (stock vLLM, lossless, and lossy mode) run at the same time, each with
-vLLM's engine core in a process of its own, as users have it, and take turns: a turn is one call of
-``LLM.generate`` for a whole cell, requests x prompt + new tokens, at temperature 1 with sampled
+to process. The engines (stock vLLM, lossless mode and lossy mode) therefore exist at the same time
+and take turns. As for users, each has vLLM's engine core in its own process. A turn is one call of
+``LLM.generate`` for a whole cell (requests x prompt + new tokens), at temperature 1, with sampled
 log-probs and a seed for each request. The other engines wait meanwhile. A round has one turn of
-each engine for each cell, with and without detokenisation; the first engine changes from cell to
-cell. Ratios are formed within a round. All engines get the same prompts, random tokens that are new
-in each round, so nothing comes from the prefix cache. Before its first turn, an engine generates
-eight tokens for every request of each cell.
+each engine for each cell, with and without detokenisation; the engine that goes first changes from
+cell to cell. Ratios are formed within a round. All engines get the same prompts. These are random
+tokens that are new in each round, so nothing comes from the prefix cache. Before its first turn, an
+engine generates eight tokens for every request of each cell.
 
-Without ``--model`` weights are random, and nothing is downloaded. vLLM then accepts nearly every
-draft, which makes lossless mode faster than with real weights. Without a tokenizer there is nothing
-to detokenise with, and those turns are left out.
+Without ``--model``, weights are random, and nothing is downloaded. vLLM then accepts nearly every
+draft, which makes lossless mode faster than with real weights. Without a tokenizer, the turns with
+detokenisation are left out.
 
 ``--before`` names an unpacked source tree; the engine ``before`` runs its lossy mode.
 
 The KV caches of all engines must fit on the GPU together: 130 GB for the three cells of SmolLM2.
-With ``--sleep`` they need not. Engines then start one after another and sleep between turns.
+With ``--sleep``, this is not necessary: engines start one after another and sleep between turns.
 
 Results are written after each turn. A later call with the same file adds its rounds; a call may
-have another version of vLLM. ``--deadline`` ends a call in time: no turn starts that is not
-expected to end before it. If ``VLLM_CACHE_ROOT`` is set, later calls start sooner.
+have another version of vLLM. With ``--deadline``, a turn starts only if it is expected to end
+before the deadline. If ``VLLM_CACHE_ROOT`` is set, later calls start sooner.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def shape_config(shape: str) -> Any:
 
 
 def cache_bytes(model: Any, cells: Sequence[Cell]) -> int:
-    """Return the bytes of KV cache that the largest cell needs, with room for landmarks."""
+    """Return the size in bytes of the KV cache that the largest cell needs, including room for
+    landmarks.
+    """
     tokens = max(cell.requests * (cell.prompt + cell.new + SPARE) for cell in cells)
     heads = model.num_hidden_layers * model.num_key_value_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -164,8 +166,8 @@ def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[s
 def generate(
     cell: Cell, new: int, detokenize: bool, seed: Sequence[int], vocabulary: int
 ) -> dict[str, Any]:
-    """Generate ``new`` tokens for each request of a cell in this process's engine; return the
-    number of tokens, the seconds, and Sparrow's counts.
+    """Generate ``new`` tokens for each request of a cell in this process's engine. Return the
+    number of tokens, the seconds, and Sparrow's counters.
     """
     import numpy as np
     from vllm import SamplingParams
@@ -248,8 +250,8 @@ class Engines:
     def call(
         self, function: Callable[..., dict[str, Any]], arguments: Mapping[str, Sequence[Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Call a function in the processes of these engines: in all at once, unless only one of
-        them may use the GPU's memory.
+        """Call a function in the processes of these engines. They run it at the same time, unless
+        only one engine at a time may use the GPU's memory.
         """
         begun = {}
         for name, given in arguments.items():
@@ -299,7 +301,7 @@ def main() -> None:
     names = given.engines
     engines = Engines(names, given.sleep)
     with tempfile.TemporaryDirectory() as temporary:
-        # A folder that stays is where later calls find the compiled models.
+        # Later calls find the compiled models in this folder, which is kept.
         folder = os.environ.get("VLLM_CACHE_ROOT", temporary)
         model, shared = prepared(given, f"{folder}/{given.shape}")
         trees = {name: given.before.resolve() if name == "before" else ROOT for name in names}
@@ -348,8 +350,8 @@ def main() -> None:
 
 
 def prepared(given: argparse.Namespace, folder: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model's configuration and the arguments of ``LLM`` that all engines share; a model
-    with random weights is a configuration in ``folder``.
+    """Return the model's configuration and the arguments of ``LLM`` that all engines share. For a
+    model with random weights, only a configuration is written to ``folder``.
     """
     from transformers import AutoConfig
 
@@ -365,7 +367,7 @@ def prepared(given: argparse.Namespace, folder: str) -> tuple[Any, dict[str, Any
         "max_num_seqs": max(cell.requests for cell in given.cells),
         "max_num_batched_tokens": BATCHED_TOKENS,
         "kv_cache_memory_bytes": cache_bytes(model, given.cells),
-        # The size of the cache is given; this share of the memory only has to be free.
+        # The size of the cache is set explicitly, so this share of the memory only has to be free.
         "gpu_memory_utilization": 0.05,
         "enable_sleep_mode": given.sleep,
     }

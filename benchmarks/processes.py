@@ -1,6 +1,7 @@
-"""Engines of vLLM one after another, each in its own process; the next one's waits meanwhile.
+"""vLLM engines that run one after another, each in its own process.
 
-A process imports vLLM, which takes long, while the engine before it still has the GPU.
+Importing vLLM takes long, so each process imports it while the previous engine still uses the GPU,
+and then waits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class EngineProcess:
     """The process of an engine, which has imported vLLM and waits to be told to start.
 
     Args:
-        command: the script and its arguments, with which the process writes what it finds.
+        command: the script and its arguments; the process that it starts writes its results.
         written: the JSON file that the process writes.
-        log: the file for everything that it prints; deleted if it succeeds.
+        log: the file for everything that the process prints; deleted if the process succeeds.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class EngineProcess:
         return found
 
     def end(self) -> None:
-        """Kill the process if it still runs."""
+        """Kill the process if it is still running."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
 
 def told_to_start() -> float:
-    """In the process of an engine: import vLLM, wait, and return the deadline."""
+    """Import vLLM in an engine's process, wait to be told to start, and return the deadline."""
     import rollout  # noqa: F401  imports vLLM, while another engine runs
 
     return float(sys.stdin.readline() or "inf")
@@ -89,11 +90,12 @@ def told_to_start() -> float:
 def in_turn(
     names: Sequence[str], start: Callable[[str], EngineProcess], until: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure engines one after another, as long as there is time; yield what each one found.
+    """Measure engines one after another, as long as there is time. Yield the results of each
+    engine.
 
     Args:
         start: starts the process of an engine.
-        until: the deadline, by ``time.time``.
+        until: the deadline, in the seconds of ``time.time``.
     """
     waiting = list(names)
     name = waiting.pop(0)

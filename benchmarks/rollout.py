@@ -1,9 +1,10 @@
 """Rollouts in vLLM on one GPU: decode steps, and a whole trace of long responses, stock dense
 against Sparrow.
 
-    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock --out
-    results/rollout_qwen3-1.7b_stock.json python benchmarks/rollout.py --shape qwen3-1.7b --variant
-    sparse --out results/rollout_qwen3-1.7b_sparse.json
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock \\
+        --out results/rollout_qwen3-1.7b_stock.json
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant sparse \\
+        --out results/rollout_qwen3-1.7b_sparse.json
 
 ``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random:
 nothing is downloaded.
@@ -11,14 +12,14 @@ nothing is downloaded.
 A trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests`` takes
 other numbers) whose response lengths come from a fixed log-normal distribution, mean 14,268, cut at
 32,768. vLLM serves them first come, first served, ``slots`` at a time: as many as fit into KV
-memory without preemption. So which requests run at which length in which step depends neither on
-the variant nor on how long a step takes, and can be worked out beforehand. Running all of it would
-take hours. Instead the steps are cut into equal strata, and the step in the middle of each is set
-up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and
-sampler) and timed. The trace's time is the mean of these, multiplied by the number of steps, plus
-the measured delay from prefilling the joining requests. ``validate`` runs a shorter trace from
-beginning to end, made of the 1/64 of each response that ends at its middle, and compares its time
-with the estimate for that trace.
+memory without preemption. Which requests run at which length in which step therefore depends
+neither on the variant nor on how long a step takes, and can be computed beforehand. Running the
+whole trace would take hours. Instead, the steps are divided into equal strata. The step in the
+middle of each stratum is set up for real (its requests at their lengths, in vLLM, with vLLM's
+scheduler, CUDA graphs and sampler) and timed. The trace's time is the mean of these times,
+multiplied by the number of steps, plus the measured delay from prefilling the joining requests.
+``validate`` runs a shorter trace from beginning to end, made of the 1/64 of each response that ends
+at its middle, and compares its time with the estimate for that trace.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, reports
 that the cache of a request already exists. The cache holds random normal data, page means included,
@@ -80,7 +81,7 @@ POINTS = {
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
 MEMORY = 0.93  # vLLM's gpu_memory_utilization
-# of random keys and values in int8: the scale 2^-5, under which 127 is four standard deviations
+# scale 2^-5 of random keys and values in int8, with which 127 is four standard deviations
 INT8_EXPONENT = 122
 
 
@@ -138,7 +139,7 @@ class Bench:
 
     Args:
         slots: the most sequences at a time, if more than the shape's points have.
-        schedule: that of lossy mode; by default, the one published for the shape.
+        schedule: the schedule of lossy mode; by default, the one published for the shape.
         config: fields of the model's configuration that differ from those of the shape.
         more: options of vLLM.
     """
@@ -155,7 +156,7 @@ class Bench:
         config: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        self.served = 0  # number of requests so far, which gives them their names
+        self.served = 0  # number of requests so far, from which their names are made
         batches = [batch for batch, _ in POINTS.get(shape, ())]
         self.shape = shape
         self.slots = max(slots, SLOTS.get(shape, 0), *batches)
@@ -252,7 +253,7 @@ class Bench:
             self.llm.llm_engine.add_request(str(self.served), request, parameters)
 
     def finish(self) -> list[float]:
-        """Run until all requests are finished; return the seconds of every step."""
+        """Run until all requests are finished. Return the seconds of every step."""
         engine, seconds, last = self.llm.llm_engine, [], time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
@@ -262,7 +263,7 @@ class Bench:
         return seconds
 
     def step(self, lengths: Sequence[int] | np.ndarray, logprobs: int | None) -> dict[str, float]:
-        """Time decode steps with ``lengths`` cached tokens in the requests; return median and
+        """Time decode steps of requests with ``lengths`` cached tokens. Return the median and the
         spread in ms.
         """
         timed = TIMED if sum(lengths) > SHORT else 16 * TIMED
@@ -301,8 +302,8 @@ class Bench:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Set weights as before training: vLLM's dummies are so small that activations are
-    only noise.
+    """Initialise the weights as for training. vLLM's dummy weights are so small that activations
+    are only noise.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, weight in model.named_parameters():
@@ -310,7 +311,7 @@ def randomise(model: torch.nn.Module) -> None:
             weight.fill_(1.0)
         elif (
             weight.element_size() > 1 and "scale" not in name
-        ):  # vLLM has quantised its dummies with their scales
+        ):  # vLLM has already quantised its dummy weights, with their own scales
             weight.normal_(0.0, 0.02, generator=generator)
 
 
@@ -345,7 +346,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "compilation_mode": int(bench.vllm_config.compilation_config.mode),
             },
         )
-        for prefilled in (1, 8):  # compiles what remains to be compiled
+        for prefilled in (1, 8):  # compiles the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         bench.step([1024] * 8, 20)

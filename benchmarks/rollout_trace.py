@@ -1,4 +1,4 @@
-"""The rollout traces of ``rollout.py``: how long responses are, and which of them run at which
+"""The rollout traces of ``rollout.py``: how long responses are, and which responses run at which
 length in every step.
 
 A request joins as soon as there is room, first come, first served, and no request is ever
@@ -31,8 +31,8 @@ def responses(requests: int) -> list[int]:
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return prompt and response lengths of a trace short enough to run: the 1/64 of each response
-    that ends at its middle.
+    """Return prompt and response lengths of a trace that is short enough to run. It consists of a
+    1/64 of each response, which ends at the middle of the response.
     """
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last

@@ -5,13 +5,13 @@
 Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side
 by side: on two GPUs, but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one
 GPU is shown beside the distance between two runs on one GPU: in *again*, vLLM takes fewer responses
-at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. With fewer
-GPUs, ``--runs`` selects the runs.
+at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. If there are
+fewer GPUs, select runs with ``--runs``.
 
-*killed* is a DDP run whose second process is killed after three steps; one GPU goes on from its
-checkpoint. *killed_fsdp2* is the same with FSDP2, and also goes on with FSDP2. *server* samples in
-a ``vllm serve`` on the other GPU, and this server is killed after two steps. The server finds the
-plugin where Sparrow is installed.
+*killed* is a DDP run whose second process is killed after three steps. The run continues from its
+checkpoint on one GPU. *killed_fsdp2* is the same with FSDP2, and also continues with FSDP2.
+*server* samples in a ``vllm serve`` process on the other GPU, and this server is killed after two
+steps. The server finds the plugin where Sparrow is installed.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def main() -> None:
         for run in arguments.runs:
             work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
             futures[pool.submit(work)] = run
-            time.sleep(3)  # vLLM measures free memory when it starts
+            time.sleep(3)  # vLLM measures the free memory when it starts
         for future in as_completed(futures):
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()

@@ -1,18 +1,19 @@
-"""Soak the code sandbox with thousands of mixed programs: verdicts, throughput, and what is left
-behind.
+"""Soak test of the code sandbox with thousands of mixed programs: verdicts, throughput, and leaked
+resources.
 
     python benchmarks/sandbox.py          # 2,000 programs, two at a time; writes JSON to benchmarks/results/
     python benchmarks/sandbox.py --programs 200 --workers 8
 
-Most programs are honest: right or wrong, of every kind of test, and their verdicts are known
-beforehand. One in eight
-attacks: half of these are drawn from a few with known verdicts, which loop, fork, fill memory,
-flood their output or exit early, and half from the attacks of tests/rewards/sandbox, which must not
-pass. This process's memory, file descriptors, threads and children, and all processes of the
-machine that carry this run's mark, are counted before and after, its memory also in between.
-Throughput is also measured for honest programs alone, with ten tests each, which alternately read
-and are called: ``--rounds`` times ``--honest`` of them, since a short sample says little on a busy
-machine. The exit status is 0 if every verdict is as expected, nothing is left and memory is flat.
+Most programs are honest. They are right or wrong, cover every kind of test, and have known
+verdicts. One program in eight is an attack. Half of the attacks are drawn from a few with known
+verdicts, which loop, fork, fill memory, flood their output or exit early. The other half are the
+attacks of tests/rewards/sandbox, which must not pass. Before and after the programs, the script
+counts this process's memory, file descriptors, threads and children, and all processes of the
+machine that carry this run's mark. Memory is also measured in between. Throughput is also measured
+for honest programs alone. These have ten tests each, and alternately read their input or are
+called. There are ``--rounds`` rounds of ``--honest`` programs, because a short sample says little
+on a busy machine. The exit status is 0 if every verdict is as expected, nothing is left and memory
+is flat.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def left_behind() -> dict[str, Any]:
 def soak(
     verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]
 ) -> dict[str, Any]:
-    """Judge all programs; return verdicts, times and disagreements."""
+    """Judge all programs. Return verdicts, times and disagreements."""
     began = time.monotonic()
     rss_mb, me = [], psutil.Process()
 
@@ -179,7 +180,7 @@ def soak(
 
 
 def honest(verifier: CodeVerifier, programs: int, rounds: int) -> dict[str, Any]:
-    """Judge honest programs that pass, in rounds; return the median and the range of throughput."""
+    """Judge honest programs that pass, in rounds. Return the median and the range of throughput."""
     sample = [HONEST[:6:5][number % 2] for number in range(programs)]
     soaked = [soak(verifier, sample) for _ in range(rounds)]
     rates = [round_["programs_per_minute"] for round_ in soaked]

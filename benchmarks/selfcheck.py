@@ -5,9 +5,9 @@
 Each case starts an engine with the random model of ``vllm_check.py`` in its own process; ``--jobs``
 cases run at a time. Cases with a fault damage one part of Sparrow first: landmarks are written one
 block off, attention uses a wrong scale, the scales of an fp8 KV cache are doubled, or a tensor moves
-after CUDA graphs were captured over it. Sound engines are checked twice, the second time with all
-kernels compiled, and then generate tokens. The exit status is 1 if any case ends differently from
-what is expected. ``--only`` runs the cases whose names contain all of the given words; other cases
+after CUDA graphs were captured over it. Sound engines are checked twice (the second time, all
+kernels are already compiled), and then generate tokens. The exit status is 1 if any case does not
+end as expected. ``--only`` runs the cases whose names contain all of the given words; other cases
 in the JSON file are kept.
 """
 
@@ -108,7 +108,7 @@ def moved_block_table() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """An engine to start, and what its self-check must say."""
+    """An engine to start, and the result that its self-check must have."""
 
     name: str
     sparrow: dict[str, Any]
@@ -153,7 +153,7 @@ CASES = (
 
 @contextmanager
 def checked_twice(result: dict[str, Any]) -> Iterator[None]:
-    """Repeat each self-check, and note its times and differences."""
+    """Repeat each self-check, and record its times and differences."""
     import torch
 
     from sparrow.vllm import selfcheck
@@ -197,7 +197,7 @@ def start(folder: str, case: Case, result: dict[str, Any]) -> None:
 
 
 def outcome(folder: str, case: Case) -> dict[str, Any]:
-    """Run a case: what happened, and whether that is what must happen."""
+    """Run a case. Return what happened, and whether this is what should happen."""
     from sparrow.errors import ConfigError
 
     result: dict[str, Any] = {"case": case.name}
@@ -234,7 +234,7 @@ def in_own_process(folder: str, case: Case) -> dict[str, Any]:
 
 
 def measure(out: Path, words: list[str], jobs: int) -> list[str]:
-    """Run the cases whose names contain all words; returns those that end unexpectedly."""
+    """Run the cases whose names contain all words. Return the cases that end unexpectedly."""
     import vllm
     from vllm_check import random_model
 
@@ -265,7 +265,7 @@ def main() -> None:
     arguments = options.parse_args()
 
     if arguments.case is not None:
-        # Faults reach only an engine in this process.
+        # Faults only affect an engine that runs in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         (case,) = (case for case in CASES if case.name == arguments.case)
         print(RESULT + json.dumps(outcome(arguments.checkpoint, case)), flush=True)

@@ -3,13 +3,14 @@ for the host.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
-256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and
-Sparrow's engine with the same lists, each in separate processes, by turns; the best time of each
-variant counts. ``--before`` adds the engine of an earlier source tree, here one whose lists were
-Python objects. Sparrow decodes sparsely under the published 0.86 schedule, which keeps nearly
-everything at this length. *host* is the time per token of vLLM's scheduler, its output processor
-and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU
-the model and responses are smaller; there only *host* says something about a GPU.
+The rollout has 256 prompts of 64 tokens, with 1,024 new tokens each and top-20 lists, on random
+weights. Stock vLLM and Sparrow's engine return the same lists. They run in separate processes and
+take turns; the best time of each variant counts. ``--before`` adds the engine of an earlier source
+tree, here one whose lists were Python objects. Sparrow decodes sparsely under the published 0.86
+schedule, which keeps nearly everything at this length. *host* is the time per token of vLLM's
+scheduler, its output processor and the reading of the lists, from a separate rollout whose clock is
+read at every step. On a CPU, the model and the responses are smaller, and only *host* is
+informative about a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str, tree: Path) -> dict[str, float]:
-    """Measure one variant in this process with the package of a tree; return tokens per second and
-    host microseconds per token.
+    """Measure one variant in this process with the package of a source tree. Return tokens per
+    second and the host's microseconds per token.
     """
     sys.path.insert(0, str(tree))
     # Sparrow's engine registers the plugin itself; stock vLLM must not load any.
@@ -120,7 +121,9 @@ def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens
 
 
 class Lists:
-    """A trainer's conversion of stock vLLM's lists; a class, so that ``watch_host`` can time it."""
+    """A trainer's conversion of stock vLLM's lists. It is a class so that ``watch_host`` can time
+    it.
+    """
 
     @staticmethod
     def read(lists: Any) -> Any:

@@ -1,14 +1,14 @@
-"""The shipped decode kernels of two source trees on one GPU, in turns: what a change costs, row by
-row.
+"""Time the shipped decode kernels of two source trees in turns on one GPU, to find the effect of a
+change in each row.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
 
-Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in
-processes of their own, old and new by turns; a row's time is its best median, of all processes and
-of ``BATCHES`` batches in each. One batch is not enough: with few sequences the same kernel may take
-longer for one batch than for the next of the same shape over the same caches. Rows that only one
-tree has are named and left out. Exits with 1 if a row is more than 2 % slower than before, or more
-than 25 % if only Triton serves its shape.
+Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark. The
+old and the new tree alternate, in separate processes. A row's time is its best median over all
+processes and over ``BATCHES`` batches in each process. One batch is not enough: with few sequences,
+the same kernel may take longer for one batch than for the next batch of the same shape over the
+same caches. Rows that only one tree has are named and left out. Exits with 1 if a row is more than
+2 % slower than before, or more than 25 % slower if only Triton supports its shape.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BATCHES = 4
 
 
 def measure(with_triton: bool) -> dict[str, float]:
-    """Return microseconds per layer of every row, measured by the tree that is first on
-    the path; rows that only Triton serves can be left out.
+    """Return microseconds per layer of every row, measured by the tree that is first on the path.
+    Rows that only Triton supports can be left out.
     """
     import torch
 

@@ -41,8 +41,8 @@ ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens
 
 
 def limits(requests: str = "240") -> str:
-    """Tabulate the speedup that bytes allow: the cost model over the whole trace, with its
-    overheads removed in stages.
+    """Tabulate the speedup of the whole trace by the cost model, as its overheads are removed in
+    stages. Without overheads, only the bytes that are read limit the speed.
     """
     overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
@@ -229,7 +229,7 @@ STATES = (
 
 
 def draft_budgets() -> str:
-    """Tabulate the best draft budget for the best number of drafts, and the gain over
+    """Tabulate the best draft budget with the best number of drafts, and its gain over a budget of
     ``REFERENCE_TOKENS``.
     """
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)

@@ -1,4 +1,4 @@
-"""The tables of drafters, from what ``benchmarks/break_even.py`` measured."""
+"""The tables of drafters, from the results of ``benchmarks/break_even.py``."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
 
 def results() -> list[Row]:
-    """One result for each shape that was measured, the smallest first."""
+    """Return one result for each shape that was measured, the smallest shape first."""
     paths = [RESULTS / f"break_even_{shape}.json" for shape in CALLED]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def at(row: Row) -> tuple[int, int]:
-    """The point that a row is of."""
+    """Return the point to which a row belongs."""
     return row["batch"], row["length"]
 
 
 def dense(result: Row) -> dict[tuple[int, int], float]:
-    """Milliseconds of a dense step at each point, as the last run that timed it found them."""
+    """Return the milliseconds of a dense step at each point, from the last run that timed the
+    point.
+    """
     return {
         at(row): row["ms"]
         for run in result["runs"]
@@ -48,8 +50,8 @@ def dense(result: Row) -> dict[tuple[int, int], float]:
 
 
 def ratios(result: Row) -> list[Row]:
-    """The points of all drafters with their break-even tokens per cycle, which are formed within
-    a run. Of several runs that timed a point of a drafter, the last one counts.
+    """Return the points of all drafters with their break-even tokens per cycle, which are ratios
+    within a run. If several runs timed a point of a drafter, the last run counts.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for run in result["runs"]:
@@ -64,7 +66,7 @@ def ratios(result: Row) -> list[Row]:
 
 
 def gpu(result: Row) -> str:
-    """The GPUs of all runs, by their short names."""
+    """Return the short names of the GPUs of all runs."""
     known = ("H100", "H200")
     cards = {next(name for name in known if name in run["gpu"]) for run in result["runs"]}
     return ", ".join(sorted(cards))

@@ -112,7 +112,9 @@ def lossless_fp8_cache() -> str:
 
 
 def beside_stock(result: Row) -> str:
-    """Format the results of ``lossless_check.py equal`` for greedy tokens and for a seed."""
+    """Format the results of ``lossless_check.py equal`` for greedy tokens and for tokens sampled
+    with a seed.
+    """
     gaps = [row["gap"] for row in result["partings from stock"]]
     agreed, repeated = (
         result[name]
@@ -180,14 +182,14 @@ def beside_float32(result: Row) -> str:
 
 
 def lossless_exact_draft_weights() -> str:
-    """Return one line on log-probs of tokens that were drafted with fp8 weights."""
+    """Return a sentence about the log-probs of tokens that were drafted with fp8 weights."""
     result = load("lossless_equal_draft_fp8")
     repeated = result["responses that a seed repeats"]
     return f"{beside_float32(result)} If sampling is repeated with the same seed, {repeated} responses are identical.\n"
 
 
 def lossless_exact_guesses() -> str:
-    """Return one line on tokens and log-probs with drafts that are made from guesses."""
+    """Return sentences about tokens and log-probs with drafts that are made from guesses."""
     result = load("lossless_equal_guess3")
     return f"{beside_stock(result)} {beside_float32(result)}\n"
 
@@ -282,7 +284,7 @@ def _mean_of_runs(runs: Sequence[Row]) -> str:
 
 
 def _rows(name: str) -> Iterator[Row]:
-    """Return the rows of all files whose names begin like this, those of the file without a number
+    """Return the rows of all files whose names begin like this. The file without a number comes
     first.
     """
     for path in sorted(RESULTS.glob(f"{name}*.json")):
@@ -358,7 +360,7 @@ def lossless_exact() -> str:
 
 
 def lossless_invariant() -> str:
-    """Tabulate tokens of a seed against those of stock vLLM, by what else decoded them."""
+    """Tabulate how many tokens of a seed equal those of stock vLLM, for each other way of decoding."""
     rows = []
     for name, row in load("lossless_invariant").items():
         if isinstance(row, dict) and "common" in row:

@@ -25,7 +25,7 @@ DRAFTS = (4, 8)
 
 
 def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
-    """Tabulate the runs of all shapes that were measured, or say that there are none."""
+    """Tabulate the runs of all measured shapes, or state that there are none."""
 
     @wraps(written)
     def tabulated() -> str:
@@ -36,7 +36,7 @@ def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
 
 
 def runs() -> list[Row]:
-    """Return the runs of all shapes, with what their tables call the shape and the GPU."""
+    """Return the runs of all shapes, with the names of the shape and the GPU for the tables."""
     found = []
     for shape in EXPERTS:
         path = RESULTS / f"mixture_{shape}.json"
@@ -57,7 +57,7 @@ def at(row: Row) -> tuple[int, int]:
 
 
 def over(row: Row | None, stock: Row) -> str:
-    """Format the tokens per second of a row over those of stock vLLM, if it was measured."""
+    """Format the tokens per second of a row relative to stock vLLM, if stock vLLM was measured."""
     return "" if row is None else f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}x"
 
 
@@ -69,7 +69,7 @@ def of_point(run: Row, mode: str, point: tuple[int, int]) -> dict[int | str, Row
 
 @if_measured
 def speed(found: list[Row]) -> str:
-    """Tabulate tokens per second of each mode over those of stock vLLM in the same run."""
+    """Tabulate the tokens per second of each mode relative to stock vLLM in the same run."""
     rows = []
     for run in found:
         for stock in run["engines"]["stock"]["points"]:
@@ -109,7 +109,7 @@ def speed(found: list[Row]) -> str:
 
 @if_measured
 def predicted(found: list[Row]) -> str:
-    """Tabulate the gains that the cost model predicts beside those that were measured."""
+    """Tabulate the gains that the cost model predicts and the gains that were measured."""
     overheads = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     machine = MACHINES["h200"]
     rows = []

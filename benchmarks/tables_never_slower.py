@@ -14,16 +14,17 @@ MODES = ("lossless", "lossy")
 
 
 def sessions() -> list[Row]:
-    """Every call of the script, the smallest shape first."""
+    """Return the results of every call of the script, the smallest shape first."""
     paths = [RESULTS / f"never_slower_{shape}.json" for shape in SHAPES]
     files = [json.loads(path.read_text()) for path in paths if path.exists()]
     return [session for file in files for session in file["sessions"]]
 
 
 def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
-    """Group the speeds of stock vLLM and, as ratios to stock vLLM in the same round, of the modes.
+    """Group the speeds of stock vLLM, and the speeds of the modes relative to stock vLLM in the
+    same round.
 
-    Returns: By shape, version of vLLM, GPU, cell and whether responses were detokenised.
+    Returns: The speeds by shape, version of vLLM, GPU, cell and whether responses were detokenised.
     """
     found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for session in sessions():
@@ -45,7 +46,7 @@ def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
 
 
 def never_slower() -> str:
-    """One row per cell: tokens per second of stock vLLM, and the ratios of every round."""
+    """Tabulate one row per cell: tokens per second of stock vLLM, and the ratios of every round."""
     rows = []
     for (shape, version, card, cell, text), case in compared().items():
         requests, prompt, new = map(int, re.findall(r"\d+", cell))

@@ -1,5 +1,5 @@
-"""The tables of LoRA and of data parallelism, from what ``lora_check.py`` and ``audit_serving.py``
-measured.
+"""The tables of LoRA and of data parallelism, from the results of ``lora_check.py`` and
+``audit_serving.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def result(name: str) -> Any:
 
 
 def lossless_lora() -> str:
-    """One row per way to run the engines."""
+    """Tabulate one row for each way to run the engines."""
     rows = []
     for mode, found in result("lossless_lora")["modes"].items():
         errors = found["log-probs"]
@@ -45,7 +45,7 @@ def lossless_lora() -> str:
 
 
 def audit_serving() -> str:
-    """One row per arm."""
+    """Tabulate one row per arm."""
     rows = []
     for arm, found in result("audit_serving")["arms"].items():
         seeds = found["seeds"]

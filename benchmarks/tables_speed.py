@@ -59,13 +59,13 @@ def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
 
 
 def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0.0) -> str:
-    """How many times as fast ours is over a trace, both with ``more`` seconds besides, and a 95 %
-    interval.
+    """Return how many times as fast Sparrow is over a trace, with a 95 % interval. Both sides take
+    ``more`` seconds in addition.
 
     The interval is that of a ratio of two systematic samples (Wolter, "Introduction to Variance
     Estimation", 2007, chapter 8): its variance comes from neighbouring states, which differ by the
     scatter of the timing and by what a stratum's middle may miss of its stratum. Joins and ``more``
-    count as known; another machine is not in it.
+    count as known. The variation between machines is not included.
     """
     theirs_s, ours_s = (trace_seconds(run, requests, logprobs) + more for run in (stock, ours))
     ratio, steps = theirs_s / ours_s, ours["traces"][requests]["steps"]
@@ -425,7 +425,9 @@ def families() -> str:
 
 
 def several_tokens() -> str:
-    """Tabulate decode steps over several new tokens, relative to one token with the default."""
+    """Tabulate decode steps over several new tokens, relative to a step of the default kernel over
+    one token.
+    """
     by_case: dict[tuple[str, str], dict[int, Row]] = {}
     for row in load("wide")["rows"]:
         case = row["model"], f"{row['B']} x {row['L']:,}"

@@ -12,18 +12,18 @@ MODES = ("dense", "lossless", "lossy")
 
 
 def results() -> list[Row]:
-    """One result for each mode that was run."""
+    """Return one result for each mode that was run."""
     paths = [RESULTS / f"verl_two_gpus_{mode}.json" for mode in MODES]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
 def values(result: Row, name: str) -> list[float]:
-    """The values of a metric, in the order of the steps that logged it."""
+    """Return the values of a metric, in the order of the steps that logged it."""
     return [step[name] for step in result["log"] if name in step]
 
 
 def drafts(result: Row) -> list[Any]:
-    """The share of drafts that were accepted, and tokens per cycle, over all steps."""
+    """Return the share of accepted drafts and the tokens per cycle, over all steps."""
     drafted, accepted, per_cycle = (
         np.array(values(result, f"sparrow/drafts/{name}"))
         for name in ("drafted", "accepted", "tokens_per_cycle")

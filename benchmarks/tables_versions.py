@@ -1,5 +1,5 @@
-"""The tables of versions of vLLM, from what ``benchmarks/vllm_versions.py`` measured in each, and
-of the self-check, from ``benchmarks/selfcheck.py``.
+"""The tables of vLLM versions, from the results of ``benchmarks/vllm_versions.py``, and of the
+self-check, from the results of ``benchmarks/selfcheck.py``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def checked(result: dict[str, Any] | None) -> str:
 
 
 def selfchecks() -> str:
-    """One row per engine, one column per version."""
+    """Tabulate one row per engine, with one column per version."""
     found = results(CHECKED)
     cases = [{result["case"]: result for result in one["cases"]} for one in found]
     names = dict.fromkeys(name for one in cases for name in one)

@@ -1,5 +1,5 @@
-"""The teacher-forced sparse kernel against dense causal attention, forward and backward, on one
-GPU.
+"""The teacher-forced sparse kernel compared with dense causal attention, forward and backward, on
+one GPU.
 
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
 

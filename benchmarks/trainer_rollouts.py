@@ -1,14 +1,15 @@
-"""Rollouts by the classes of other trainers: stock, lossless and lossy, before and after an update.
+"""Rollouts with the classes of other trainers, in stock, lossless and lossy mode, before and after
+an update.
 
     python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl, openrlhf
 
-Each trainer is installed without its dependencies, beside the vLLM that it pins and what it
-imports. Its own class starts vLLM, generates and loads new weights; Sparrow is switched on in the
-way that docs/integrations.md gives. Every mode runs in its own process, with the same tiny random
-Qwen3. The exit status is 0 if
+Each trainer is installed without its dependencies, together with the vLLM version that it pins and
+the packages that it imports. Its own class starts vLLM, generates and loads new weights; Sparrow is
+switched on in the way that docs/integrations.md gives. Every mode runs in its own process, with the
+same tiny random Qwen3. The exit status is 0 if
 
-- lossless: drafts were proposed and accepted, and greedy tokens are stock's up to ties,
-- lossy: fewer tokens of the cache were read than held,
+- lossless: drafts were proposed and accepted, and greedy tokens equal stock vLLM's except for ties,
+- lossy: fewer tokens were read than the cache contained,
 
 both before and after the update. On a GPU, lossless runs with CUDA graphs. On a CPU, only lossy
 runs in stock vLLM; name the modes with ``--modes``. OpenRLHF's weights are
@@ -351,7 +352,9 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def environment(mode: str) -> dict[str, str]:
-    """The variables that have every vLLM of a process decode in this mode."""
+    """Return the environment variables that make every vLLM engine of a process decode in this
+    mode.
+    """
     if mode == "stock":
         return {}
     chosen = {"SPARROW_MODE": "lossless"} if mode == "lossless" else {}
@@ -359,7 +362,7 @@ def environment(mode: str) -> dict[str, str]:
 
 
 def engine_options(mode: str) -> dict[str, Any]:
-    """Options of vLLM's engine with which it decodes in this mode."""
+    """Return the options with which vLLM's engine decodes in this mode."""
     sparrow = {
         "stock": {},
         "lossless": {"sparrow": {"mode": "lossless", "draft_schedule": SCHEDULE}},
@@ -386,7 +389,7 @@ def free_port() -> int:
 
 
 def post(url: str, body: Any) -> Any:
-    """Send JSON to a server and return its answer; ``None`` sends a GET request."""
+    """Send JSON to a server and return its answer. ``None`` sends a GET request."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -402,8 +405,8 @@ def prompts(seed: int) -> Batch:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Write a random Qwen3 with heads of 128, whose attention is so even that drafts are often
-    right, and a tokenizer whose words are numbers.
+    """Write a random Qwen3 with head dim 128 and a tokenizer whose words are numbers. The model's
+    attention is so even that drafts are often right.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -443,7 +446,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first place where two responses differ; None if they are equal."""
+    """Return the first position at which two responses differ, or None if they are equal."""
     if list(expected) == list(found):
         return None
     pairs = zip(expected, found, strict=False)
@@ -458,7 +461,7 @@ def tied(logits: ArrayLike, first: int, second: int) -> bool:
 
 
 def checkpoints(trainer: str) -> tuple[str, ...]:
-    """The checkpoints that are tried: the first alone where weights cannot be updated."""
+    """Return the checkpoints to try: only the first one where weights cannot be updated."""
     return WEIGHTS if CUDA or TRAINERS[trainer].updates_on_cpu else WEIGHTS[:1]
 
 
@@ -485,7 +488,7 @@ def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[s
 
 
 def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, int]) -> list[str]:
-    """List in words the faults of a mode's counters and responses."""
+    """Describe, in words, what is wrong with a mode's counters and responses."""
     cases = {
         "lossless": (
             (not counts.get("drafted"), "no drafts were proposed"),
@@ -565,8 +568,8 @@ def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[s
 
 
 def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run ``roll_out`` in each mode and return the results; a mode that stopped early has none, and
-    its log is printed.
+    """Run ``roll_out`` in each mode and return the results. If a mode stopped early, it has no
+    result, and its log is printed.
     """
     at_once = CUDA and TRAINERS[trainer].at_once
     for group in [modes] if at_once else [[mode] for mode in modes]:
@@ -577,7 +580,7 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
             ]
             began = time.monotonic()
             for mode, process in zip(group, processes, strict=True):
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it may be done all the same
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the work may be done by then
                     process.wait(max(0, began + LIMIT_S - time.monotonic()))
                 print(f"{mode}: ended after {time.monotonic() - began:.0f} s", flush=True)
     results = {}
@@ -592,7 +595,7 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
 def judged(
     mode: str, rounds: int, found: dict[str, Any], stock: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """A mode's result as it is written: comparisons with stock in place of responses.
+    """Return a mode's result for the file, with comparisons with stock vLLM in place of responses.
 
     Args:
         rounds: how many there should be.

@@ -120,8 +120,8 @@ def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return differences between the log-probs of two runs up to the first different token, and the
-    share of tokens before it.
+    """Return the differences between the log-probs of two runs up to the first token that differs,
+    and the share of tokens before it.
     """
     same = [
         np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)
@@ -147,7 +147,9 @@ def judged(
 
 
 def gib_asleep(engine: VLLMEngine) -> float:
-    """Return GiB of GPU memory in use while the engine sleeps; it is awake again afterwards."""
+    """Return the GiB of GPU memory in use while the engine sleeps. Afterwards, the engine is awake
+    again.
+    """
     engine.sleep()
     free, total = torch.cuda.mem_get_info()
     engine.wake()
@@ -183,7 +185,7 @@ def main() -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # kept to the end: its graphs use the memory pool
+        )  # kept to the end, because its graphs use the memory pool
         parameters = SamplingParams(
             temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True
         )

@@ -1,13 +1,13 @@
 """GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, unbounded, distilled, lossless
 and dense.
 
-    python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json python
-    benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
+    python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json
+    python benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
         --out benchmarks/results/vllm_train_lossless.json
 
 Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse run must learn while p5
-stays at its level. With an unbounded budget actor and policy are the same model, and p5 is below 1
-only because vLLM and transformers round bfloat16 in different places: if p5 fell over the steps,
+stays at its level. With an unbounded budget, actor and policy are the same model, and p5 is below 1
+only because vLLM and transformers round bfloat16 in different places. If p5 fell over the steps,
 the transfer of weights to vLLM would be faulty. The KL divergence of actor and policy, which no
 change of entropy hides, is recorded too. With DistillSparse the weights sent are the policy's with
 the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
@@ -166,7 +166,7 @@ def main() -> None:
         running = {}
         for run in arguments.runs:
             running[run] = start(run, folder)
-            time.sleep(3)  # vLLM measures free memory when it starts
+            time.sleep(3)  # vLLM measures the free memory when it starts
         while True:
             alive = any(process.poll() is None for process in running.values())
             results = {

@@ -6,18 +6,19 @@ Run it once with each vLLM version in the table of docs/vllm.md. Nothing is down
 random. Each part runs in its own process. A part that fails is recorded with the last error that it
 printed.
 
-- ``lossy`` and ``lossless`` condense what ``vllm_check.py`` and ``lossless_check.py equal`` find:
-  log-probs against transformers in float32, beside the error of transformers in the same 16 bits,
-  and greedy tokens against stock vLLM's. Both run eagerly, with CUDA graphs, and with
-  ``torch.compile``.
-- ``audit``: ``sparrow audit`` on the bundled reasoner, of lossless mode, of lossy mode, and of stock
-  vLLM's own n-gram speculation. Drafts and lossy steps read few pages.
+- ``lossy`` and ``lossless`` summarise the results of ``vllm_check.py`` and ``lossless_check.py
+  equal``: the error of log-probs relative to transformers in float32, together with the error of
+  transformers in the same 16 bits, and how far greedy tokens equal stock vLLM's. Both run eagerly,
+  with CUDA graphs, and with ``torch.compile``.
+- ``audit``: ``sparrow audit`` of lossless mode, lossy mode and stock vLLM's own n-gram speculation,
+  on the bundled reasoner. Drafts and lossy steps read few pages.
 - ``speed``: decode steps of Qwen3-1.7B's shape with 15,000 cached tokens per sequence, in stock
   vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
-  ``lossless.py``. Stock vLLM is of the same version, on the same GPU, in the same run.
+  ``lossless.py``. Stock vLLM of the same version is timed on the same GPU in the same run.
 
-With ``--mixture``, all parts but ``speed`` run on a mixture of experts; the audit's is random, with
-the reasoner's tokenizer. ``benchmarks/mixture.py`` measures the speed of a mixture.
+With ``--mixture``, all parts except ``speed`` run on a mixture of experts. The mixture that is
+audited is random and has the reasoner's tokenizer. ``benchmarks/mixture.py`` measures the speed of
+a mixture.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ LOSSLESS_PARTS = {
 
 
 def speed(variant: str, batch: int) -> dict[str, Any]:
-    """Time decode steps in this process; return tokens per second and what was run."""
+    """Time decode steps in this process. Return tokens per second and a description of what was
+    run.
+    """
     import torch
     import vllm
     from lossless import accept, hold, point, scheduler
@@ -84,7 +87,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(SHAPE, variant, folder, lossless=decoding)
-        for prefilled in (1, 8):  # compiles what remains to be compiled
+        for prefilled in (1, 8):  # compiles the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
 
@@ -153,8 +156,8 @@ def audits(model: str, schedule: str) -> dict[str, list[str]]:
 
 
 def random_mixture(folder: Path) -> None:
-    """Write a small random mixture of experts with the reasoner's tokenizer, whose attention is so
-    sharp that leaving out pages changes what it samples.
+    """Write a small random mixture of experts with the reasoner's tokenizer. The model's attention
+    is so sharp that leaving out pages changes its samples.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -189,7 +192,7 @@ def random_mixture(folder: Path) -> None:
 
 
 def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None:
-    """Run a process; return the reason if it failed, or None if its exit status is allowed."""
+    """Run a process. Return the reason if it failed, or None if its exit status is allowed."""
     with log.open("w") as output:
         try:
             code = subprocess.run(
@@ -212,10 +215,11 @@ def part(
     out: Path,
     allowed: Sequence[int] = (0,),
 ) -> None:
-    """Run one part of the measurement and add what it found to ``result``, which is written.
+    """Run one part of the measurement, add its findings to ``result``, and write the result.
 
     Args:
-        allowed: exit statuses that are no failure; an audit that finds a bias ends with 1.
+        allowed: exit statuses that do not count as failures; an audit that finds a bias ends with
+            1.
     """
     log = out.with_name(f"{out.stem}_{name.replace(' ', '_')}.log")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""Where files are written: Sparrow's folder in the user's cache, and checks that a command's output
-files can be written. The checks run before the work starts, so that no results are lost because a
-folder is missing or the disk is full.
+"""Sparrow's folder in the user's cache, and checks that a command's output files can be written.
+The checks run before the work starts, so that no results are lost because a folder is missing or
+the disk is full.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparrow.errors import ConfigError
 
-ROOM = 2**16  # number of bytes that must be free on the disk of the file's folder
+ROOM = 2**16  # number of bytes that must be free on the disk that the file is written to
 
 
 def cache_folder() -> Path:
@@ -42,8 +42,8 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written. If the folder of the file
-    is missing, create it.
+    """Check that a file, or a device such as /dev/stdout, can be written. If the file's folder is
+    missing, create it.
 
     Raises ConfigError: the path is a folder, or nothing can be written there.
     """

@@ -1,34 +1,36 @@
-"""How many tokens a sparse pass would yield if *history* guessed them: the first stage of a
-cascade, simulated on sampled responses.
+"""How many tokens a sparse pass would yield if tokens were guessed from *history*: the first stage
+of a cascade, simulated on sampled responses.
 
     python studies/cascade/history.py SAMPLES.npz --out benchmarks/results/cascade_history.json
 
-SAMPLES.npz is what ``samples.py`` writes. At each place the longest suffix of what a response has
-generated, of ``longest`` down to ``shortest`` tokens, is looked up in what was generated before, and
-the m tokens that followed its most recent occurrence, in the response itself if there is one, are
-the guess. Three histories are compared:
+``samples.py`` writes SAMPLES.npz. At each position of a response, the longest suffix of its tokens
+that occurred earlier is looked up (from ``longest`` down to ``shortest`` tokens). The guess
+consists of the m tokens that followed the most recent occurrence. Occurrences in the response
+itself come first. Three histories are compared:
 
 - ``own``: the prompt and the response itself;
-- ``siblings``: also the responses of the group that run at the same time, each as far as this one;
+- ``siblings``: also the responses of the group that run at the same time, each up to the same
+  length;
 - ``epoch``: also complete responses to the prompt from an earlier epoch.
 
-Half of a group's samples play the earlier epoch, whose policy is thus the same; the other half run
-and are simulated in all three histories, so that differences are history's alone.
+Half of a group's samples stand for the earlier epoch, whose policy is therefore the same. The other
+half are simulated with all three histories, so that differences are due to history alone.
 
-A guessed token is kept while it equals the sampled one. With drafts that follow the policy itself
-(q = p) this is no approximation: rejection sampling keeps the guess g with probability q(g) and
-otherwise draws from q without g, which is the law of drawing x from q and keeping g if x = g. Each
-response is thus a draw of the cascade's own process, and the mean over responses an unbiased
-estimate of its expectation. With the sparse actor as q, drafts follow q and not p, so guesses meet
-q's tokens; the policy then rejects some drafts, the tokens drafted after the first of them are
-lost, and the next cycle begins there. Both change tokens per pass as far as q differs from p, which
-is little where its acceptance is near 1; how many drafts the policy keeps is an argument of
-``speed`` and not simulated.
+Guessed tokens are kept up to the first that differs from the sampled token. If drafts follow the
+policy itself (q = p), this is not an approximation: rejection sampling keeps the guess g with
+probability q(g), and otherwise draws from q without g. This has the same distribution as drawing x
+from q and keeping g if x = g. Each response is therefore a draw from the cascade's own process, and
+the mean over responses is an unbiased estimate of its expectation. If the sparse actor is q, drafts
+follow q instead of p, so guesses are compared with q's tokens. The policy then rejects some drafts,
+the tokens drafted after the first rejected one are lost, and the next cycle begins there. Both
+effects change the tokens per pass only as far as q differs from p, which is little if the
+acceptance is near 1. How many drafts the policy keeps is not simulated; it is an argument of
+``speed``.
 
-A cycle ends at ``drafts`` tokens, and with it the pass that reaches them, however much was guessed.
-Tokens per pass are all tokens over all passes, so a cycle takes ``drafts`` over tokens per pass on
-average. A batch that waits for its slowest row takes more: ``slowest`` is the mean, over batches of
-``rows`` cycles drawn from all, of the passes of the slowest.
+A cycle ends at ``drafts`` tokens, even if its last pass would yield more. Tokens per pass are all
+tokens divided by all passes, so a cycle takes ``drafts`` / (tokens per pass) passes on average. A
+batch that waits for its slowest row takes more passes: ``slowest`` is the number of passes of the
+slowest row, as a mean over batches of ``rows`` cycles that are drawn from all cycles.
 """
 
 from __future__ import annotations
@@ -74,14 +76,15 @@ class Group:
     temperature: float
     prompt: list[int]
     responses: list[list[int]]
-    nats: float  # -log p of the responses' tokens, summed
+    nats: float  # sum of -log p over the responses' tokens
 
 
 class History:
-    """Streams of tokens, and where each short run of theirs was last followed by a token.
+    """Streams of tokens, and an index of the positions where each short run of tokens occurred last
+    and was followed by a token.
 
     Args:
-        longest, shortest: tokens of the runs that are remembered.
+        longest, shortest: lengths in tokens of the runs that are remembered.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -92,7 +95,7 @@ class History:
         self._own: list[dict[tuple[int, ...], tuple[int, int]]] = []  # of each stream
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Remember a stream; return its number."""
+        """Remember a stream, and return its number."""
         self._streams.append([])
         self._own.append({})
         number = len(self._streams) - 1
@@ -101,8 +104,8 @@ class History:
         return number
 
     def extend(self, number: int, token: int, visible: bool = True) -> None:
-        """Append a token to a stream. If it is not ``visible``, no run is remembered to be followed
-        by it in other streams: an older stream has remembered the same.
+        """Append a token to a stream. If the token is not ``visible``, other streams do not find it
+        by the run before it, because they find the same run in an older stream.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -114,9 +117,9 @@ class History:
         stream.append(token)
 
     def guess(self, number: int, most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the most recent occurrence of a stream's longest
-        remembered suffix, in the stream itself if it occurs there; none if it has no remembered
-        suffix.
+        """Return up to ``most`` tokens that followed the most recent occurrence of a stream's
+        longest remembered suffix. An occurrence in the stream itself comes first. If the stream has
+        no remembered suffix, return no tokens.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -124,7 +127,7 @@ class History:
         for length in range(self._shortest, min(self._longest, end) + 1):
             run = tuple(stream[end - length :])
             place = self._own[number].get(run) or self._followed.get(run)
-            if place is None:  # where a suffix has not occurred, no longer one has
+            if place is None:  # if a suffix has not occurred, no longer suffix has occurred
                 break
             found = place
         if found is None:
@@ -141,13 +144,14 @@ def kept_guesses(
     longest: int,
     shortest: int,
 ) -> list[Ints]:
-    """How many of up to ``most`` guessed tokens a response would keep, at each of its places.
+    """Count, at each position of a response, how many of up to ``most`` guessed tokens it would
+    keep.
 
     Args:
         prompt: token ids of the prompt.
-        running: responses that are generated at the same time, one token of each per step. Each
-            sees the others' tokens of earlier steps; of several at one step, the last one's is the
-            most recent.
+        running: responses that are generated at the same time, with one token of each per step.
+            Each response sees the other responses' tokens of earlier steps. Within a step, the last
+            response's token counts as the most recent.
         earlier: complete responses, older than the prompt's own tokens.
 
     Returns: For each running response, an array of its length.
@@ -177,7 +181,7 @@ def kept_guesses(
 
 
 def same_start(guessed: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from their start on."""
+    """Return how many tokens two sequences have in common at their start."""
     count = 0
     for mine, other in zip(guessed, sampled, strict=False):
         if mine != other:
@@ -187,12 +191,14 @@ def same_start(guessed: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 def passes(kept: Ints, guesses: int, drafts: int) -> list[int]:
-    """Sparse passes of each cycle of a response, the last of which may be cut short by its end.
+    """Return the number of sparse passes in each cycle of a response. The end of the response may
+    cut the last cycle short.
 
     Args:
         kept: guessed tokens that would be kept at each place, without bound or up to more than
             ``guesses``.
-        guesses: tokens guessed for a pass, which yields those kept and one more.
+        guesses: number of tokens guessed for a pass. A pass yields the kept guesses and one more
+            token.
         drafts: tokens of a cycle.
     """
     counts = []
@@ -208,14 +214,16 @@ def passes(kept: Ints, guesses: int, drafts: int) -> list[int]:
 
 
 def slowest(counts: Sequence[int], rows: int) -> float:
-    """The mean of the greatest of ``rows`` counts, drawn independently from ``counts``."""
+    """Return the expected maximum of ``rows`` counts that are drawn independently from ``counts``."""
     values, often = np.unique(np.asarray(counts), return_counts=True)
     at_most = (often.cumsum() / often.sum()) ** rows
     return float((values * np.diff(at_most, prepend=0.0)).sum())
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """The ratio of two sums over prompts, and its 95 % interval from resampling whole prompts."""
+    """Return the ratio of two sums over prompts, and its 95 % interval from resampling whole
+    prompts.
+    """
     pairs = np.array([numerator, denominator], float)
     count = pairs.shape[1]
     draws = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
@@ -234,19 +242,20 @@ def speed(
     verify_ms: float,
     dense_ms: float,
 ) -> float:
-    """Speed over dense decoding of a cascade whose parts were measured.
+    """Return the speed of a cascade relative to dense decoding, from the measured times of its
+    parts.
 
     A cycle takes drafts / tokens_per_pass passes of guess_ms + sparse_ms, and verify_ms for the
-    dense pass; it yields tokens_per_cycle tokens, each of which takes dense_ms without drafts. No
-    ceiling is taken: tokens per pass are counted inside cycles, so the quotient is the mean of
-    whole passes.
+    dense pass; it yields tokens_per_cycle tokens, each of which takes dense_ms without drafts. The
+    number of passes is not rounded up: tokens per pass are counted within cycles, so the quotient
+    is already the mean number of whole passes.
     """
     cycle_ms = drafts / tokens_per_pass * (guess_ms + sparse_ms) + verify_ms
     return tokens_per_cycle * dense_ms / cycle_ms
 
 
 def groups(path: Path) -> Iterator[Group]:
-    """The groups of a file of samples, in its order."""
+    """Return the groups of a file of samples, in the file's order."""
     with np.load(path) as file:
         names = [name.removesuffix("/prompt") for name in file.files if name.endswith("/prompt")]
         for name in names:
@@ -261,7 +270,7 @@ def groups(path: Path) -> Iterator[Group]:
 
 
 def simulated(group: Group, history: str, options: Options) -> list[Ints]:
-    """What the running half of a group keeps of its guesses, with one of ``HISTORIES``."""
+    """Return how many guesses the running half of a group keeps, with one of ``HISTORIES``."""
     half = len(group.responses) // 2
     running = group.responses[half:]
     earlier = group.responses[:half] if history == "epoch" else []
@@ -273,7 +282,8 @@ def simulated(group: Group, history: str, options: Options) -> list[Ints]:
 
 
 def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
-    """Tokens per pass for the groups of one kind and temperature, by history and guess.
+    """Return the tokens per pass for the groups of one kind and temperature, by history and number
+    of guesses.
 
     Raises ValueError: no response fills a cycle.
     """
@@ -321,7 +331,8 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
 def main(options: Options) -> dict[str, Any]:
     """Simulate every history on every kind and temperature, and write the result.
 
-    Raises ValueError: a group has fewer than four responses, so no half of it has siblings.
+    Raises ValueError: a group has fewer than four responses, so a response would have no siblings
+    in its half.
     """
     cells: dict[tuple[str, float], list[Group]] = {}
     for group in groups(options.samples):

@@ -1,15 +1,16 @@
-"""Groups of responses of an instruction-tuned model to prompts of four kinds, from stock vLLM.
+"""Sample groups of responses to four kinds of prompt, from an instruction-tuned model in stock
+vLLM.
 
     python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
 
 Mathematics and stories are asked for through the model's chat template; sources and manuals are
-continued from the middle of a text. Sources are files of Python's standard library, manuals the
-long descriptions of installed packages.
+continued from the middle of a text. Sources are files of Python's standard library, and manuals are
+the long descriptions of installed packages.
 
-The file is written anew after each kind at each temperature, so a run that is cut leaves all that
-it had finished. Its arrays are ``KIND/TEMPERATURE/PROMPT/prompt`` and ``KIND/TEMPERATURE/PROMPT/N``,
-token ids of a prompt and of its Nth response, and ``KIND/TEMPERATURE/PROMPT/N/logprobs``, the
-log-probs of the response's tokens at that temperature.
+The file is written again after each kind at each temperature, so a run that is interrupted keeps
+everything that it has finished. Its arrays are ``KIND/TEMPERATURE/PROMPT/prompt`` and
+``KIND/TEMPERATURE/PROMPT/N``, token ids of a prompt and of its Nth response, and
+``KIND/TEMPERATURE/PROMPT/N/logprobs``, the log-probs of the response's tokens at that temperature.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Options:
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
-    """Token ids of a conversation that begins with a request."""
+    """Return the token ids of a conversation that begins with a request."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": request}], tokenize=False, add_generation_prompt=True
     )
@@ -60,27 +61,27 @@ def chat(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
 
 
 def mathematics(path: Path, drawn: random.Random) -> Iterator[str]:
-    """Questions, each with the request to think before answering."""
+    """Return questions, each with the request to think before answering."""
     questions = [json.loads(line)["question"] for line in path.read_text("utf-8").splitlines()]
     for question in drawn.sample(questions, len(questions)):
         yield f"{question}\nThink step by step, then check your answer in another way."
 
 
 def stories(drawn: random.Random) -> Iterator[str]:
-    """Requests for stories."""
+    """Return requests for stories."""
     while True:
         person, thing, place = (drawn.choice(words) for words in (PEOPLE, THINGS, PLACES))
         yield f"Write a long story about {person} and {thing} in {place}."
 
 
 def sources() -> Iterator[str]:
-    """The files of Python's standard library."""
+    """Return the files of Python's standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         yield path.read_text("utf-8", errors="ignore")
 
 
 def manuals() -> Iterator[str]:
-    """The long descriptions of installed packages."""
+    """Return the long descriptions of installed packages."""
     found = {d.metadata["Name"]: d.metadata.get_payload() for d in metadata.distributions()}
     for name in sorted(name for name in found if name):
         yield str(found[name])
@@ -89,7 +90,7 @@ def manuals() -> Iterator[str]:
 def continued(
     tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], tokens: int, drawn: random.Random
 ) -> Iterator[list[int]]:
-    """Passages of ``tokens`` tokens, one from each text that is long enough."""
+    """Return passages of ``tokens`` tokens, one from each text that is long enough."""
     passages = []
     for text in texts:
         ids = tokenizer(text[: 40 * tokens], add_special_tokens=False).input_ids
@@ -103,7 +104,7 @@ def continued(
 def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, list[list[int]]]:
     """Token ids of the prompts of each kind.
 
-    Raises ValueError: fewer texts than prompts.
+    Raises ValueError: there are fewer texts than prompts.
     """
     drawn = random.Random(options.seed)
     kinds = {
@@ -124,7 +125,9 @@ def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, l
 
 
 def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays so that whoever reads the file, or cuts the run, finds a whole one."""
+    """Write the arrays so that the file is always complete, even if it is read meanwhile or the run
+    is interrupted.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new.npz")
     np.savez_compressed(new, **arrays)

@@ -1,4 +1,6 @@
-"""Tables of the first stage of a cascade: what history guesses, and what that is worth."""
+"""Tables of the first stage of a cascade: how well tokens are guessed from history, and the speed
+that this gives.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ LABELS = {
 
 
 def _cells() -> Iterator[dict[str, Row]]:
-    """Rows of each kind, temperature and number of guesses, by history."""
+    """Return the rows of each kind, temperature and number of guesses, by history."""
     cells: dict[tuple[str, float, int], dict[str, Row]] = {}
     for row in load(RESULT)["rows"]:
         key = (row["kind"], row["temperature"], row["guesses"])
@@ -30,8 +32,8 @@ def _where(cell: dict[str, Row]) -> list[str]:
 
 
 def cascade_history() -> str:
-    """Tokens per sparse pass, by what guesses are looked up in, and the passes of a cycle: the mean
-    with siblings, and the slowest row's of a batch.
+    """Tabulate tokens per sparse pass for each history, and the passes of a cycle: the mean with
+    siblings, and the number for the slowest row of a batch.
     """
     settings = load(RESULT)["settings"]
     rows = []
@@ -45,8 +47,9 @@ def cascade_history() -> str:
 
 
 def cascade_speed() -> str:
-    """Speed over dense at each state whose parts were measured: with rows that do not wait for each
-    other and, in brackets, if every cycle waits for the slowest row of a batch.
+    """Tabulate the speed relative to dense decoding at each state whose parts were measured. Rows
+    do not wait for each other; the number in brackets is for cycles that wait for the slowest row
+    of a batch.
     """
     result = load(RESULT)
     drafts = result["settings"]["drafts"]
@@ -73,5 +76,5 @@ def cascade_speed() -> str:
     return table([*head, *(LABELS[name] for name in HISTORIES)], rows)
 
 
-# ``cascade_speed`` needs measured times, which no committed result has yet.
+# ``cascade_speed`` needs measured times, which no committed result contains yet.
 TABLES = {"cascade history": cascade_history}

@@ -7,18 +7,18 @@ costs a GPU almost nothing at a few hundred tokens and makes all shapes fixed; f
 there is a graph for each multiple of ``SPAN`` columns, so attention reads no further than the
 longest sequence. For comparison the engine can act as three other kinds of actor.
 
-Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in
-SnapKV (arXiv 2404.14469) a token's worth is the attention that the latest queries paid to it, first
-those at the end of the prompt; as in H2O (arXiv 2306.14048) it goes on being counted while
-decoding, here with a window that fades. As many tokens per kv head are kept as the schedule would
-read, always including its sink and recent pages.
+Eviction: tokens that have received little attention lately are removed from the cache for good. As
+in SnapKV (arXiv 2404.14469), a token's worth is the attention that the latest queries paid to it,
+starting with the queries at the end of the prompt. As in H2O (arXiv 2306.14048), the worth is also
+updated while decoding, here with a window that fades. As many tokens per kv head are kept as the
+schedule would read, always including its sink and recent pages.
 
 The dial: sequences are decoded densely up to a length and sparsely from there on. Lossless decoding
 gives samples of the dense model, so nothing needs to be drafted. The acceptance of the omitted
 drafts is measured by a teacher-forced sparse pass over some of the dense samples; its history is
 sparse too, unlike that of real drafts.
 
-Noise: at a share of the positions the distribution is mixed with the uniform one.
+Noise: at a share of the positions, the distribution is mixed with the uniform distribution.
 
 Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 ..
@@ -60,12 +60,16 @@ class GraphEngine(HFEngine):
     """``HFEngine`` for a Qwen3 whose decode loop is one CUDA graph; on a CPU the same step runs as
     it is.
 
-    Args: model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
-        of ``schedule``. batch_size: sequences of every decode; smaller batches are filled up.
-        max_length: cached tokens per sequence, prompt included. evict: evict tokens instead of
-        selecting pages. noise: the share of positions that are mixed with the uniform distribution,
-        and its weight there. top_n: the longest lists of most likely tokens that ``generate`` can
-        give. token_budget: padded tokens that are scored together.
+    Args:
+        model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
+            of ``schedule``.
+        batch_size: number of sequences in every decode step; smaller batches are padded.
+        max_length: maximum number of cached tokens per sequence, including the prompt.
+        evict: evict tokens instead of selecting pages.
+        noise: the share of positions that are mixed with the uniform distribution, and its weight
+            there.
+        top_n: maximum length of the lists of most likely tokens that ``generate`` returns.
+        token_budget: number of padded tokens that are scored together.
     """
 
     def __init__(
@@ -111,7 +115,8 @@ class GraphEngine(HFEngine):
         self._logprobs = torch.zeros(S, B, device=device)
         self._best_ids = torch.zeros(S, B, self.top_n, dtype=torch.int32, device=device)
         self._best = torch.zeros(S, B, self.top_n, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by the columns that attention looks at
+        # by number of columns that attention reads
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._dense_below: float | None = None
         super().__init__(model, schedule, eos_ids, batch_size, token_budget)
         self.set_schedule(schedule)
@@ -141,8 +146,8 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(pages))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; rollouts record what was verified if the engine was told how far
-        to verify.
+        """See ``Engine.generate``. If the engine was told how far to verify, rollouts record what
+        was verified.
         """
         rollouts = super().generate(prompts, sampling)
         if self._dense_below is None:
@@ -165,7 +170,7 @@ class GraphEngine(HFEngine):
     def _verified(self, rollout: Rollout, up_to: float) -> int:
         length = len(rollout.prompt_ids) + np.arange(len(rollout))
         verified = self.schedule.page_end(length) < up_to
-        verified[0] = True  # the last token of the prompt is read densely
+        verified[0] = True  # the last token of the prompt is processed densely
         return int(verified.sum())
 
     def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
@@ -252,7 +257,7 @@ class GraphEngine(HFEngine):
         self._counters += Counters(int(read), layers * int(cached.sum()))
 
     def _wait(self) -> None:
-        """Wait until the device is done without occupying a core that another run could use."""
+        """Wait until the device is done, without occupying a core that another run could use."""
         if self._keys.is_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -341,7 +346,7 @@ class GraphEngine(HFEngine):
                 self._worth[i][row, :, position_B] = torch.zeros_like(k[:, :, 0, 0])
                 seen_BKS = (self._evicted(i, length_B) | in_prompt_B11) & inside_B1S
             elif sparse:
-                # Only the current page has keys that the step before did not have.
+                # Only the current page has keys that the previous step did not have.
                 page_B = position_B // P
                 self._landmarks[i][row, :, page_B] = (
                     self._keys[i].unflatten(2, (-1, P))[row, :, page_B].mean(2)

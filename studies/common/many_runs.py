@@ -37,13 +37,17 @@ def run_study(
     calibrate: Callable[..., dict[str, list[int]]],
     is_calibrated: Callable[[str], bool],
 ) -> None:
-    """Calibrate if need be, then keep every slot of every GPU busy until all runs are done or the
+    """Calibrate if necessary. Then keep every slot of every GPU busy until all runs are done or the
     time is over.
 
-    Args: options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
-        studies. train: a run, given the options, its arm and seed, the device, the deadline and the
-        path of its log. calibrate: the tables of ``OUT/schedules.json``, given the options and the
-        device. is_calibrated: whether an arm follows one of these.
+    Args:
+        options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
+            studies.
+        train: does a run; called with the options, the run's arm and seed, the device, the deadline
+            and the path of its log.
+        calibrate: makes the tables of ``OUT/schedules.json``; called with the options and the
+            device.
+        is_calibrated: returns whether an arm follows one of these tables.
     """
     deadline = time.time() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
@@ -82,11 +86,14 @@ def side_by_side(
 ) -> None:
     """Keep every slot of every GPU busy until all runs are done or the time is over.
 
-    Args: names: the runs, in order. slots: runs at a time on each GPU, or on the CPU if there is
-        none. deadline: when the time is over, as ``time.time()``; no run begins that would not get
-        far enough by then. run: called in a process of its own with the run's name, its GPU and the
-        deadline; picklable, as ``first``. first: called once before any run, in a process of its
-        own too.
+    Args:
+        names: the runs, in order.
+        slots: runs at a time on each GPU, or on the CPU if there is none.
+        deadline: the end in the seconds of ``time.time``; a run begins only if it is expected to
+            get far enough by then.
+        run: called in a separate process with the run's name, its GPU and the deadline; must be
+            picklable.
+        first: called once before any run, also in a separate process; must be picklable.
 
     Raises RuntimeError: ``first`` failed.
     """
@@ -105,7 +112,7 @@ def side_by_side(
         gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count
     ]
     running: list[tuple[Any, int, float]] = []
-    # seconds of the longest run so far; a run that would not get far enough to count is not begun
+    # seconds of the longest run so far; runs that would not get far enough to count are not started
     took = 0.0
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
         for process, gpu, began in [r for r in running if not r[0].is_alive()]:
@@ -151,12 +158,12 @@ def plain_options(options: Any) -> dict[str, Any]:
 
 
 def mean_reward(engine: Any, tokenizer: Any, problems: Sequence[Any], sampling: Any) -> float:
-    """Return the mean reward of responses of ``engine`` to some problems; its counters are zero
-    afterwards.
+    """Return the mean reward of ``engine``'s responses to some problems. The engine's counters are
+    zero afterwards.
     """
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     rollouts = engine.generate(prompts, sampling)
-    engine.counters()  # these tokens do not belong to training
+    engine.counters()  # resets the counters, because these tokens do not belong to training
     texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
     return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
@@ -175,8 +182,8 @@ def calibrated(
     targets: Sequence[float],
     budgets: Sequence[int],
 ) -> dict[str, list[int]]:
-    """Return the cheapest tables that meet each target of p5, by name (``p86``), all from one set
-    of dense trajectories.
+    """Return the cheapest table that meets each target of p5, by name (such as ``p86``). All tables
+    come from one set of dense trajectories.
 
     Longer responses than those measured, which only fail, read as much as in the last bin.
 
@@ -224,11 +231,14 @@ def train_logged(
 ) -> None:
     """Train, and write the log: ``start``, then the steps.
 
-    Args: held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
-        the end. deadline: no step begins after it, as ``time.time()``. trainer: config, model,
-        tokenizer, task, engine and schedule, as ``Trainer`` takes them, like the next two. after:
-        called with the trainer when a step is done and written. judge_cut_off: whether the held-out
-        score is measured, too, where the deadline ends the run.
+    Args:
+        held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
+            the end.
+        deadline: no step begins after this time, in the seconds of ``time.time``.
+        trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them,
+            like the next two.
+        after: called with the trainer when a step is done and its log is written.
+        judge_cut_off: whether the held-out score is also measured if the deadline ends the run.
 
     Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is
     evaluated first.

@@ -5,8 +5,8 @@ Beta distribution?
     python studies/reasoner/calibration.py shortcut  # trajectories once, against sampling anew at every budget
     python studies/reasoner/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
-All run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is
-there. Results go to benchmarks/results/calibration_*.json; samples already in --folder are reused.
+All parts run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on any device.
+Results go to benchmarks/results/calibration_*.json; samples already in --folder are reused.
 
 Shapes: T tokens.
 """
@@ -185,7 +185,7 @@ def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
     engine = HFEngine(model, LAYOUT, ends, batch_size=256)
     vocabulary = (
         model.config.vocab_size
-    )  # every token is listed, so acceptance is exact rather than bounded
+    )  # every token is listed, so acceptance is exact and not only bounded
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
         sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
@@ -195,8 +195,8 @@ def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
 
 
 def shortcut(folder: Path) -> None:
-    """Return p5 by bin at each budget: dense trajectories scored under it, and the actor's own
-    rollouts.
+    """Return p5 by bin at each budget, for dense trajectories that are scored under the budget and
+    for the actor's own rollouts.
     """
     trajectories = measured(folder)
     began = clock()
@@ -265,8 +265,8 @@ def compare(
 
 
 def tail(folder: Path) -> None:
-    """Return the KS distance of the fitted Beta tail at each budget, resampled by sequence, and the
-    distance due to chance alone.
+    """Return the KS distance of the fitted Beta tail at each budget, resampled by sequence. Also
+    return the distance that chance alone would give.
     """
     trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
@@ -337,7 +337,7 @@ def calibration() -> str:
 
 
 def calibration_summary() -> str:
-    """Report how many bins are within 0.02 of the target, how many are above and below, and the
+    """Report how many bins are within 0.02 of the target, how many are above or below it, and the
     extremes.
     """
     rows = []

@@ -2,7 +2,7 @@
 
     python studies/reasoner/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
 
-Runs that are already in the folder are used as they are. About six minutes a seed on two idle
+Runs that are already in the folder are not repeated. Each seed takes about six minutes on two idle
 cores.
 """
 

@@ -1,9 +1,9 @@
 """DistillSparse on the small reasoner under GRPO: what an adapter does to the tail of a cheap
 schedule.
 
-A cheap schedule has a p5 of about 0.80 on what the untrained model's actor samples under it, a more
-expensive one 0.87. For several seeds the same GRPO run is done with and without distillation under
-the cheap one:
+On samples of the untrained model's actor, a cheap schedule has a p5 of about 0.80, and a more
+expensive one has 0.87. For several seeds, the same GRPO run is done with and without distillation
+under the cheap schedule:
 
 - ``none``: no adapter;
 - ``full``: PPO and KL on every position;
@@ -11,9 +11,9 @@ the cheap one:
 - ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
 - ``expensive``: as ``full``, but under the more expensive schedule.
 
-At the end, actor and policy answer held-out problems, the actor with its adapter and without: the
-policy grows surer while it trains, which raises p5 by itself, so only the difference is due to the
-adapter. benchmarks/tables.py makes the tables of docs/distill.md from the results.
+At the end, actor and policy answer held-out problems, the actor both with its adapter and without
+it. The policy becomes more certain while it trains, which alone raises p5, so only the difference
+is due to the adapter. benchmarks/tables.py makes the tables of docs/distill.md from the results.
 
     python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about five minutes
     python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    # only gather what is there
@@ -207,7 +207,7 @@ def gather(options: Options) -> dict[str, Any]:
 
 
 def names(options: Options) -> list[str]:
-    """Return the names of the runs, those of one seed together."""
+    """Return the names of the runs, grouped by seed."""
     return [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
 
 
@@ -225,7 +225,7 @@ def main(options: Options) -> None:
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bins reached by at least half as many responses as the fullest bin."""
+    """Return the bins that are reached by at least half as many responses as the fullest bin."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
 
 

@@ -4,9 +4,9 @@ schedule, by budget.
     python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
         --out benchmarks/results/reasoner_acceptance.json
 
-Both sample responses to the same unseen problems with the transformers engine. Acceptance is over
-the whole vocabulary: that of drafts comes from verification, that of the lossy actor from the
-policy, teacher-forced along the actor's text.
+In both modes, the transformers engine samples responses to the same unseen problems. Acceptance is
+computed over the whole vocabulary. For drafts it comes from verification, and for the lossy actor
+from a teacher-forced pass of the policy over the actor's text.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python studies/reasoner/drafter_invariance.py --out benchmarks/results/drafter_invariance.json
 
 The transformers engine samples responses to unseen problems densely and losslessly, with the same
-seeds. Along the dense responses, teacher-forced, the chance that a draft is kept is computed for
-two ways to share random numbers: the distribution function inverted at one number, which is how
-that engine draws, and Gumbel noise, which is how vLLM does.
+seeds. Along the dense responses, teacher-forced passes give the probability that a draft is kept,
+for two ways to share random numbers. The transformers engine inverts the distribution function at
+one number; vLLM uses Gumbel noise.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
 
 
 def inverse_match(p: Tensor, q: Tensor) -> float:
-    """Return the same if one uniform number inverts both distribution functions: the overlap of
-    their intervals.
+    """Return the same probability if both distribution functions are inverted at one uniform
+    number: the overlap of the tokens' intervals.
     """
     (p_end, q_end), (p_begin, q_begin) = zip(
         *((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True

@@ -9,8 +9,8 @@ Dense trajectories of the task ``trace`` are sampled once; every variant is a te
 over them, and its acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens'
 worth of keys and values per sparse layer: kept pages, and landmarks (half a token per page for a
 mean key, one token for a minimum and a maximum). At every length a variant reads as many pages as
-its bytes allow; a sequence that fits is read in full. Variants live here rather than in the
-package; one that clearly wins may move there.
+its bytes allow; a sequence that fits is read in full. Variants are defined here and not in the
+package. A variant that clearly wins may move to the package.
 
 Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages, R resamples.
@@ -131,10 +131,13 @@ SELECTORS: dict[str, tuple[Callable[[Scored], Tensor], float]] = {
 class Variant:
     """One way to spend a number of bytes.
 
-    Attributes: tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the
-        layers. dense: layers that read everything; the others pay for it if ``dense_counts``, else
-        it is not counted. weights: relative share of the bytes that each sparse layer gets. every:
-        steps between two selections. leaders: layer -> the layer whose scores it uses.
+    Attributes:
+        tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the layers.
+        dense: layers that read everything; the others pay for it if ``dense_counts``, else it is
+            not counted.
+        weights: relative share of the bytes that each sparse layer gets.
+        every: steps between two selections.
+        leaders: layer -> the layer whose scores it uses.
     """
 
     label: str
@@ -201,8 +204,8 @@ class Actor:
         whole_T = tokens_T >= length_T
         top_k_T = torch.where(whole_T, ALL_PAGES, top_k_T)
         layout = PageLayout(P, v.sink_pages, v.recent_pages)
-        # Of pages with equal scores the earlier wins; those not complete when last scored come
-        # after all others.
+        # Of pages with equal scores, the earlier one wins. Pages that were incomplete when they
+        # were last scored come after all others.
         ranked = self.scores[lead].clamp(min=torch.finfo(torch.float32).min)
         keep = select_pages(
             ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout
@@ -310,8 +313,8 @@ class Bench:
 def variants(
     layers: int, tokens: Sequence[int], dense: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Variant]]]:
-    """Yield pairs of a section and its variants, all with the same bytes; the others are compared
-    with the first.
+    """Yield pairs of a section and its variants. All variants read the same bytes, and each is
+    compared with the first.
     """
     for b in tokens:
         for P in (16, 8, 4):

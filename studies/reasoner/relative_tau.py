@@ -1,16 +1,16 @@
-"""Does the same tau require the same pages whichever engines sample and score? Absolute, and
-relative to the ceiling.
+"""Does the same tau require the same number of pages, whichever engines sample and score? The
+question is asked for an absolute tau and for a tau relative to the ceiling.
 
     python studies/reasoner/relative_tau.py  # on a CPU; some minutes on two cores
 
 Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4
 tokens and length bins of 64. vLLM samples in bfloat16, densely and under each budget, and lists
 every token of the vocabulary. Transformers scores these responses in float32, densely and
-teacher-forced under the budget they were sampled with. So on each response four actors are compared
-with one policy: transformers' own, vLLM's, and transformers' own twice with independent normal
-noise on all logits, drawn anew at every token, so large that dense responses have a p5 of 0.95 or
-0.90. A fifth is transformers' own with lists cut to ``SHORT`` tokens, where the ceiling is low for
-another reason.
+teacher-forced under the budget they were sampled with. On each response, four actors are thus
+compared with one policy: the actor of transformers, the actor of vLLM, and the actor of
+transformers with two levels of noise. The noise is normal, independent for all logits and all
+tokens, and so large that dense responses have a p5 of 0.95 or 0.90. A fifth actor is that of
+transformers with lists cut to ``SHORT`` tokens, for which the ceiling is low for another reason.
 
 Shapes: T tokens, R resamples of prompts (the first is what was measured), B prompts, V vocabulary.
 """
@@ -119,7 +119,9 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
     weights_RB = np.concatenate([np.ones((1, COUNT)), draws])
 
     def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
-        """Return p5 by budget, [R, bins]; a prompt has the same weight at every budget."""
+        """Return p5 by budget, [R, bins]. In each resample, a prompt has the same weight at every
+        budget.
+        """
         by_budget = {}
         for k, values in alpha.items():
             inside = [place[k] // LAYOUT.bin_tokens == b for b in bins]

@@ -1,5 +1,5 @@
-"""How much of the tail is visible from sampled tokens alone, compared with the top-20 lists of both
-sides.
+"""How much of the tail is visible from sampled tokens alone, compared with the top-20 lists of
+actor and policy.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 

@@ -14,10 +14,10 @@ CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
 class Arm:
     """What distinguishes a run.
 
-    Attributes: schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed
-        loop towards 0.N, started
-            dense; auto:N:START from one of the others), or dial:N (the dial towards 0.N, over
-            ``--dial``).
+    Attributes:
+        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop
+            towards 0.N, started dense; auto:N:START from one of the others), or dial:N (the dial
+            towards 0.N, over ``--dial``).
         correction, advantage, normalization: as in ``sparrow train``.
         samples: responses per prompt.
         actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all

@@ -1,8 +1,8 @@
 """The results of the stability study's runs: shortened logs, and statistics over them.
 
 The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, as the
-mean of the last two evaluations. It shows the effect of the run on the policy, whatever the actor.
-A run has collapsed if its outcome is below half of the accuracy that the policy started with.
+mean of the last two evaluations. It shows the effect of the run on the policy, whichever actor was
+used. A run has collapsed if its outcome is below half of the accuracy that the policy started with.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ def logged_rows(path: Path) -> list[Run]:
 
 
 def _whole_bins(row: Run) -> list[list[float]]:
-    """Return the bins with p5 and its interval that contain at least a tenth of the tokens of the
-    fullest bin.
+    """Return the bins that contain at least a tenth as many tokens as the fullest bin, with p5 and
+    its interval.
     """
     tokens = {b[0]: b[1] for b in row["bins"]}
     return [b for b in row["p5_interval"] if 10 * tokens[b[0]] >= max(tokens.values())]
 
 
 def early(run: Run) -> dict[str, float]:
-    """Return the statistics at the first step, before any update, with signs such that more is
-    better; for a stale actor over steps 2 to 5, because it is not stale at the first.
+    """Return the statistics at the first step, before any update, with signs such that higher is
+    better. For a stale actor, use steps 2 to 5, because it is not stale at the first step.
     """
     when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
     statistics = {name: float(np.mean(run[name][when])) for name in (*TAIL, "mean")}
@@ -109,7 +109,7 @@ def collapsed(run: Run) -> bool:
 
 
 def last_reward(run: Run, steps: int | None = None, last: int = LAST) -> float:
-    """Return the mean reward of the actor in the last steps of the run, or in the last ones up to
+    """Return the mean reward of the actor in the last steps of the run, or in the last steps up to
     ``steps``.
     """
     return float(np.mean(run["reward"][:steps][-last:]))
@@ -208,7 +208,7 @@ def against(
 def against_dense(
     some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
 ) -> tuple[float, float]:
-    """Return the same as ``against``, where the others are the dense runs among ``runs``."""
+    """Return the same as ``against``, compared with the dense runs among ``runs``."""
     return against(some, [run for run in runs if run["arm"] == "dense"], value)
 
 

@@ -2,10 +2,10 @@
 per arm and seed.
 
 The bundled reasoner is trained on the task `trace`. Arms differ in how many pages the actor reads
-(schedules calibrated to a p5, a fixed budget, the closed loop, a KV cache that is evicted for
-good), in how the mismatch is corrected, in the loss, or in another mismatch altogether (weights of
-few bits, a stale actor, noise). Runs of one seed see the same problems. Every step of every run is
-one line of ``OUT/ARM-SEED.jsonl``.
+(schedules calibrated to a p5, a fixed budget, the closed loop, a KV cache from which tokens are
+evicted for good), in how the mismatch is corrected, in the loss, or in another mismatch altogether
+(weights of few bits, a stale actor, noise). Runs of one seed see the same problems. Every step of
+every run is one line of ``OUT/ARM-SEED.jsonl``.
 
     python studies/reasoner/stability_study.py --out runs/stability --slots 12 12 12 12
     python studies/reasoner/stability_summary.py --runs runs/stability
@@ -215,7 +215,7 @@ def train(
 
 
 def fail(trainer: Any, fault: str) -> None:
-    """Halve the schedule by hand, or remove the adapter on the actor's side, permanently."""
+    """Permanently halve the schedule, or permanently remove the adapter on the actor's side."""
     if fault == "halved":
         trainer.set_schedule(
             trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k))
@@ -280,7 +280,9 @@ def make_engine(
     kind, _, number = arm.actor.partition(":")
 
     class OtherWeights(GraphEngine):
-        """An actor with its own weights: of fewer bits, or renewed only once in several steps."""
+        """An actor with its own weights, which have fewer bits or are renewed only once in several
+        steps.
+        """
 
         updates = 0
 

@@ -232,7 +232,7 @@ def ranks(groups: dict[str, list[Run]]) -> str:
 
 
 def drift(runs: list[Run]) -> str:
-    """Tabulate early and late p5 in runs that did not collapse, under an unchanged schedule."""
+    """Tabulate p5 early and late in runs that did not collapse and whose schedule did not change."""
     rows = []
     for schedule in PAGES[:-1]:
         tails = [run["p5"] for run in runs if run["schedule"] == schedule and not collapsed(run)]

@@ -1,10 +1,10 @@
 """Train the small reasoner that Sparrow's demo and tests use, from scratch, in minutes on one GPU.
 
 A Qwen3-architecture model of under a million parameters learns to trace short programs
-(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. Sampled at
-temperature 1 it makes such slips too, which leaves reinforcement learning something to improve;
-greedily decoded it makes none. What it writes depends on values it wrote far back, so attention
-that reads too few pages breaks it.
+(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. If it is
+sampled at temperature 1, it makes such slips too, which leaves reinforcement learning something to
+improve. With greedy decoding, it makes none. Its output depends on values that it wrote long
+before, so it fails if attention reads too few pages.
 
     python studies/reasoner/train_reasoner.py --out runs/reasoner
 
@@ -47,16 +47,22 @@ IGNORED = 255  # fits uint8, above every token id
 class Config:
     """Settings of one training run; the defaults made the bundled checkpoint.
 
-    Attributes: out: folder for the checkpoint and the report. shortest, longest: program lengths to
-        train on, in lines. examples: programs per length; sampled with replacement. slip: chance of
-        a miscalculated line in the demonstrations. steps: optimizer steps. batch_tokens: padded
-        tokens per step. learning_rate: peak, after ``warmup`` steps, falling linearly to zero over
-        the last third. hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three
-        times as wide as ``hidden``. rope_theta: base of the rotary embedding; a large one leaves
-        dimensions that match content at any distance. test_lines: program lengths to evaluate.
-        test_programs: programs per length. budget_lines: program length for the evaluation of
-        sparse budgets, which takes longer than the training;
-            None leaves it out.
+    Attributes:
+        out: folder for the checkpoint and the report.
+        shortest, longest: program lengths to train on, in lines.
+        examples: programs per length; sampled with replacement.
+        slip: chance of a miscalculated line in the demonstrations.
+        steps: optimizer steps.
+        batch_tokens: padded tokens per step.
+        learning_rate: peak, after ``warmup`` steps, falling linearly to zero over the last third.
+        hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three times as wide as
+            ``hidden``.
+        rope_theta: base of the rotary embedding; a large one leaves dimensions that match content
+            at any distance.
+        test_lines: program lengths to evaluate.
+        test_programs: programs per length.
+        budget_lines: program length for the evaluation of sparse budgets, which takes longer than
+            the training; None leaves it out.
         seed: of initialisation and of the order of examples.
     """
 

@@ -5,9 +5,9 @@ length.
 
 *Lossless*: drafts of whole cycles over a dense cache (``drafts.py``), at positions spread over each
 text, all of them with the text's own tokens. *Lossy*: the same positions of the same texts, with a
-history that is the actor's own from the prompt on (``sparrow.model.actor.teacher_forced``). Both
-are compared with the dense policy there, in float32. The budget counts every token that a sparse
-layer reads, sink and recent pages included.
+history that is the actor's own from the prompt on (``sparrow.model.actor.teacher_forced``). In both
+cases, the actor is compared with the dense policy at these positions, in float32. The budget counts
+every token that a sparse layer reads, sink and recent pages included.
 
 Shapes: as in ``drafts.py``; S texts in all.
 """
@@ -58,9 +58,12 @@ def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser
 class Study:
     """A checkpoint, its held-out texts, and the cycles in them whose drafts are measured.
 
-    Attributes: card: what ``train.py`` says of the model. context: tokens of each text, ``[S, T]``
-        in ``ids``. start: the cycles' first positions ``[S, R]``; ``position`` has those of their
-        drafts, ``[S, R, W]``. edges: of the bins by length.
+    Attributes:
+        card: what ``train.py`` says of the model.
+        context: tokens of each text, ``[S, T]`` in ``ids``.
+        start: the cycles' first positions ``[S, R]``; ``position`` has those of their drafts, ``[S,
+            R, W]``.
+        edges: of the bins by length.
     """
 
     def __init__(
@@ -133,8 +136,8 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """Return first positions of cycles, from an eighth of the context to its end, spread over all
-    texts as one; ``[S, R]``.
+    """Return the first positions of cycles, ``[S, R]``. They range from an eighth of the context to
+    its end, and are spread evenly over all texts together.
     """
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
@@ -197,8 +200,8 @@ def lossy(
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
-    """Return expected tokens per cycle of ``k`` drafts, from consecutive drafts ``[..., W]`` and as
-    if all had their mean.
+    """Return the expected tokens per cycle of ``k`` drafts: once from consecutive drafts ``[...,
+    W]``, and once as if all drafts had the mean acceptance.
     """
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
@@ -265,7 +268,7 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     if alpha.min() == 1:
-        return {}  # nothing can be fitted if everything is read
+        return {}  # nothing can be fitted if all tokens are read
     tokens, tail = alpha.ravel(), None
     if fit := beta_tail_fit(tokens):
         intervals = {

@@ -1,14 +1,14 @@
-"""What do lossy rollouts do to training where long natural text is written? A control beside the
-reasoner's study.
+"""How do lossy rollouts affect training if responses are long natural text? A control for the study
+with the reasoner.
 
 The language model of ``train.py`` is trained by GRPO on the task ``task.py``. Arms differ in how
 many pages the actor
 reads: all, or by schedules calibrated to a p5. Runs of one seed see the same problems. Every step
 of every run is one line of ``OUT/ARM-SEED.jsonl``; runs that are already there are left out, so a
 study can go on over several calls. By default a study is twelve runs, two of each arm, whose
-responses together are 6 million tokens. There are more arms, to be run by name: ``p80-none`` and so
-on with another correction than token TIS, ``p80-distill`` with DistillSparse, and ``auto86``, the
-closed loop towards a p5 of 0.86, started dense.
+responses together are 6 million tokens. More arms can be run by name: ``p80-none`` and so on with
+another correction than token TIS, ``p80-distill`` with DistillSparse, and ``auto86``, the closed
+loop towards a p5 of 0.86, started dense.
 
     python studies/text/control.py runs/text --out runs/control --seconds 0      # calibrates, and begins no run
     python studies/text/control.py runs/text --out runs/control --slots 6
@@ -17,8 +17,8 @@ closed loop towards a p5 of 0.86, started dense.
 Lossless rollouts have no arm: their samples are exactly the dense policy's, so their run is the
 dense one.
 
-The actor is in float32 as the policy is, so that a dense actor is the policy and its KL is
-rounding: any effect of an arm is due to its schedule alone.
+The actor is in float32, like the policy. A dense actor is therefore the same as the policy, up to
+rounding, so any effect of an arm is due to its schedule alone.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
 
 
 def train(options: Options, arm: str, seed: int, device: Any, deadline: float, path: Path) -> None:
-    """Do the run itself; the trained model is not kept."""
+    """Do the run itself. The trained model is not kept."""
     from task import Continue
 
     from sparrow.engines.hf import load_model

@@ -1,4 +1,5 @@
-"""The control study's figure: the actor's reward by step, and what is left of dense's reward by p5.
+"""The control study's figure: the actor's reward by step, and its reward as a share of the dense
+run's, by p5.
 
 python studies/text/control_figure.py        # writes docs/figures/text-control.png from benchmarks/results
 """
@@ -41,7 +42,7 @@ def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float
 
 
 def main() -> None:
-    """Draw the figure; the same results yield the same bytes."""
+    """Draw the figure. The same results always yield the same bytes."""
     runs = load("text_control")["runs"]
     study = json.loads((RESULTS / "stability/study.json").read_text(encoding="utf-8"))
     reasoner = [run for run in study if is_page_arm(run) and run["correction"] == "token_tis"]

@@ -52,9 +52,10 @@ def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
 def split(
     folders: Sequence[list[Path]], held_out: Sequence[str]
 ) -> tuple[list[list[Path]], list[list[Path]]]:
-    """Return the folders to train on, and those in a folder named in ``held_out``.
+    """Return the folders to train on, and the folders that are held out because a name in
+    ``held_out`` is in their path.
 
-    Raises ValueError: one of the two would be empty.
+    Raises ValueError: there would be no folders to train on, or none that are held out.
     """
     parts: tuple[list[list[Path]], list[list[Path]]] = ([], [])
     for files in folders:

@@ -1,21 +1,21 @@
-"""DistillSparse on natural text: what an adapter does for responses that it was not trained on.
+"""DistillSparse on natural text: how an adapter affects responses that it was not trained on.
 
-    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz --out
-    benchmarks/results/text_distill.json
+    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz \\
+        --out benchmarks/results/text_distill.json
 
 The policy is fixed. It writes responses once, densely, at temperature 1, to prompts of ``task.py``:
 some to train on, and held-out ones, whose prompts are of packages that the model has never seen.
-The schedule reads as many pages as bring p5 on some training responses nearest to the target. For
-each loss and learning rate an adapter begins at zero and sees every training response once, under
-that schedule, by the pass and the lists of ``sparrow.train.distill``. It is measured on the
-held-out responses on the way. Losses: ``forward`` is the trainer's KL(policy || actor); ``reverse``
-is KL(actor || policy) and ``overlap`` 1 - acceptance, both of the same lists, and no options of the
-trainer.
+The number of pages in the schedule is chosen so that p5 on some training responses is nearest to
+the target. For each loss and learning rate, an adapter begins at zero and sees every training
+response once under that schedule, with the pass and the lists of ``sparrow.train.distill``.
+Meanwhile, it is measured on the held-out responses several times. Losses: ``forward`` is the
+trainer's KL(policy || actor); ``reverse`` is KL(actor || policy) and ``overlap`` 1 - acceptance,
+both of the same lists, and no options of the trainer.
 
 An actor is measured in three ways, each against the whole distribution of the dense policy: on the
 held-out responses, with a history of its own from the prompt on; the same on responses that it
-samples itself; and as a drafter, in cycles over the policy's own cache (``drafts.py``), where it
-never was in training.
+samples itself; and as a drafter, in cycles over the policy's own cache (``drafts.py``), a case that
+does not occur in training.
 
 Shapes: S responses, P prompt tokens, R response tokens of each, T = P + R, n tokens of a list, V
 vocabulary.
@@ -79,9 +79,12 @@ per token ``[M]``.
 class Study:
     """The policy, the responses that it wrote, and what actors are measured on.
 
-    Attributes: policy: in float32; it never changes. train: token ids ``[N, T]`` of the training
-        responses, prompts included; ``held_out`` the others'. prompt: P. schedule: what actors
-        read.
+    Attributes:
+        policy: in float32; it never changes.
+        train: token ids ``[N, T]`` of the training responses, prompts included; ``held_out`` the
+            others'.
+        prompt: P.
+        schedule: what actors read.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:

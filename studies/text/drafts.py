@@ -2,9 +2,9 @@
 cache that is dense.
 
 A cycle starts at a position before which every key and value is the dense policy's. It decodes the
-text's own next tokens one by one, each sparsely, and each with the keys and values that it and the
-drafts before it in the cycle wrote, as a drafting actor would. Pages, landmarks, scores and
-selection are those of ``sparrow.attention.pages``.
+text's own next tokens one by one. As in real drafting, each is decoded sparsely, with the keys and
+values of itself and of the earlier drafts in the cycle. Pages, landmarks, scores and selection are
+those of ``sparrow.attention.pages``.
 
 Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv
 heads, G = H / K, D head dim, P page size, N pages, V vocabulary.

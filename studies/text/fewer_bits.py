@@ -1,17 +1,17 @@
 """Acceptance lost to 8-bit keys and values, fp8 matrices and sparse attention, each alone and
 together.
 
-    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json python
-    studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16 \\
-      --texts 32 --cycles 24 --budgets 512 1024 --rounded nothing both "int8 cache" "int8 cache,
-      matrices"
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json \\
+        --bfloat16 --texts 32 --cycles 24 --budgets 512 1024 \\
+        --rounded nothing both "int8 cache" "int8 cache, matrices"
 
-The policy is dense and in float32. Actors differ from it in what they round
-(``benchmarks/rounding.py``, products in float32) and in what they read; all have a history of their
-own from the prompt on. An actor that is the policy in bfloat16 is the noise floor; with
-``--bfloat16`` all actors are in bfloat16. Texts, positions and statistics are those of
-``acceptance.py``. ``p5_change`` is what rounding does to p5 at the same budget; its interval
-resamples texts.
+The policy is dense and in float32. Actors differ from the policy in what they round
+(``benchmarks/rounding.py``, products in float32) and in what they read. After the prompt, each
+actor has its own history. An actor that is the policy in bfloat16 gives the noise floor. With
+``--bfloat16``, all actors are in bfloat16. Texts, positions and statistics are those of
+``acceptance.py``. ``p5_change`` is the change in p5 due to rounding at the same budget; its
+interval resamples texts.
 
 Shapes: as in ``acceptance.py``.
 """

@@ -1,5 +1,5 @@
-"""Acceptance of drafts against the bytes that a draft reads: page sizes, 8-bit landmarks,
-Quest, which layers.
+"""Acceptance of drafts by the bytes that a draft reads, for different page sizes, 8-bit landmarks,
+Quest's scores and dense layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 

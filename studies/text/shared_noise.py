@@ -3,10 +3,10 @@
 
     python studies/text/shared_noise.py CHECKPOINT --out benchmarks/results/text_shared_noise.json
 
-Drafts are those of ``acceptance.py``, at the same positions, with no dense layer. For each draft
-the probability of being kept is computed from the two distributions, for rejection sampling and for
-drafts drawn with the Gumbel noise of the policy's own tokens, as in vLLM; nothing is sampled. The
-texts' tokens are not the policy's samples.
+Drafts are those of ``acceptance.py``, at the same positions, with no dense layer. Nothing is
+sampled. Instead, the probability that a draft is kept is computed from the two distributions, for
+rejection sampling and for drafts that are drawn with the Gumbel noise of the policy's own tokens,
+as in vLLM. The texts' tokens are not the policy's samples.
 
 Shapes: as in ``acceptance.py``; ``kept`` is ``[2, S, R, W]``, by rejection sampling and by shared
 noise.

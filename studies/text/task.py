@@ -15,9 +15,9 @@ earns its length, in which names are of one character, if
   a quarter of the reward at most.
 
 Comments, docstrings and brackets alone on a line do not count as code. The reward is what the lines
-earn over the length of a full response, at most 1. Factors are added, not multiplied, so that every
-good line counts from the first on; bad ones cost the space they take. So neither few lines, nor
-repeated ones, nor trivial ones, nor text earn much.
+earn over the length of a full response, at most 1. What lines earn is added, so every good line
+counts, starting with the first. Bad lines only take up space. A response with few lines, repeated
+lines, trivial lines or plain text therefore earns little.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ FEWEST_NAMES, REST = 12, 2000
 """Names that a prompt binds, and characters that the file goes on for after it, both at least."""
 FILE = "problems.json"
 
-# The reward's weights, frozen on the trained model's dense samples, before any run of the study.
+# The reward's weights. They were chosen on the trained model's dense samples and fixed before any
+# run of the study.
 FULL = 160
 """Characters of code, as ``shape`` has it, that earn the whole reward: 512 tokens of code
 throughout hold more.
@@ -140,7 +141,7 @@ def units(lines: Sequence[Line]) -> list[range]:
             indent = len(line.text) - len(stripped)
             if in_class and member < 0 and indent and depth <= 0:
                 member = indent
-            # A bracket left open by mistake ends where a definition begins.
+            # A bracket that was left open by mistake ends where a definition begins.
             begins = indent == 0 or (
                 indent == member and (depth <= 0 or bool(_MEMBER.match(stripped)))
             )
@@ -212,7 +213,7 @@ def shape(code: str) -> str:
 
 
 def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, float]:
-    """What a continuation is worth, and what that is made of; lengths are in characters, of lines'
+    """Return the reward of a continuation and its parts. Lengths are in characters of the lines'
     ``shape``.
 
     ``length``: of the code over that of a full response; ``valid``: its share in units that parse;
@@ -266,7 +267,7 @@ def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, 
 
 
 def reward(prompt: str, names: Iterable[str], response: str) -> float:
-    """Return only the reward, in [0, 1]."""
+    """Return the reward alone, in [0, 1]."""
     return reward_parts(prompt, names, response)["reward"]
 
 

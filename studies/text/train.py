@@ -117,7 +117,7 @@ def fit(
         optimizer.zero_grad()
         losses.append(loss.detach())
         if len(losses) == 3 or len(losses) % 10 == 0:
-            reached = loss.item()  # keeps the host from running ahead of the clock
+            reached = loss.item()  # so that the host does not run ahead of the clock
             began = min(began, time.monotonic())
             share = (time.monotonic() - began) / seconds
         if len(losses) % 50 == 0:

@@ -51,10 +51,12 @@ class Masses(drafts.Cycles):
     """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by
     the mean query.
 
-    Attributes: at: tokens that the selections read which followers would take over. missed: by
-        layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave out.
+    Attributes:
+        at: number of tokens in the selections that followers would take over.
+        missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave
+            out.
         caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head
-        of the layer before.
+            of the layer before.
     """
 
     at: int = field(kw_only=True)
@@ -101,9 +103,12 @@ class Masses(drafts.Cycles):
 class Calibration:
     """What calibration texts say, averaged over drafts.
 
-    Attributes: missed_LKU: attention mass that a head leaves unread. lost_L: acceptance lost where
-        one layer alone reads ``at`` tokens and all others everything. heads_LK: for each head, the
-        head of the layer before whose pages at ``at`` tokens hold most of its mass.
+    Attributes:
+        missed_LKU: attention mass that a head leaves unread.
+        lost_L: acceptance lost if only this layer reads ``at`` tokens and all other layers read
+        everything. heads_LK: for each head, the head of the layer before whose pages at ``at``
+        tokens hold most
+            of its mass.
     """
 
     missed_LKU: Floats
@@ -136,8 +141,8 @@ class Calibration:
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Return tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of
-    16 tokens.
+    """Return tokens by layer, ``budget`` on average. Each layer gets 64 tokens, and the rest is
+    divided by shares in steps of 16 tokens.
     """
     exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
     whole = np.floor(exact + 1e-9).astype(np.int64)
@@ -147,7 +152,7 @@ def by_shares(shares: Sequence[int], budget: int) -> Ints:
 
 
 def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
-    """Process one text at a time. ``start`` has the first positions of cycles."""
+    """Process one text at a time. ``start`` contains the first positions of cycles."""
     layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
     missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
     for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):

@@ -183,10 +183,11 @@ def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) ->
 class Uneven(drafts.Cycles):
     """Cycles whose kv heads have budgets of their own.
 
-    Attributes: variant: how pages are ranked. top_k_LK: pages by score that each head reads.
+    Attributes:
+        variant: how pages are ranked. top_k_LK: pages by score that each head reads.
         groups: by layer, the mean keys of groups of pages ``[B, K, N / 4, D]``; used at two levels.
         heads: by layer that follows the one before it, the heads there whose pages its own heads
-        read.
+            read.
     """
 
     variant: Variant = field(kw_only=True)

@@ -1,5 +1,5 @@
-"""Drafting for real: vLLM in lossless mode continues held-out text at temperature 1; its cycles,
-counted by length.
+"""Drafting in vLLM: lossless mode continues held-out text at temperature 1, and the tokens of its
+cycles are counted by length.
 
     python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
 
@@ -221,8 +221,8 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     del llm
 
     model = study.load(attn_implementation=drafts.NAME)
-    # A cycle counts if it cannot reach the text's end, whatever it gives: its start decides, not
-    # what it gave.
+    # A cycle counts if it cannot reach the text's end, however many tokens it yields. This depends
+    # only on where it starts, not on how many tokens it yielded.
     whole = [
         [cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)]
         for text, cycles in done

@@ -1,15 +1,15 @@
 """Reward against wall-clock: GRPO with stock vLLM, lossless and lossy rollouts, everything
 included, one GPU per arm.
 
-The trained model of text has few heads, so attention takes a small part of its decode steps. Here
-every head is copied ``--copies`` times, which leaves the model's function as it is: queries and
-keys repeat, values and the output projection share out the factor. With 32 copies a token takes 262
-KB of cache, and a step spends as much on attention as large models do at long context. The task is
-that of ``control.py``, with responses four times as long.
+The trained model of text has few heads, so attention takes a small part of its decode steps. Here,
+every head is copied ``--copies`` times, which does not change the model's function: queries and
+keys are repeated, and the values and the output projection are scaled to compensate. With 32 copies
+a token takes 262 KB of cache, and a step spends as much on attention as large models do at long
+context. The task is that of ``control.py``, with responses four times as long.
 
-    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0
-    \\
-        --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110    # calibrates what the lossy arm reads
+    # calibrates what the lossy arm reads
+    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 \\
+        --seconds 0 --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110
     python studies/text/wall_clock.py runs/text dense --out runs/wall
     python studies/text/wall_clock.py runs/text lossless --out runs/wall
     python studies/text/wall_clock.py runs/text p86 --out runs/wall
@@ -153,7 +153,7 @@ class StockEngine(VLLMEngine):
         self._adapter = None
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing: there is no schedule."""
+        """Do nothing, because there is no schedule."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
@@ -262,7 +262,7 @@ def profile(
 
 
 def train(options: Options, path: Path) -> None:
-    """Run the arm itself; the trained model is not kept."""
+    """Run the arm itself. The trained model is not kept."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     narrow, tokenizer = load_model(str(options.checkpoint), "fp32", device)
     model = widened(narrow, options.copies)

@@ -131,7 +131,7 @@ def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Draw the figure; the same results yield the same bytes."""
+    """Draw the figure. The same results always yield the same bytes."""
     result = load("text_wall_clock")
     arms, gains = (
         over_seeds(result["arms"]),

@@ -102,15 +102,15 @@ def rollout_share(run: Run) -> list[float]:
 
 
 def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run: its rollouts' part of a step, their speed over dense's, and what
-    attention gave of it.
+    """Return a row for each run: the share of a step that its rollouts take, their speed relative
+    to dense rollouts, and how much of the gain comes from attention.
 
     ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these
     steps took.
 
     ``attention_share``: of a decode step's time on the clock, in the profile.
-    ``saved_by_attention``: of the time that a token takes less than in the dense run, the part that
-    attention takes less; the rest is the host's and the other kernels'.
+    ``saved_by_attention``: the share of the time saved per token, relative to the dense run, that
+    is saved in attention; the rest is saved by the host and by other kernels.
     """
     steps = min(run["steps"] for run in arms)
     rows = []
@@ -137,8 +137,8 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each arm but dense, its steps paired with those of dense: the same problems, as
-    many updates before.
+    """Return a row for each arm except dense. Its steps are paired with the steps of the dense arm
+    that have the same problems and come after as many updates.
 
     ``step_speedup``: dense's seconds over the arm's, all steps but the first of a run together; the
     95 % interval resamples pairs. ``reward_minus_dense``: the mean over the pairs of each run;

@@ -12,11 +12,12 @@
 //
 // The division of the batch (attention/division.py), the scratch memory and the meaning of every
 // argument are the same as for the Triton kernels (attention/triton/kernels.py); pages.py is the
-// specification for both. A page is 16 tokens, the rows of a tensor-core tile; the queries that read
-// a page are the columns of one tile of 8, or of several. Logits are in base 2.
+// specification for both. The 16 tokens of a page are the rows of a tensor-core tile. The queries
+// that read a page are the columns of one or more tiles of 8 columns. Logits are in base 2.
 //
-// A row may have several new tokens. The first one's queries rank the pages; the queries of all of
-// them read the kept pages, and each sees the new tokens up to its own.
+// A row may have several new tokens. The queries of the first new token rank the pages. The queries
+// of all new tokens read the kept pages, and each query sees the new tokens up to and including its
+// own.
 //
 // Macros defined at compilation: D head dim, G query heads per KV head, K KV heads, NEW_TOKENS new
 // tokens of each row, PER_BLOCK pages per block of the cache, SINK and RECENT always-kept pages,
@@ -172,8 +173,8 @@ DEVICE Seen score_pages(const Program& p, const Queries<G>& queries) {
     Sums<TILES> even = {};
     Sums<TILES> odd = {};
     times_queries<MARKS>(even, odd, tile, queries.q, p.chunks);
-    // The mean query's score, times G (and the queries' scale); columns beyond the group do not
-    // contain queries.
+    // The mean query's score, times G (and the queries' scale); columns beyond the group contain no
+    // queries.
     float first = 0.f;
     float second = 0.f;
 #pragma unroll
@@ -343,8 +344,9 @@ struct Softmax {
     }
   }
 
-  // Adds the page at an address in the ring. It is the `age`-th page from the row's end if it may
-  // contain new tokens (`is_new`); a query then may see only a part of it.
+  // Adds the page at an address in the ring. `is_new` states whether the page may contain new
+  // tokens. If so, it is the `age`-th page from the row's end, and a query may see only a part of
+  // it.
   DEVICE void add_page(
       const Program& p, const Queries<QUERIES>& queries, u32 address, bool is_new, int age) {
     Sums<COLUMN_TILES> logits = {};
@@ -539,7 +541,7 @@ DEVICE void attend_pages(
       const bool is_new =
           p.listed ? p.ranks && (!EACH_RANKS || p.part == 0) && p.warp == 0 && i == 0
                    : first + i * WARPS == p.pages - 1;
-#else  // new tokens are in the two newest pages, with which two warps of a part begin
+#else  // new tokens are in the two newest pages, which are the first pages of two of a part's warps
       const int age = p.listed ? p.warp : p.pages - 1 - (first + i * WARPS);
       const bool is_new =
           age < 2 && (!p.listed || (p.ranks && (!EACH_RANKS || p.part == 0) && i == 0));
@@ -695,14 +697,14 @@ attend(const __grid_constant__ Args a) {
     if (p.budget > 0) {
 #if NEW_TOKENS == 1
       seen = score_pages(p, NARROW == FP8_LANDMARKS ? queries : load_queries<FP8_LANDMARKS, G>(p));
-#else  // queries of later tokens, which may be guesses, have no effect, not even on the scale
+#else  // queries of later tokens, which may be guesses, do not even affect the scale
       seen = score_pages(p, load_queries<FP8_LANDMARKS, G>(p));
 #endif
     } else {
       wait_for_all_but<0>();
       __syncthreads();
     }
-    if (a.rank_before_wait) wait_for_launch_before();  // the launch before stores the newest tokens
+    if (a.rank_before_wait) wait_for_launch_before();  // it stores the newest tokens
     const Prefetch prefetched = prefetch(p, seen);
     fetched = prefetched.count;
     const float low = from_order(__reduce_min_sync(ALL, order_of(seen.low)));

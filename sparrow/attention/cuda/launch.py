@@ -1,5 +1,5 @@
-"""Launcher for the CUDA kernel, with the kernel's limits, the division of a batch, and the kernel's
-arguments.
+"""Launcher for the CUDA kernel. This file defines the kernel's limits, the division of a batch, and
+the kernel's arguments.
 
 Shapes: as in ``attention/decode.py``.
 """
@@ -31,11 +31,12 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-# queries that read the same pages (group x new tokens), by head dim: their sums are in registers
+# Maximum number of queries (group x new tokens) that read the same pages, for each head dim. It is
+# limited because the queries' sums are kept in registers.
 MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
-SHARED = 16  # number of words in program.cuh's struct ``Shared``, in addition to 3 words per warp
+SHARED = 16  # number of words in program.cuh's struct ``Shared``, not counting 3 words per warp
 # If there are fewer items per multiprocessor than this, Triton is faster, because it ranks a row
 # with several programs.
 FEW_ITEMS = 0.3
@@ -66,7 +67,7 @@ class CudaConfig:
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
         """Return the division to request when a step is planned. If the first part of a row ranks
-        pages for the row's other parts, it starts before them and never waits.
+        pages for the row's other parts, it starts before these parts and never waits for them.
         """
         if self.parts > 1:
             # The number of resident programs is not limited, so parts are as small as their number
@@ -93,8 +94,8 @@ def choose_config(
     dtype: torch.dtype = torch.bfloat16,
     queries: int = 1,
 ) -> CudaConfig:
-    """Choose the configuration for ``items`` (sequences x kv heads) with up to ``capacity`` pages
-    each, a cache in ``dtype`` and this many ``queries`` (group x new tokens) per item.
+    """Choose the configuration for ``items`` items (sequences x kv heads). Each has up to
+    ``capacity`` pages, in a cache of dtype ``dtype``, and ``queries`` queries (group x new tokens).
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -142,8 +143,8 @@ def unsupported_reason(
     device: torch.device,
     tokens: int = 1,
 ) -> str | None:
-    """Return a sentence that explains why the kernel does not decode ``tokens`` new tokens at a time
-    of such a model on ``device``, or None if it does.
+    """Explain in a sentence why the kernel cannot decode ``tokens`` new tokens per step of such a
+    model on ``device``. Return None if it can.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel needs a Hopper GPU (H100, H200); use the Triton kernels"
@@ -211,10 +212,10 @@ def run(
     override the default configuration.
 
     With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
-    ``triton.store_tokens`` permits this early start, and nothing but the newest tokens may depend
-    on that launch.
+    ``triton.store_tokens`` permits this early start. Nothing except the newest tokens may depend on
+    the preceding launch.
     """
-    assert workspace is not None  # ``check`` has refused None
+    assert workspace is not None  # ``check`` has already refused None
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -273,8 +274,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Launches:
-    """The two launches of a decode step, plan and attention, with their arguments. Each has its own
-    method, so that benchmarks can time it separately.
+    """The two launches of a decode step (plan and attention) with their arguments. Each launch has
+    its own method, so that benchmarks can time the launches separately.
     """
 
     def __init__(
@@ -295,8 +296,8 @@ class Launches:
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
-        """Divide the batch among programs; the plan is valid for every layer with these lengths and
-        budgets.
+        """Divide the batch among programs. The plan is valid for every layer with the same lengths
+        and budgets.
         """
         divide(self.batch, self.workspace, self.division)
 

@@ -74,7 +74,8 @@ struct Program {
   int pages;
   int ranked_end;
   int budget;
-  // Pages that new tokens after the first have begun; they are kept in addition to the recent pages.
+  // Pages that start at a new token other than the first; they are kept in addition to the recent
+  // pages.
 #if NEW_TOKENS == 1
   static constexpr int begun = 0;
 #else

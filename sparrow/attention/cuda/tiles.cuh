@@ -11,7 +11,7 @@ constexpr u32 ALL = 0xffffffffu;
 constexpr int P = 16;              // tokens per page
 constexpr int MAX_GROUP = 16;
 constexpr int MAX_QUERIES = D == 256 ? 16 : 32;
-constexpr int QUERIES = G * NEW_TOKENS;              // queries that read the same pages, those of the first token first
+constexpr int QUERIES = G * NEW_TOKENS;              // queries that read the same pages, first token's queries first
 constexpr int COLUMN_TILES = (QUERIES + 7) / 8;      // tensor-core tiles of 8 columns, one per query
 constexpr int COLUMNS = 8 * COLUMN_TILES;
 enum Format { BITS16, E4M3, INT8 };
@@ -77,7 +77,7 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
   if constexpr (IN_BF16) MULTIPLY("bf16");
   else MULTIPLY("f16");
 }
-// Whether registers are short: sums and queries take most of them.
+// Whether registers are scarce, because sums and queries take most of them.
 constexpr bool SHORT = COLUMN_TILES * D >= 512;
 // Offsets of a lane's chunks in a 16-bit tile, for each step of a product. The shuffles keep the compiler from
 // recomputing the offsets for every page. Offsets repeat every 4 steps, 128 bytes further on; with head dim 256, only

@@ -1,6 +1,6 @@
-"""The choices of ``sparrow tune``: a file in the user's cache folder for each GPU, attention shape
-and version of Triton. The launcher reads a file once per process; without one, it uses the shipped
-configurations.
+"""The choices of ``sparrow tune``. They are saved in the user's cache folder, in one file for each
+GPU, attention shape and version of Triton. The launcher reads the file once per process; if there
+is no file, it uses the shipped configurations.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sparrow.attention.triton.variants import (
 from sparrow.errors import ConfigError
 from sparrow.files import cache_folder, check_folder, write_text
 
-FORMAT = 1  # increment this if the kernels change so much that old choices no longer suit them
+FORMAT = 1  # increment this if the kernels change so much that old choices are no longer good
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a file is for: a GPU, an attention shape and a version of Triton."""
+    """The GPU, attention shape and version of Triton that a file applies to."""
 
     gpu: str
     multiprocessors: int
@@ -44,7 +44,7 @@ class Target:
     kv_heads: int
     group: int
     head_dim: int
-    cache_dtype: str  # as torch names it, without ``torch.``
+    cache_dtype: str  # torch's name of the dtype, without ``torch.``
     page_size: int
 
     @classmethod
@@ -58,7 +58,7 @@ class Target:
         dtype: torch.dtype,
         page_size: int,
     ) -> Target:
-        """Return the target of a model with these sizes on the GPU ``device``."""
+        """Return the target for a model with these sizes on the GPU ``device``."""
         limits = device_limits(device)
         return cls(
             torch.cuda.get_device_name(device),
@@ -81,7 +81,7 @@ class Target:
 
     @property
     def head_bytes(self) -> int:
-        """Size of a cached head as the kernels pad it."""
+        """Size in bytes of a cached head, including the kernels' padding."""
         return triton.next_power_of_2(self.head_dim) * self.dtype.itemsize
 
     @property
@@ -98,17 +98,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds of a layer's decode step that keeps a number of pages by score."""
+    """Times, in microseconds, of one layer's decode step that keeps a given number of pages by
+    score.
+    """
 
     pages: int
     shipped_us: float
     tuned_us: float
-    limit_us: float  # the time in which the GPU reads as many bytes
+    limit_us: float  # the time that the GPU takes to read as many bytes
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The variant that was fastest for a number of sequences."""
+    """The fastest variant for a given number of sequences."""
 
     batch: int
     variant: Variant
@@ -123,8 +125,8 @@ class Choices:
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences: that of the tuned batch with the
-        nearest size by ratio, the smaller one of two.
+        """Return the variant for a batch of ``rows`` sequences. It is the variant of the tuned
+        batch whose size is nearest by ratio; if two sizes are equally near, the smaller one counts.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 
@@ -139,7 +141,7 @@ class Choices:
     def load(cls, target: Target) -> Choices | None:
         """Read the choices for ``target``, or return None if it was never tuned.
 
-        Raises ConfigError: the file cannot be read, is damaged, or is for something else.
+        Raises ConfigError: the file cannot be read, is damaged, or is for another target.
         """
         path = target.path
         if not path.exists():
@@ -170,7 +172,7 @@ class Choices:
 
 
 def _cell(record: Mapping[str, Any]) -> Cell:
-    """Read a cell. Raises ValueError, KeyError or TypeError: it is damaged."""
+    """Read a cell. Raises ValueError, KeyError or TypeError: the cell is damaged."""
     batch = record["batch"]
     if type(batch) is not int or batch < 1:
         raise ValueError(f"batch is {batch!r}, expected a whole number of at least 1")
@@ -179,8 +181,8 @@ def _cell(record: Mapping[str, Any]) -> Cell:
 
 
 def _variant(record: Mapping[str, Any]) -> Variant:
-    """Read a variant; only those that ``sparrow tune`` tries are accepted, since the kernels do not
-    check theirs.
+    """Read a variant. Only values that ``sparrow tune`` tries are accepted, because the kernels do
+    not check their launch parameters.
     """
     attend = None if record["attend"] is None else AttendTile(**record["attend"])
     rank = None if record["rank"] is None else RankTile(**record["rank"])
@@ -205,10 +207,10 @@ def read(
     dtype: torch.dtype,
     page_size: int,
 ) -> Choices | None:
-    """Return the choices for a model of these sizes on ``device``, or None without any; a file is
-    read once per process.
+    """Return the choices for a model of these sizes on ``device``, or None if there are none. Each
+    file is read once per process.
 
-    Raises ConfigError: the file is damaged, or is for something else.
+    Raises ConfigError: the file is damaged, or is for another target.
     """
     if device.type != "cuda":
         return None
@@ -225,9 +227,9 @@ def read(
 
 
 def tuned(batch: DecodeBatch, shipped: LaunchConfig) -> LaunchConfig:
-    """Return the configuration for a batch: the chosen variant of ``shipped``, or ``shipped`` itself
-    without choices for this GPU and shape and for several new tokens per sequence, which are never
-    tuned.
+    """Return the configuration for a batch: the chosen variant of ``shipped``, or ``shipped``
+    itself if there are no choices for this GPU and shape. Steps over several new tokens per
+    sequence are never tuned, so they also use ``shipped``.
 
     The result depends on shapes alone, so it remains correct when a captured graph is replayed.
     """

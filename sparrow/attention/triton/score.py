@@ -1,7 +1,7 @@
-"""The score of pages in Triton kernels: ``pages.page_scores``, while decoding and in teacher forcing.
+"""Page scores in Triton (see ``pages.page_scores``), for decoding and for teacher forcing.
 
-Shapes: G query heads of a group, D head dim, DP at least D, N pages; BT positions of a tile, and
-GP at least G rows for each of them.
+Shapes: G query heads of a group, D head dim, DP at least D, N pages; BT positions of a tile, GP (at
+least G) rows for each position.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def ranking_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load what a group ranks pages with: its mean query ``[DP]``, in float32."""
+    """Load the mean query ``[DP]`` of a group in float32; the group ranks pages with it."""
     d = tl.arange(0, DP)
     total = tl.zeros((DP,), tl.float32)
     for g in tl.static_range(G):
@@ -33,8 +33,9 @@ def tile_scores(
     BT: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute the scores ``[BT, BN]`` of pages for a tile of positions, given all its queries
-    ``[BT * GP, D]``. Scores are summed over the group, which ranks pages like the mean.
+    """Compute the scores ``[BT, BN]`` of pages for a tile of positions, given the queries ``[BT *
+    GP, D]`` of these positions. Scores are summed over the group. The order of pages by the sum is
+    the same as by the mean.
     """
     score = tl.dot(q_MD, tl.trans(landmarks_ND), input_precision="ieee")
     if GP != G:

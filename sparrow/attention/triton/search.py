@@ -1,12 +1,12 @@
-"""The search behind ``sparrow tune``: time variants of the shipped configuration on this GPU, and
-keep the fastest that gives the reference's result.
+"""The search behind ``sparrow tune``. It times variants of the shipped configuration on this GPU,
+and keeps the fastest one whose result agrees with the reference.
 
 Every step reads random blocks of one large pool, so hardly anything is found in the L2 cache.
-Queries and landmarks are integers: scores are then exact in any order of summation, and kernel and
-reference select the same pages.
+Queries and landmarks are integers, so scores are exact in any order of summation, and the kernels
+and the reference select the same pages.
 
-Shapes: S steps, B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, M blocks
-in a row of the block table; a block is a page.
+Shapes: S steps, B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, M
+blocks in a row of the block table, each of one page.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 from sparrow.attention.triton.variants import ATTEND, FACTORS, RANK, Variant, fits
 from sparrow.errors import ConfigError
 
-POOL_BYTES = 2**31  # of keys and values, many times the L2 cache of any GPU
-STEP_BYTES = 2**29  # steps that are timed together read at least this much, if there are enough
+POOL_BYTES = 2**31  # size of the keys and values, many times the L2 cache of any GPU
+# The steps that are timed together read at least this many bytes, if there are enough steps.
+STEP_BYTES = 2**29
 MOST_STEPS = 16
-MARGIN = 0.01  # a variant must be faster by this share to replace another
-REPEATS = 3  # final measurements of the chosen and of the shipped configuration, in turn
+MARGIN = 0.01  # a variant replaces another only if it is faster by more than this share
+REPEATS = 3  # how often the chosen and the shipped configuration are measured in turn at the end
 CHECKED_ROWS = 3
-INT8_EXPONENT = 120  # byte of the scale 2^-7, under which codes are values from -1 to 1
+INT8_EXPONENT = 120  # the byte for a scale of 2^-7, with which codes stand for -1 to 1
 FP8_SCALE = 0.25
 
 Launch = Callable[[], None]
@@ -60,7 +61,7 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Grid:
-    """The batches that are timed: for each number of sequences, every number of pages."""
+    """The batches that are timed: every number of sequences with every number of pages."""
 
     batches: tuple[int, ...]
     pages: tuple[int, ...]  # kept by score
@@ -68,8 +69,8 @@ class Grid:
 
 
 def check_target(target: Target, grid: Grid, device: torch.device) -> None:
-    """Raise ConfigError for a shape that the Triton kernels do not support on ``device``, or for
-    sequences in which no page is left out.
+    """Raise ConfigError if the Triton kernels do not support the shape on ``device``, or if the
+    sequences are so short that no page is left out.
     """
     for name, value, supported in (
         ("head dim", target.head_dim, HEAD_DIMS),
@@ -109,12 +110,13 @@ def tune(
         grid: the batches to time.
         device: the GPU.
         bytes_per_second: the GPU's read bandwidth.
-        time: returns the microseconds per launch of some launches.
-        note: receives one line per number of sequences, and one per variant that is left out.
+        time: returns the microseconds per launch of the given launches.
+        note: is called with one line for each number of sequences, and one for each variant that is
+            left out.
         pool_bytes: size of the keys and values in memory.
 
-    Raises ConfigError: the shape is not supported, or the shipped configuration does not run here
-    or gives wrong results.
+    Raises ConfigError: the shape is not supported, or the shipped configuration does not run on
+    this GPU or gives wrong results.
     """
     check_target(target, grid, device)
     pool = Pool(target, device, pool_bytes)
@@ -143,8 +145,8 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
     """Search for the fastest variant, one parameter after another, starting from the shipped
     configuration.
 
-    A variant is chosen by its mean time relative to the shipped configuration, and only if it is
-    slower for no number of pages.
+    Variants are compared by their mean time relative to the shipped configuration. A variant that
+    is slower for any number of pages is never chosen.
 
     Args:
         times: returns a variant's time for each number of pages, or None if the variant cannot be
@@ -189,7 +191,7 @@ def measured_again(
     for _ in range(REPEATS):
         for each, rows in taken.items():
             row = times(each)
-            assert row is not None  # it was measured before
+            assert row is not None  # already measured in the search
             rows.append(row)
 
     def medians(each: Variant) -> list[float]:
@@ -229,8 +231,8 @@ class Pool:
 
 
 class Problem:
-    """Decode steps of one batch, each over other random blocks; every row keeps ``pages`` pages by
-    score.
+    """Decode steps of one batch. Each step reads different random blocks, and every row keeps
+    ``pages`` pages by score.
     """
 
     def __init__(self, pool: Pool, batch: int, pages: int, tokens: int) -> None:
@@ -242,7 +244,7 @@ class Problem:
         device = pool.device
         self.pool = pool
         self.pages = pages
-        # No row ends with a full page, so no landmark changes.
+        # No row ends with a full page, so no step changes a landmark.
         table_width = tokens // P
         self.length = (tokens // P - 1) * P + 1 + torch.arange(batch) % (P - 1)
         self.steps = int(max(1, min(MOST_STEPS, STEP_BYTES // self.bytes)))
@@ -250,7 +252,7 @@ class Problem:
             pool.blocks, (self.steps, batch, table_width), dtype=torch.int32, device=device
         )
         q_BKGD = torch.randint(-8, 9, (batch, K, G, D), device=device)
-        q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
+        q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # so that a group's mean is an integer
         self.q = q_BKGD.flatten(1, 2).to(pool.q_dtype)
         self.out = torch.empty_like(self.q)
         self.length_B = self.length.int().to(device)
@@ -259,7 +261,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """The bytes that a step reads: landmarks, and keys and values of the kept pages."""
+        """Number of bytes that a step reads: landmarks, and the keys and values of the kept pages."""
         target = self.pool.target
         layout = self.pool.layout
         scale_bytes = int(target.dtype == torch.int8)
@@ -307,7 +309,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Tensor, float]:
-        """The result of the first step in float64 for ``checked_rows``, and the largest error of the
+        """The first step's result for ``checked_rows`` in float64, and the largest error of the
         reference in the kernels' precision.
         """
         exact = self._reference(torch.float64)
@@ -315,9 +317,9 @@ class Problem:
         return exact, float((low - exact).norm(dim=-1).amax())
 
     def check_result(self) -> None:
-        """Check the result in ``out``, which the first step has written.
+        """Check the result that the first step has written to ``out``.
 
-        Raises WrongResult: its error is more than twice that of the reference in the same
+        Raises WrongResult: the error is more than twice the reference's error in the same
         precision, plus half a unit in the last place.
         """
         exact, reference_error = self.expected
@@ -325,7 +327,7 @@ class Problem:
         error = (result - exact).norm(dim=-1)
         rounding = torch.finfo(self.out.dtype).eps / 2 * exact.norm(dim=-1)
         over = error - (2 * reference_error + rounding)
-        if not bool((over <= 0).all()):  # also if an error is NaN
+        if not bool((over <= 0).all()):  # written this way so that a NaN error also raises
             raise WrongResult(
                 f"the error is up to {float(error.max()):.2g}, but the reference's own error is "
                 f"{reference_error:.2g}"
@@ -360,10 +362,10 @@ class Problem:
 
 
 class Bench:
-    """Times variants on the problems of one number of sequences, and checks their results.
+    """Times variants on all problems with one number of sequences, and checks their results.
 
-    Variants that the GPU cannot run are left out, as are those with wrong results, which are
-    reported.
+    Variants that the GPU cannot run are left out. Variants with wrong results are also left out,
+    and are reported.
     """
 
     def __init__(
@@ -375,7 +377,7 @@ class Bench:
         self._refused: set[LaunchConfig] = set()
 
     def times(self, variant: Variant) -> list[float] | None:
-        """Return the variant's time for each problem, or None if it cannot be used."""
+        """Return the variant's time for each problem, or None if the variant cannot be used."""
         problem = self.problems[0]
         target = problem.pool.target
         config = variant.of(problem.shipped, target.kv_heads, target.head_bytes, target.limits)
@@ -383,7 +385,7 @@ class Bench:
             return None
         try:
             return [self._checked_time(problem, config) for problem in self.problems]
-        except (OutOfResources, PTXASError):  # it needs more memory or registers than there are
+        except (OutOfResources, PTXASError):  # too little memory, or too few registers
             pass
         except WrongResult as error:
             self._note(f"{len(problem.q)} sequences: left out {variant}, as {error}")

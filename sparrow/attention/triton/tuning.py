@@ -1,9 +1,9 @@
 """Launch configurations for an H200, which are adapted to the limits of other devices.
 ``benchmarks/decode_kernels.py`` times them.
 
-Nothing is tuned at run time; ``sparrow tune`` chooses among variants of these configurations (see
-``saved``). On devices other than an H100 or H200 (such as A100, L40S or B200), the configurations
-respect the device's limits but are untested.
+Nothing is tuned at run time. The command ``sparrow tune`` can choose variants of these
+configurations beforehand (see ``saved``). On devices other than an H100 or H200 (such as A100, L40S
+or B200), the configurations respect the device's limits but are untested.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the number of programs in addition to one per item, which compute further parts of
-    rows. This is one for each multiprocessor without an item or, if there are more items than
-    multiprocessors, about two per multiprocessor.
+    """Return how many programs compute further parts of rows, in addition to the one program per
+    item. There is one for each multiprocessor without an item. If there are more items than
+    multiprocessors, there are about two per multiprocessor.
 
     More programs would not help: a grid that is larger than the device can run at once is
     distributed unevenly, even if most of its programs have nothing to do.
@@ -118,9 +118,9 @@ def choose(
 
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
-    """Return an upper bound on the shared memory of an attention program: the keys and values in
-    flight, the queries, their weights for one tile, and page ids. At least 16 KiB are reserved for
-    everything except keys and values.
+    """Return an upper bound on the shared memory of an attention program, in bytes. It contains the
+    keys and values in flight, the queries, their weights for one tile, and page ids. At least 16
+    KiB are reserved for everything except keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2

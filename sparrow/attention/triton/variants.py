@@ -1,7 +1,7 @@
 """Variants of a shipped launch configuration, among which ``sparrow tune`` chooses.
 
-A variant is relative to the configuration that ``tuning.choose`` ships for a batch. It therefore
-applies to batches of other sizes as well, and the variant without changes is the shipped
+A variant describes changes to the configuration that ``tuning.choose`` returns for a batch, so it
+can also be applied to batches of other sizes. The variant without changes is the shipped
 configuration.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from sparrow.attention.decode import DeviceLimits
 from sparrow.attention.triton.tuning import LaunchConfig
 
-MOST_EXTRA = 5  # extra programs per multiprocessor for which every workspace has room
+MOST_EXTRA = 5  # every workspace has room for this many extra programs per multiprocessor
 MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class AttendTile:
-    """Launch parameters of attention, for heads of 256 bytes."""
+    """Launch parameters of the attention kernel, for heads of 256 bytes."""
 
     tokens: int  # tokens per tile of keys and values
     stages: int  # tiles in flight
@@ -28,15 +28,15 @@ class AttendTile:
 
 @dataclass(frozen=True)
 class RankTile:
-    """Launch parameters of ranking, for heads of 256 bytes."""
+    """Launch parameters of the ranking kernel, for heads of 256 bytes."""
 
     pages: int  # landmarks per tile
     stages: int  # tiles in flight
     warps: int  # warps per program
 
 
-# Between a few programs with many bytes in flight each, and many with few. The last ones need the
-# least shared memory.
+# These range from a few programs with many bytes in flight each to many programs with few bytes in
+# flight. The last entries need the least shared memory.
 ATTEND = (
     AttendTile(128, 2, 4, 1),
     AttendTile(128, 3, 4, 1),
@@ -65,8 +65,8 @@ class Variant:
 
     attend: AttendTile | None = None
     rank: RankTile | None = None
-    extra: float = 1.0  # factor of the number of programs for further parts of rows
-    splits: float = 1.0  # factor of the number of programs that rank an item
+    extra: float = 1.0  # factor for the number of programs that compute further parts of rows
+    splits: float = 1.0  # factor for the number of programs that rank an item
 
     def __str__(self) -> str:
         parts = []
@@ -86,7 +86,9 @@ class Variant:
     def of(
         self, shipped: LaunchConfig, kv_heads: int, head_bytes: int, limits: DeviceLimits
     ) -> LaunchConfig:
-        """Return ``shipped`` with the changes, for cached heads of ``head_bytes``, a power of 2."""
+        """Return ``shipped`` with the changes applied, for cached heads of ``head_bytes`` bytes,
+        which must be a power of 2.
+        """
         config = shipped
         if self.attend is not None:
             tokens = _rows(self.attend.tokens, head_bytes)
@@ -118,14 +120,16 @@ class Variant:
 
 
 def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
-    """Return whether the tiles in flight fit in shared memory; the compiler may need more."""
+    """Return whether the tiles in flight fit in shared memory. The compiled kernel may still need
+    more than there is.
+    """
     attend = config.attend_stages * config.attend_tokens * 2 * head_bytes
     score = config.score_stages * config.score_pages * head_bytes
     return max(attend, score) <= limits.shared_memory
 
 
 def _rows(of_256_bytes: int, head_bytes: int) -> int:
-    """Return the rows of a tile with as many bytes as ``of_256_bytes`` rows of 256 bytes, within
+    """Return how many rows make a tile as large as ``of_256_bytes`` rows of 256 bytes, limited to
     the sizes that the kernels support.
     """
     return max(16, min(128, of_256_bytes * 256 // head_bytes))

@@ -91,7 +91,7 @@ class Tune(Command):
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 "the GPU has too little free memory for a cache of 2 GiB and these batches; stop "
-                "what else uses it, or tune smaller batches"
+                "other programs that use the GPU, or tune smaller batches"
             ) from error
         print_tuned(choices, choices.save())
         self._say_where_used(target, device)
@@ -113,7 +113,7 @@ class Tune(Command):
             head_dim = model.head_dim
         heads = kv_heads * group
         ranks = self.tensor_parallel
-        # With more GPUs than kv heads, each kv head is on several GPUs.
+        # If there are more GPUs than kv heads, each kv head is on several GPUs.
         own = max(1, kv_heads // ranks)
         divides = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
         require(
@@ -141,8 +141,8 @@ class Tune(Command):
         )
 
     def _say_where_used(self, target: Target, device: torch.device) -> None:
-        """Print which batches the Triton kernels decode on this GPU, if the CUDA kernel decodes the
-        others.
+        """If the CUDA kernel decodes some batches on this GPU, print which batches the Triton
+        kernels decode.
         """
         from sparrow.attention import choose
 

@@ -1,16 +1,16 @@
-"""The cascade: history guesses tokens, the sparse actor judges them and drafts, the policy verifies
-the drafts (see ``sparrow.model.speculative``, the reference).
+"""The cascade: tokens are guessed from history, the sparse actor judges the guesses and drafts
+tokens, and the policy verifies the drafts. ``sparrow.model.speculative`` is the reference.
 
-A sparse pass reads the newest token of each row and m guesses, T tokens in all, and yields between
-1 and T drafts. Rows therefore advance by different numbers of tokens. A cycle has a fixed number of
-passes, each a CUDA graph, so the host never waits for the device. Places that a row's passes leave
-empty are filled with further guesses. Such a draft is drawn from a distribution with all its mass
-on the guess, which becomes the draft's q, so verification stays exact.
+A sparse pass reads T tokens of each row: the newest token and T - 1 guesses. It yields between 1
+and T drafts per row, so rows advance by different numbers of tokens. A cycle has a fixed number of
+passes, each a CUDA graph, so the host never waits for the device. If a row's passes yield fewer
+than K drafts, the remaining drafts are guesses. Verification treats such a draft as drawn from a
+distribution q that puts all its mass on the guess, so it stays exact.
 
-History consists of the sequence's own tokens: its prompt, its verified response, and the drafts
-made so far in this cycle. A pass writes its keys and values to the slots of the next tokens. The
-tokens of a cycle's last passes may be beyond the blocks that vLLM has reserved; they are written to
-vLLM's null block, and yield no drafts.
+A row's history consists of the sequence's own tokens: its prompt, its verified response, and the
+drafts made so far in this cycle. A pass writes its keys and values to the slots of the next tokens.
+In a cycle's last passes, some tokens may be beyond the blocks that vLLM has reserved. Their keys
+and values are written to vLLM's null block, and these tokens yield no drafts.
 
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
 hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, V vocabulary.
@@ -38,10 +38,10 @@ AT_ONCE = 4096
 
 
 class CascadeDrafter(SparseDrafter):
-    """A ``SparseDrafter`` whose passes read guesses from history besides the newest token.
+    """A ``SparseDrafter`` whose passes read the newest token and guesses from history.
 
-    The state of a cycle is kept by row: the tokens at its start, the drafts made so far, and the
-    history.
+    During a cycle, this state is kept for each row: the number of tokens at the start of the cycle,
+    the number of drafts made so far, and the history.
     """
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:
@@ -60,7 +60,7 @@ class CascadeDrafter(SparseDrafter):
         self._index_RT = torch.full_like(self._slots_R, -1)
         self._place_RT = torch.zeros_like(self._slots_R)
         self.drawn_S = torch.zeros(S, dtype=torch.int64, device=device)
-        # The place of each token, rather than one place for all rows.
+        # Each token has its own place among the drafts; without guesses, all rows share one place.
         self._sampler_arguments[f"{self._logits_argument}_col"] = self._place_RT
 
     def addresses(self) -> dict[str, int]:
@@ -68,11 +68,11 @@ class CascadeDrafter(SparseDrafter):
         return {**super().addresses(), "the history of guesses": self._history_RN.data_ptr()}
 
     def _inputs(self) -> Inputs:
-        # Where the cycle starts; the inputs of each pass follow from it.
+        # The state at the start of the cycle, from which the inputs of each pass are computed.
         return Inputs(self._newest_R, self._cached_R, self._length_R)
 
     def _run(self, drafts: int, B: int) -> None:
-        """Run the passes that ``propose`` has set up, and fill the places that remain."""
+        """Run the passes that ``propose`` has set up, and fill the remaining places with guesses."""
         assert drafts == self._vllm.num_speculative_steps, "the number of drafts does not adapt"
         vllm = self._vllm
         tokens_SN: Tensor = vllm.tokens_SN

@@ -1,12 +1,12 @@
-"""Triton kernels of the cascade's draft loop (``cascade.CascadeDrafter``). They keep what has been
-drafted in a cycle by row, look up guesses, and advance rows by different numbers of tokens.
+"""Triton kernels of the cascade's draft loop (``cascade.CascadeDrafter``). They store each row's
+drafts of the current cycle, look up guesses, and advance rows by different numbers of tokens.
 
-A row's history is its tokens, followed by the drafts made so far. The lookup is that of
-``sparrow.model.history``.
+A row's history consists of its tokens, followed by the drafts made so far. Guesses are looked up as
+in ``sparrow.model.history``.
 
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
-hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, M blocks of it, V
-vocabulary.
+hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, M blocks of the
+longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def begin_history_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the tokens of a row, newest included, to its history, and direct the tokens beyond the
-    cycle's last place to the null block.
+    """Copy the tokens of a row, including the newest, to its history. Set the block after the
+    cycle's last draft to the null block, to which later tokens are written.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -51,7 +51,7 @@ def begin_history_kernel(
     token = tl.where(at == length - 1, tl.load(newest_R + row), token)
     tl.store(history_RN + row * history_stride + at, token, mask=is_token)
 
-    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after that of the last place
+    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after the one of the last draft
     is_there = (part == 0) & (length > 0) & (beyond < M)
     tl.store(blocks_SM + row * blocks_stride + beyond, 0, mask=is_there)
     tl.store(made_R + row, 0, mask=part == 0)
@@ -59,8 +59,8 @@ def begin_history_kernel(
 
 @triton.jit
 def _continuation(history_N, known, BLOCK: tl.constexpr):
-    """Return the place after the latest earlier occurrence of the longest suffix of the first
-    ``known`` tokens, or -1 if no suffix occurs before.
+    """Find the longest suffix of the first ``known`` tokens that also occurs earlier. Return the
+    position after its latest earlier occurrence, or -1 if no suffix occurs earlier.
     """
     best = tl.zeros((), tl.int64) - 1
     for start in range(0, known, BLOCK):
@@ -102,10 +102,11 @@ def guess_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set up the sparse pass of a row: its newest token, and guesses of the tokens after it.
+    """Set up the sparse pass of a row. The pass reads the row's newest token, and guesses of the
+    tokens after it.
 
-    A row takes no part if it does not draft, has all its drafts, or would exceed the context, which
-    ends at ``limit`` tokens.
+    A row is left out of the pass if it does not draft, already has all its drafts, or would exceed
+    the context length of ``limit`` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
@@ -154,8 +155,8 @@ def advance_kernel(
     T: tl.constexpr,
     TP: tl.constexpr,
 ):
-    """Keep the tokens drawn up to and including the first that differs from the guess in its place,
-    append them to the row's drafts and history, and count the pass.
+    """Keep the drawn tokens up to and including the first one that differs from the guess in its
+    place. Append them to the row's drafts and history, and count the pass.
 
     ``decoded`` counts rows by length (see ``DecodedRows``).
     """
@@ -189,8 +190,8 @@ def fill_kernel(
     KP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill the places that a row's passes have left empty with guesses, and count the row's drafts
-    and guesses (see ``Runtime.count_drafts``).
+    """Use guesses for the drafts that a row's passes have not made, and count the row's drafts and
+    guesses (see ``Runtime.count_drafts``).
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_R + row).to(tl.int64)
@@ -224,7 +225,7 @@ def one_hot_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """Write the logits of a place that was filled with a guess: all mass is on the guess."""
+    """Write the logits of a draft that is a guess: the guess has all the probability mass."""
     row = (tl.program_id(0) // K).to(tl.int64)
     place = tl.program_id(0) % K
     index = tl.load(index_R + row).to(tl.int64)

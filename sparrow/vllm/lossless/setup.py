@@ -30,13 +30,13 @@ yields about as many drafts per pass where it pays (``studies/cascade/history.py
 
 
 def passes_of(draft_tokens: int) -> int:
-    """Return the number of sparse passes over guesses in a cycle of this many drafts."""
+    """Return how many sparse passes a cycle of ``drafts`` drafts has if passes read guesses."""
     return -(-draft_tokens // DRAFTS_PER_PASS)
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the numbers of drafts that a cycle may have. This is only ``draft_tokens`` or, if the
-    number adapts, 0, 1/3, 2/3 and all of ``draft_tokens``.
+    """List the numbers of drafts that a cycle may have: only ``draft_tokens``, or, if the number
+    adapts, 0, 1/3, 2/3 and all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -116,8 +116,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether a speculative_config is the one that lossless mode sets, in which the model is
-    its own draft model.
+    """Return whether a speculative_config was set by lossless mode, so that the model is its own
+    draft model.
     """
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
@@ -158,7 +158,7 @@ def check_supported(vllm_config: Any) -> None:
 
 
 def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
-    """Refuse an engine whose drafts cannot use an fp8 copy of the weights.
+    """Refuse an engine that cannot draft with an fp8 copy of the weights.
 
     Raises ConfigError: the engine does not support ``draft_weights`` "fp8".
     """
@@ -192,7 +192,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
 
 
 def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
-    """Refuse an engine whose drafts cannot use guesses.
+    """Refuse an engine that does not support guesses from history.
 
     Raises ConfigError: the engine does not support ``guess_tokens``.
     """
@@ -210,43 +210,44 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
     cases = (
         (
             decoding.adapt_draft_tokens,
-            "the number of drafts cannot adapt, because its choice assumes that every draft is as "
-            "likely to be accepted; set adapt_draft_tokens to false",
+            "the number of drafts cannot adapt, because the choice of a number assumes that all "
+            "drafts are equally likely to be accepted; set adapt_draft_tokens to false",
         ),
         (
             decoding.drafter_invariant,
-            "drafter_invariant has not been tested with guesses; leave out one of the two",
+            "drafter_invariant has not been tested with guesses; use only one of these options",
         ),
         (
             decoding.draft_weights != "auto",
-            f"draft_weights {decoding.draft_weights!r} has not been tested with guesses; leave out "
-            "one of the two",
+            f"draft_weights {decoding.draft_weights!r} has not been tested with guesses; use only one "
+            "of these options",
         ),
         (
             decoding.meter_schedule is not None,
-            "meter_schedule has not been tested with guesses; leave out one of the two",
+            "meter_schedule has not been tested with guesses; use only one of these options",
         ),
         (
             method not in ("standard", "synthetic"),
-            f"rejection_sample_method {method!r} has not been tested with guesses; leave out one of "
-            "the two",
+            f"rejection_sample_method {method!r} has not been tested with guesses; use only one of "
+            "these options",
         ),
         (
             vllm_config.lora_config is not None,
-            "LoRA adapters have not been tested with guesses; leave out one of the two",
+            "LoRA adapters have not been tested with guesses; leave out guess_tokens or enable_lora",
         ),
         (
             parallel.tensor_parallel_size > 1,
-            "tensor parallelism has not been tested with guesses; leave out one of the two",
+            "tensor parallelism has not been tested with guesses; leave out guess_tokens or "
+            "tensor_parallel_size",
         ),
         (
             vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"kv_cache_dtype {vllm_config.cache_config.cache_dtype!r} has not been tested with "
-            "guesses; leave out one of the two",
+            "guesses; use only one of these options",
         ),
         (
             tokens > page_size,
-            f"a pass reads at most {page_size} tokens of a sequence, a page; set guess_tokens to "
+            f"a pass reads at most one page of a sequence ({page_size} tokens); set guess_tokens to "
             f"{page_size - 1} or less",
         ),
         (
