@@ -413,7 +413,7 @@ def test_teacher_forcing_matches_decoding_in_steps_of_several_tokens(tokens):
             )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     assert (out - alone).abs().max() > 0.05
-    with pytest.raises(ValueError, match="at least one token, got 0"):
+    with pytest.raises(ValueError, match="at least one token, got tokens=0"):
         teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, tokens=0)
 
 

@@ -367,7 +367,7 @@ def test_lists_are_lengthened_until_the_verdict_is_decided(checkpoint, tmp_path,
     for lists in (["--top-n", "151"], []):  # as many as needed, unless a number is given
         main([*arguments, *lists])
         said = " ".join(capsys.readouterr().out.split())
-        assert "not known" not in said and " holds" in said
+        assert "is unknown" not in said and " holds" in said
 
 
 def test_cost_accepts_a_shape_name_or_a_config(checkpoint, capsys):

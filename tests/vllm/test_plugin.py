@@ -327,7 +327,7 @@ def test_the_head_budgets_of_a_running_engine_cannot_change():
     ):
         with pytest.raises(
             ConfigError,
-            match=r"not their layout or head_budgets; it was started with \{'head_budgets': ",
+            match=r"not the page layout or head_budgets; it was started with \{'head_budgets': ",
         ):
             made.set_schedule(other)
     assert made.describe()["schedule"]["top_k"] == ["all"]

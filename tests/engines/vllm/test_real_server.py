@@ -147,7 +147,7 @@ def test_a_server_behaves_like_any_other_engine(served):
     # A client that connects with a schedule sets it.
     server.update_weights(model.named_parameters())
     assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
-    with pytest.raises(ConfigError, match="not their layout"):
+    with pytest.raises(ConfigError, match="not the page layout"):
         server.set_schedule(SMALL.replace(page_size=8))
 
 
