@@ -140,9 +140,7 @@ def test_a_sharded_run_resumes_exactly_after_losing_a_process(tmp_path):
     (code, error), (killed, _) = launch("lose", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     (told,) = json.loads((tmp_path / "told-0.json").read_text())
-    assert (
-        told.startswith("ProcessLost: a process of this run died") and "with --resume" in told
-    )
+    assert told.startswith("ProcessLost: a process of this run died") and "with --resume" in told
     ended = launch("resume", tmp_path)
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(DISTILLED, tmp_path / "whole").train()
@@ -165,9 +163,7 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
     assert disk.startswith("CheckpointError: could not write the checkpoint of step 2")
     assert "No space left" in disk and "resume the run from step 1" in disk
-    assert (
-        lost.startswith("ProcessLost: a process of this run died") and "with --resume" in lost
-    )
+    assert lost.startswith("ProcessLost: a process of this run died") and "with --resume" in lost
     for run, step in (("reward", 2), ("disk", 1), ("killed", 2)):
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
