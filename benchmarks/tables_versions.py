@@ -52,6 +52,15 @@ def log_probs(found: dict[str, Any] | None) -> list[str]:
     ]
 
 
+def greedy(found: dict[str, Any] | None) -> str:
+    """Format how many greedy tokens precede the first one that is not stock vLLM's, and the widest
+    gap between the two tokens there.
+    """
+    if found is None or "greedy" not in found:
+        return ""
+    return f"{found['greedy']} ({found['widest gap where greedy tokens part']:.3f} nats)"
+
+
 def verdict(audit: dict[str, Any] | None) -> str:
     """Format the verdict of an audit, its smallest p-value, and the detectable bias."""
     if audit is None:
@@ -78,9 +87,11 @@ def versions() -> str:
     rows = [
         [
             result["vllm"],
+            result["torch"].partition("+")[0],
             gpu(result),
             mode,
             *log_probs(result.get(mode)),
+            greedy(result.get(mode)),
             verdict(result.get(f"audit {mode}")),
             *speed(result, mode),
         ]
@@ -90,6 +101,7 @@ def versions() -> str:
     ]
     head = [
         "vLLM",
+        "torch",
         "GPU",
         "mode",
         "eager",
@@ -97,6 +109,7 @@ def versions() -> str:
         "graphs and torch.compile",
         "yardstick",
         "within twice the yardstick",
+        "greedy tokens as stock's",
         "`sparrow audit`",
         "sequences x tokens",
         "tokens/s over stock",

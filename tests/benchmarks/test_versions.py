@@ -11,8 +11,15 @@ ERRORS = {"mean": 0.0123, "p99": 0.045}
 WAY = {"missed": ERRORS, "yardstick": ERRORS, "within twice the yardstick": True}
 RESULT = {
     "vllm": "0.33.0",
+    "torch": "2.11.0+cu130",
     "machine": "NVIDIA H100 80GB HBM3",
-    "lossless": {"eager": WAY, "graphs": WAY, "compiled": WAY},
+    "lossless": {
+        "eager": WAY,
+        "graphs": WAY,
+        "compiled": WAY,
+        "greedy": "700 of 768",
+        "widest gap where greedy tokens part": 0.0123,
+    },
     "audit lossless": {"status": "exact", "p": 0.4, "detectable share of tokens": 0.009},
     "speed stock": {"tokens_per_s": 100.0},
     "speed lossless": {"tokens_per_s": 250.0, "batch": 32, "length": 15_000},
@@ -42,21 +49,26 @@ def test_a_row_shows_the_errors_the_verdict_and_the_speedup_over_stock(
     scripts, tmp_path, monkeypatch
 ):
     cells = row(scripts, tmp_path, monkeypatch)
-    assert cells[:3] == ["0.33.0", "H100", "lossless"]
-    assert cells[3:8] == ["0.012 / 0.04"] * 4 + ["yes"]
-    assert cells[8:] == ["exact (p 0.4; 0.9% would be seen)", "32 x 15,000", "2.50x"]
+    assert cells[:4] == ["0.33.0", "2.11.0", "H100", "lossless"]
+    assert cells[4:9] == ["0.012 / 0.04"] * 4 + ["yes"]
+    assert cells[9:] == [
+        "700 of 768 (0.012 nats)",
+        "exact (p 0.4; 0.9% would be seen)",
+        "32 x 15,000",
+        "2.50x",
+    ]
 
 
 def test_a_row_names_failed_parts_and_omits_parts_that_were_not_run(scripts, tmp_path, monkeypatch):
     crashed = {"eager": WAY, "graphs": None, "compiled": None, "failed": "RuntimeError: no"}
     cells = row(scripts, tmp_path, monkeypatch, lossless=crashed)
-    assert cells[3:8] == ["0.012 / 0.04", "failed", "failed", "", "no"]
+    assert cells[4:9] == ["0.012 / 0.04", "failed", "failed", "", "no"]
 
     audit = {"status": None, "p": None, "failed": "exit status 2"}
-    assert row(scripts, tmp_path, monkeypatch, **{"audit lossless": audit})[8] == "failed"
+    assert row(scripts, tmp_path, monkeypatch, **{"audit lossless": audit})[10] == "failed"
 
     slow = {"failed": "not done after 540 s"}
-    assert row(scripts, tmp_path, monkeypatch, **{"speed lossless": slow})[9:] == ["failed", ""]
+    assert row(scripts, tmp_path, monkeypatch, **{"speed lossless": slow})[11:] == ["failed", ""]
 
 
 @pytest.mark.parametrize(
