@@ -73,6 +73,7 @@ NAMES = (
     "verl",
     "pretrained",
     "audit",
+    "tune",
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

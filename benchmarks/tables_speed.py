@@ -451,6 +451,24 @@ def several_tokens() -> str:
     return table(head, cells)
 
 
+def tuned() -> str:
+    """Tabulate a layer's decode step with Triton, as shipped and as tuned by ``sparrow tune``."""
+    cells = [
+        [
+            f"{cell['batch']}",
+            f"{row['pages']}",
+            f"{row['shipped_us']:.1f}",
+            f"{row['tuned_us']:.1f}",
+            f"{1 - row['tuned_us'] / row['shipped_us']:.0%}",
+            f"{row['limit_us'] / row['tuned_us']:.0%}",
+        ]
+        for cell in load("tune")["cells"]
+        for row in cell["measured"]
+    ]
+    head = ["sequences", "pages", "as shipped, us", "tuned, us", "time saved", "of read limit"]
+    return table(head, cells)
+
+
 TABLES = {
     "host time": host_time,
     "decode steps": decode_steps,
@@ -472,4 +490,5 @@ TABLES = {
     "grpo step": grpo_step,
     "grpo steps": grpo_steps,
     "teacher-forced": teacher_forced,
+    "tuned": tuned,
 }
