@@ -116,8 +116,8 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Return the limits of ``device``; for a CPU, return those of an H200, for Triton's
-    interpreter.
+    """Return the limits of ``device``. For a CPU, on which Triton's interpreter runs the kernels,
+    return those of an H200.
     """
     if device.type != "cuda":
         return H200
@@ -216,9 +216,7 @@ class DecodeImplementation(Protocol):
     """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes are
-        checked.
-        """
+        """Raise ValueError for a batch of unsupported shapes, strides or dtypes."""
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
@@ -227,7 +225,9 @@ class DecodeImplementation(Protocol):
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raise ValueError if shapes do not match, so that no implementation supports the batch."""
+    """Raise ValueError if shapes do not match, in which case no implementation supports the
+    batch.
+    """
     q = batch.q_BHD
     k = batch.k_cache
     v = batch.v_cache
