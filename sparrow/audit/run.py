@@ -61,8 +61,8 @@ def run_audit(
     other.
 
     Args:
-        tested: creates the engine to audit. The two engines and the ranker exist one at a time:
-            each is closed before the next is created, so they can share a device.
+        tested: creates the engine to audit. Each engine is closed before the other one or the
+            ranker is created, so that they can share a device.
         dense: creates the engine that decodes densely.
         ranker: creates the ranker.
         prompts: one prompt per response.

