@@ -1,6 +1,6 @@
-"""Sparrow's folder in the user's cache, and checks, made before any work starts, that a command's
-output files can be written. No results are then lost because a folder is missing or the disk is
-full.
+"""Sparrow's folder in the user's cache, and checks that a command's output files can be written.
+Commands check this before they start work, so that a missing folder or a full disk does not cost
+any results.
 """
 
 from __future__ import annotations

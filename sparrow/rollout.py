@@ -81,7 +81,8 @@ class Verification:
     response.
 
     The first ``tokens`` tokens are samples of the dense policy. Later tokens are samples of the
-    sparse actor, over a cache that was written by sparse steps, so none of them could be exact.
+    sparse actor, computed from a cache that sparse steps have written, so none of them could be
+    exact.
     """
 
     tokens: int

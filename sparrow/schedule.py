@@ -110,7 +110,7 @@ class SparsitySchedule:
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
         """Return the number of pages kept by score at ``length`` tokens (any shape), without the
-        sink and recent pages. This is the mean over heads.
+        sink and recent pages, as a mean over heads.
         """
         bins = self.page_end(length) // self.bin_tokens
         last = len(self.top_k) - 1

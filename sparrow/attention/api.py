@@ -95,7 +95,7 @@ def decode_several(
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
 
-    Raises ValueError: as ``decode``.
+    Raises ValueError: as in ``decode``.
     """
     q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHTD.device.type, enabled=False):

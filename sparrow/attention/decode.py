@@ -48,8 +48,8 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Strides of per-token scales from one block to the next and from one head to the next.
-        Both are 0 for per-head scales, which have no blocks.
+        """Strides of per-token scales between blocks and between heads; both 0 for per-head scales,
+        which have no blocks.
         """
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
@@ -200,8 +200,8 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # Count the programs that have reached each item, for ranking and for attention. Every
-        # launch resets its counters to zero.
+        # Numbers of programs that have finished their part of each item, for ranking and for
+        # attention. Every launch leaves its counters at zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property

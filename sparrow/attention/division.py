@@ -116,10 +116,10 @@ def plan_kernel(
     """Divide a batch into parts that are as small as possible while there are at most ``extra``
     more parts than rows.
 
-    A row stays whole if it is no longer than the mean share of ``resident`` entries. Unless twice
-    as many rows could be resident, a row that is not much longer than the mean row stays whole as
-    well. Parts with the most work come first, and a row's first part precedes its other parts.
-    Unused entries contain row ``count``.
+    A row stays whole if it has at most 1 / ``resident`` of all kept tokens. Unless twice as many
+    rows could be resident, a row that is not much longer than the mean row stays whole as well.
+    Parts with the most work come first, and a row's first part precedes its other parts. Unused
+    entries contain row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)

@@ -81,8 +81,8 @@ def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     """Compute the landmarks by which pages are ranked: mean keys ``[B, K, N, D]``.
 
     The mean is computed in float32 and rounded once, to the dtype in which it is stored. A page
-    that is not yet full has no meaningful landmark. It is never ranked, since it is one of the
-    recent pages.
+    that is not yet full has no meaningful landmark, but it is never ranked either, since it is one
+    of the recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)

@@ -532,8 +532,8 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, each ``[T]``, and a mask of the positions at which the lists
-    determine them.
+    """Values as in ``Tokens``, each ``[T]``, and a mask of the positions at which the lists are
+    long enough to compute them.
     """
 
     before: Floats
@@ -552,12 +552,12 @@ def cells_of_lists(
     top_p: float = 1.0,
     common: float = COMMON,
 ) -> Cells:
-    """Compute the values that lists of the most likely tokens determine.
+    """Compute the values of ``Tokens`` from lists of the most likely tokens, as far as possible.
 
     All tokens that are not in a list form one cell. For cells, u is still uniform and log p + H is
     still zero on average; only a bias among the tokens of that cell cannot be detected. Positions
-    whose truncation the list does not determine are skipped. Whether a position is skipped depends
-    only on earlier tokens.
+    are skipped if their list is too short for the temperature or truncation. Whether a position is
+    skipped depends only on earlier tokens.
 
     Args:
         top_logprobs: ``[T, n]`` at temperature 1, most likely first.

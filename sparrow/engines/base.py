@@ -47,7 +47,7 @@ class Counters:
     dense_rows: int = 0
     # number of sparse passes over guesses, each of which made at least one draft
     passes: int = 0
-    guessed: int = 0  # number of drafts that are guesses, not results of a sparse pass
+    guessed: int = 0  # number of drafts that are guesses which no sparse pass has checked
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -75,7 +75,7 @@ class Counters:
 
     @property
     def drafts_per_token(self) -> float:
-        """Number of drafted tokens per token that cycles produced; 0 before the first cycle."""
+        """Number of drafted tokens per token produced in cycles; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
     @property
@@ -155,7 +155,9 @@ class Engine(Protocol):
         return
 
     def wake(self) -> None:
-        """End the sleep. The weights may need to be updated before the next ``generate``."""
+        """Wake the engine up from ``sleep``. The weights may need to be updated before the next
+        ``generate``.
+        """
         return
 
     def close(self) -> None:

@@ -280,7 +280,7 @@ class HFEngine(Engine, Scorer, Ranker):
 
         The first row is for sampling drafts, the second for accepting them, and the third for
         sampling all other tokens. Several drafts for the same position may be drawn with the same
-        number. This is valid because the tokens before the position never depend on that number.
+        number, which is valid because the tokens before that position never depend on it.
         """
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])

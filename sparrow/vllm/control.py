@@ -50,7 +50,7 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     verification. ``tokens_held`` is the number of tokens that dense decoding would have read for
     the ``emitted`` tokens. ``drafted`` and ``accepted`` are also numbers of tokens. With
     ``guess_tokens``, ``rows`` are the rows of sparse passes, ``passes`` is their number, and
-    ``guessed`` is the number of drafts that are guesses which no sparse pass has checked.
+    ``guessed`` is the number of drafts that are guesses, unchecked by any sparse pass.
     """
     return _runtime(self).counters()
 

@@ -40,7 +40,9 @@ class DecodedRows:
         self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
 
     def end_budget(self, budget: int) -> None:
-        """Attribute the steps since the last call to this budget, and start again from zero."""
+        """Attribute the steps since the last call to this budget, and restart the count from
+        zero.
+        """
         self._before[budget] += self.at_length
         self.at_length.zero_()
 
@@ -73,7 +75,7 @@ class DensePasses:
     def __init__(self, device: torch.device) -> None:
         # number of cycles, by number of drafts that followed
         self._cycles: Counter[int] = Counter()
-        # numbers of tokens read, held and emitted, and number of rows
+        # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
         # drafts in cycles with guesses, and how many of them are guesses that no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)

@@ -112,8 +112,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Return a view of one part of every block of a layer's cache, which begins at byte ``first``
-    of the block and is contiguous.
+    """View a part of every block of a layer's cache, from byte ``first`` of the block on, as a
+    tensor of this dtype and shape. The part is contiguous within the block.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

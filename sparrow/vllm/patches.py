@@ -1,8 +1,8 @@
 """All patches to vLLM. A patch states which private name Sparrow replaces, in which versions, and
 why.
 
-vLLM offers no public hooks for these purposes. No other module of Sparrow replaces names of vLLM.
-``apply`` applies each patch once per process; importing this module changes nothing.
+vLLM offers no public hooks for what the patches do, and no other module of Sparrow replaces names
+of vLLM. ``apply`` applies each patch once per process; importing this module changes nothing.
 """
 
 from __future__ import annotations

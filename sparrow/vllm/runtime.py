@@ -236,7 +236,7 @@ class Runtime:
 
         Returns:
             int64 [2], to which the caller adds two totals over the sequences that drafted: drafts,
-            and drafts that are guesses which no sparse pass has checked.
+            and those among them that are guesses, unchecked by any sparse pass.
         """
         return self.passes.count_drafts()
 

@@ -39,8 +39,8 @@ them by score.
 """
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
-"""Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, so that a
-few tokens get most of the weight. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
+"""Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, which
+gives a few tokens most of the weight. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
 """The largest difference that is allowed between a layer's outputs and outputs computed in float32,
@@ -52,8 +52,8 @@ STEP_TOKENS = 160
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
 """Bounds on the distance between log-probs and those of a dense pass, by the size of the model's
-dtype in bytes. The distance is relative to the spread of the dense log-probs. It is not 0 because
-passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
+dtype in bytes. The distance is relative to the spread of the dense log-probs, and never quite 0,
+because passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
 weights.
 """
 
@@ -261,7 +261,7 @@ def _refusal(what: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences that a passed check found."""
+    """The largest differences found by a check that passed."""
 
     layers: float  # largest difference in attention outputs
     steps: float  # largest difference in log-probs, relative to the spread of log-probs

@@ -65,8 +65,9 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division to request when a step is planned. If the first part of a row ranks
-        pages for the row's other parts, it starts before these parts and never waits for them.
+        """Return the division to request when a step is planned. The first part of a row may rank
+        pages for the row's other parts; it starts before them and never waits for them, so they
+        cannot deadlock.
         """
         if self.parts > 1:
             # The number of resident programs is not limited, so parts are as small as their number

@@ -105,7 +105,7 @@ class Measurement:
     pages: int
     shipped_us: float
     tuned_us: float
-    limit_us: float  # the time that the GPU takes to read as many bytes
+    limit_us: float  # time to read the same bytes at the GPU's full bandwidth
 
 
 @dataclass(frozen=True)

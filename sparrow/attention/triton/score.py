@@ -10,7 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def ranking_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load a group's queries, and return their mean ``[DP]``, which ranks pages, in float32."""
+    """Load a group's queries, and return their mean ``[DP]`` in float32, by which pages are
+    ranked.
+    """
     d = tl.arange(0, DP)
     total = tl.zeros((DP,), tl.float32)
     for g in tl.static_range(G):

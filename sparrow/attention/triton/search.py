@@ -56,7 +56,9 @@ Times = Sequence[float]
 
 
 class WrongResult(Exception):
-    """A configuration whose result differs from the reference's by more than rounding."""
+    """Raised for a configuration whose result differs from the reference by more than rounding
+    explains.
+    """
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
     if shipped is None:
         raise ConfigError(
             "the shipped configuration of the Triton kernels does not run on this GPU, or gives "
-            "wrong results; use sparrow_kernels='reference' and report this GPU"
+            "wrong results; start vLLM without a schedule, and report this GPU"
         )
     best = Variant()
     best_ratio = 1.0
@@ -366,8 +368,8 @@ class Problem:
 class Bench:
     """Times variants on all problems with one number of sequences, and checks their results.
 
-    Variants that the GPU cannot run are left out. Variants with wrong results are also left out,
-    and are reported.
+    Variants that the GPU cannot run are left out, as are variants with wrong results, which are
+    also reported.
     """
 
     def __init__(

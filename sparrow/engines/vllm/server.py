@@ -35,8 +35,8 @@ ANSWER_S = 600.0  # maximum time to wait for the answer to a request other than 
 CHECK_S = 15.0
 STALL_S = 300.0
 """While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds. If there
-is no progress for ``STALL_S`` seconds, waiting ends with an error. There is no time limit for a
-server that answers but does not count tokens.
+is none for ``STALL_S`` seconds, the call fails. There is no time limit for a server that answers
+but does not count tokens.
 """
 
 

@@ -51,8 +51,8 @@ class DraftAdapters:
         self._vocabulary = manager.vocab_size
         self._sequence_adapters = wrapper._sampler_indices[:rows]
 
-        # Unlike the other layers, the embedding does not read a mapping, but the offset of each
-        # token's adapter.
+        # Unlike the other layers, the embedding reads the offset of each token's adapter instead of
+        # a mapping.
         embedding = wrapper._embeddings_indices[:rows]
         self._places = torch.empty_like(embedding)
         self._read = [*_tensors(self._of_tokens, rows), embedding]

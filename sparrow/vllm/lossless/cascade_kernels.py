@@ -40,8 +40,9 @@ def begin_history_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the tokens of a row, including the newest, to its history. Replace the block after that
-    of the cycle's last draft with the null block, so that later tokens are written there.
+    """Copy the tokens of a row, including the newest, to its history. In the block table, replace
+    the block after the one of the cycle's last draft with the null block, to which later tokens are
+    then written.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -226,7 +227,7 @@ def one_hot_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """Write the logits of a draft that is a guess, which give it all the probability."""
+    """Write one-hot logits for the drafts that are guesses, as if each were certain to be drawn."""
     row = (tl.program_id(0) // K).to(tl.int64)
     place = tl.program_id(0) % K
     index = tl.load(index_R + row).to(tl.int64)

@@ -100,9 +100,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """vLLM's method of a linear layer, with a copy of the layer's weight. The copy is not a buffer
-    of the layer, because vLLM saves buffers before it sleeps and replaces them when it reloads
-    weights.
+    """The ``quant_method`` of a linear layer in vLLM, with a copy of the layer's weight. The copy
+    is not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when
+    it reloads weights.
     """
 
     def __init__(self, layer: Any) -> None:
