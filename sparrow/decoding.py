@@ -74,11 +74,11 @@ class LosslessSettings:
     # Lossless in vLLM: choose the number of tokens to draft, from 0 to draft_tokens, by measured
     # speed and acceptance; off: always draft draft_tokens.
     adapt_draft_tokens: bool = True
-    # Lossless and auto: before each sparse pass, guess this many tokens from what followed the
-    # latest tokens earlier in the prompt, in the response and, with transformers, in other
-    # responses to the same prompt. One pass checks all guesses, and drafts those that the sparse
-    # actor agrees with plus one more token. In vLLM, adapt_draft_tokens has to be off. 0: draft one
-    # token per pass.
+    # Lossless and auto: before each sparse pass, guess this many tokens by looking up what followed
+    # the latest tokens where they occurred before, in the prompt, in the response and, with
+    # transformers, in other responses to the same prompt. One pass checks all guesses, and drafts
+    # those that the sparse actor agrees with plus one more token. In vLLM, adapt_draft_tokens has
+    # to be off. 0: draft one token per pass.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless: draw drafts with the same random numbers as the tokens. For a given seed, the tokens
     # are then those of dense decoding, up to rounding, whatever was drafted; fewer drafts are

@@ -192,7 +192,7 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # This is an upper bound: no launch divides its rows into this many parts.
+        # an upper bound on the number of parts into which a launch divides its rows
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Scores, which are later overwritten with the ids of the kept pages. Row lengths are
         # multiples of 16 to keep loads aligned.
@@ -386,8 +386,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that no kernel supports. This includes what ``check_shapes`` and
-    ``check_cache`` check.
+    """Raise ValueError for a batch that no kernel supports. This also runs ``check_shapes`` and
+    ``check_cache``.
     """
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)

@@ -250,7 +250,7 @@ class HFEngine(Engine, Scorer, Ranker):
         responses: Responses,
         steps: int,
     ) -> History:
-        """Begin the history of these rows, in which guesses for a response are also looked up in
+        """Create the history of these rows, in which guesses for a response are also looked up in
         other responses to the same prompt.
 
         Responses with the same seed are not looked up in each other, because their tokens are drawn

@@ -190,7 +190,7 @@ class VLLMEngine(Client):
 
     def wake(self) -> None:
         if self._asleep:
-            # torch keeps the memory that training has freed, and vLLM could not use that memory
+            # torch caches the memory that training has freed, where vLLM could not use it
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self._asleep = False

@@ -218,7 +218,7 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        # torch keeps the memory that training has freed, and the server could not use that memory
+        # torch caches the memory that training has freed, where the server could not use it
         torch.cuda.empty_cache()
         if self._controls:
             self._request("POST", "/wake_up")
