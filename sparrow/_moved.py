@@ -1,9 +1,9 @@
-"""Import paths of the last release. They still import the current modules, with a warning, and will
-be removed in the next release.
+"""Import paths of the last release, which still import the current modules, with a warning, and
+will be removed in the next release.
 
-For a statement such as ``import sparrow.mode``, Python finds no file. A finder therefore looks up
-the old name here, and returns the module that has the new name, so a class is the same object under
-both names.
+Python finds no file for a statement such as ``import sparrow.mode``, so a finder looks up the old
+name here and returns the module with the new name. A class is therefore the same object under both
+names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""Old names of modules and packages, and their new names. A package's entry includes its
+"""New names of modules and packages, by their old names. A package's entry covers its
 submodules.
 """
 
@@ -58,7 +58,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""For each former module, the current modules, and the names that were moved there."""
+"""Names that were moved out of each of these modules, by the module that they were moved to."""
 
 
 def new_name(module: str) -> str | None:
@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        # the level of the import statement, because warnings skip the frames of the import system
+        # points at the import statement, because warnings skip the frames of the import system
         _warn(old, new, level=3)
         sys.modules[old] = importlib.import_module(new)
 

@@ -29,16 +29,16 @@ DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
 """Budgets to choose from if the draft budget adapts, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
-"""Exponent in the dependence of acceptance on the draft budget. The share of drafts that are
-rejected is proportional to the budget to the power of ``-BUDGET_POWER``, as published for p5.
+"""The share of drafts that are rejected is taken to be proportional to the draft budget to the
+power of ``-BUDGET_POWER``, as published for p5.
 """
 DRAFT_TOKENS = 12
-"""The default for the maximum number of tokens drafted at a time. It is the fastest at long context
-and an acceptance of 95 %.
+"""The default maximum number of tokens drafted before each verification, which is the fastest at
+long context and an acceptance of 95 %.
 """
 METER_EVERY = 16
-"""The default for the number of cycles per measurement of a second schedule. With this number, the
-extra sparse step costs about half a percent of the time.
+"""The default number of cycles per measurement of a second schedule, with which the extra sparse
+step takes about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies either all of a response or "
@@ -49,8 +49,8 @@ AUTO_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A lower bound in the annotation of a whole number. If the number is an option of a command,
-    pydantic enforces the bound.
+    """A lower bound in the annotation of an integer. pydantic enforces it if the integer is an
+    option of a command.
     """
 
     least: int
@@ -74,10 +74,11 @@ class LosslessSettings:
     # Lossless in vLLM: choose the number of tokens to draft, from 0 to draft_tokens, by measured
     # speed and acceptance; off: always draft draft_tokens.
     adapt_draft_tokens: bool = True
-    # Lossless and auto: before each sparse pass, guess this many tokens from what followed the
-    # latest tokens earlier in the prompt, in the response and, with transformers, in other responses
-    # to the same prompt. One pass judges all guesses and drafts those that the sparse actor agrees
-    # with and one more. In vLLM, adapt_draft_tokens has to be off. 0: draft one token per pass.
+    # Lossless and auto: before each sparse pass, guess this many tokens by looking up what followed
+    # the latest tokens where they occurred before, in the prompt, in the response and, with
+    # transformers, in other responses to the same prompt. One pass checks all guesses, and drafts
+    # those that the sparse actor agrees with plus one more token. In vLLM, adapt_draft_tokens has
+    # to be off. 0: draft one token per pass.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless: draw drafts with the same random numbers as the tokens. For a given seed, the tokens
     # are then those of dense decoding, up to rounding, whatever was drafted; fewer drafts are
@@ -90,7 +91,7 @@ class LosslessSettings:
     # A second schedule whose acceptance is measured too: a name in the options, a loaded schedule
     # in ``Decoding``.
     meter_schedule: Any = None
-    # Lossless in vLLM: cycles from one measurement of meter_schedule to the next.
+    # Lossless in vLLM: the number of cycles per measurement of meter_schedule.
     meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
 
 
@@ -244,15 +245,15 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return the same mode with another schedule. In a mode without verification, the schedule
-        decides whether the mode is dense or lossy.
+        """Return the same mode with another schedule. Without verification, the schedule determines
+        whether the mode is dense or lossy.
         """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts whose
-    acceptance is ``acceptance``.
+    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts with the
+    given ``acceptance``.
     """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """Describe, for a message, an error from code outside Sparrow and where it was raised:
+    """Describe an error from code outside Sparrow and where it was raised, for use in a message:
     ``KeyError: 'x' (tasks.py, line 7, in verify)``.
     """
     described = f"{type(error).__name__}: {error}"
@@ -25,11 +25,11 @@ class SparrowError(Exception):
 
 
 class ConfigError(SparrowError):
-    """An error for a setting, a schedule or a file that cannot be used as it is."""
+    """Raised for a setting, schedule or file that cannot be used as it is."""
 
 
 class PromptError(ConfigError):
-    """An error for a prompt that an engine cannot use; ``index`` is its position in the list of
+    """Raised for a prompt that an engine cannot use; ``index`` is its position in the list of
     prompts, and ``reason`` says why.
     """
 
@@ -40,35 +40,31 @@ class PromptError(ConfigError):
 
 
 class TaskError(SparrowError):
-    """An error for a task that raised an exception instead of returning a problem."""
+    """Raised if a task raises an exception instead of returning a problem."""
 
 
 class UnsupportedModel(SparrowError):
-    """An error for a model whose attention cannot be routed through Sparrow."""
+    """Raised for a model whose attention cannot be routed through Sparrow."""
 
 
 class RewardError(SparrowError):
-    """An error for a verifier that raised an exception, or returned something other than a finite
-    number.
-    """
+    """Raised if a verifier raises an exception, or returns something other than a finite number."""
 
 
 class TrainingDiverged(SparrowError):
-    """An error for logits, a loss, a gradient or an importance ratio that is no longer usable."""
+    """Raised if logits, a loss, a gradient or an importance ratio is no longer usable."""
 
 
 class EngineError(SparrowError):
-    """An error for a generation engine that died, hangs or refused a request."""
+    """Raised if a generation engine dies, hangs or refuses a request."""
 
 
 class ProcessLost(SparrowError):
-    """An error for a process of the run that died or hangs, so that the other processes cannot
-    continue.
-    """
+    """Raised if a process of the run dies or hangs, so that the other processes cannot continue."""
 
 
 class CheckpointError(SparrowError):
-    """An error for a checkpoint that could not be written or read."""
+    """Raised if a checkpoint cannot be written or read."""
 
 
 def refuse(
@@ -76,8 +72,8 @@ def refuse(
 ) -> None:
     """Raise ``error`` for the first condition that is true.
 
-    ``cases`` are pairs of a condition and its name. The message consists of ``before``, the name
-    and ``after``.
+    ``cases`` are pairs of a condition and its description. The message consists of ``before``, the
+    description and ``after``.
     """
     for holds, name in cases:
         if holds:

@@ -1,6 +1,6 @@
 """Sparrow's folder in the user's cache, and checks that a command's output files can be written.
-The checks run before the work starts, so that no results are lost because a folder is missing or
-the disk is full.
+Commands check this before they start work, so that a missing folder or a full disk does not cost
+any results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparrow.errors import ConfigError
 
-ROOM = 2**16  # number of bytes that must be free on the disk that the file is written to
+ROOM = 2**16  # number of bytes that must be free on the disk
 
 
 def cache_folder() -> Path:

@@ -27,12 +27,12 @@ class Sampling:
     # length of the recorded lists of most likely tokens; 0 means that none are recorded
     top_n: int = 20
     seed: int = 0  # samples are reproducible on the same engine and hardware
-    # one seed per prompt, with which the samples of a prompt do not depend on the other prompts of
-    # the call; by default, seeds are derived from ``seed`` and the prompt's index
+    # one seed per prompt, so that a prompt's samples do not depend on the other prompts of the
+    # call; by default, seeds are derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
     # Actor and policy both sample only from the ``top_k`` most likely tokens and, among these, only
     # from the smallest set with a mass of ``top_p``. These settings are for evaluation only,
-    # because truncation changes the support that corrections need.
+    # because off-policy corrections need the full support.
     top_k: int | None = None
     top_p: float = 1.0
 
@@ -81,7 +81,8 @@ class Verification:
     response.
 
     The first ``tokens`` tokens are samples of the dense policy. Later tokens are samples of the
-    sparse actor, over a cache that was written by sparse steps, so none of them could be exact.
+    sparse actor, computed from a cache that sparse steps have written, so none of them could be
+    exact.
     """
 
     tokens: int
@@ -104,8 +105,8 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     # set only in mode auto; in other modes, all tokens are sampled in the same way
     verification: Verification | None = None
-    # [T], the place of each token, counted from 0, in the draft cycle that produced it; -1 if the
-    # token came from a prefill or a step without drafts. None if the engine does not report places
+    # [T], the position of each token in the draft cycle that produced it, from 0; -1 for tokens
+    # from a prefill or a step without drafts. None if the engine does not report positions
     cycle_place: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -123,8 +124,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """The places of a rollout's tokens in the dense model's distributions, from which the tokens
-    should have been sampled. All fields are ``[T]``.
+    """Where a rollout's tokens rank in the dense model's distributions, from which they should have
+    been sampled. All fields are ``[T]``.
 
     A token that top-k or top-p excludes has ``p`` 0 and ``before`` 1.
     """
@@ -141,8 +142,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class TopLists:
-    """The dense model's most likely tokens at each place of a rollout, at temperature 1 and without
-    truncation.
+    """The dense model's most likely tokens at each position of a rollout, at temperature 1 and
+    without truncation.
     """
 
     logprobs: NDArray[np.float32]  # [T], log-probs of the rollout's own tokens

@@ -1,9 +1,9 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
-A schedule is a table from length bin to ``top_k``. This is the number of pages that are kept by
-score, in addition to the sink and recent pages, which are always kept. Each layer and kv head may
-have its own budget, relative to this number. Lengths are in tokens and count everything in the KV
-cache, including the current token. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
+A schedule maps each length bin to ``top_k``, the number of pages kept by score in addition to the
+sink and recent pages, which are always kept. Each layer and kv head may have its own budget,
+relative to this number. Lengths are in tokens and count everything in the KV cache, including the
+current token. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-# a ``top_k`` that covers any sequence, so that the bin is dense; written as ``"all"`` in JSON
+# a ``top_k`` that covers any sequence and so makes a bin dense; written as ``"all"`` in JSON
 ALL_PAGES = 2**30
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
@@ -31,8 +31,8 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""Fields of a schedule that describe pages, but not their number. ``attention.PageLayout`` has the
-same fields.
+"""Fields of a schedule that describe pages rather than their number; ``attention.PageLayout`` has
+the same fields.
 """
 
 
@@ -110,7 +110,7 @@ class SparsitySchedule:
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
         """Return the number of pages kept by score at ``length`` tokens (any shape), without the
-        sink and recent pages. This is the mean over heads.
+        sink and recent pages, as a mean over heads.
         """
         bins = self.page_end(length) // self.bin_tokens
         last = len(self.top_k) - 1
@@ -118,15 +118,15 @@ class SparsitySchedule:
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
         """Return the number of tokens up to the end of the page that is being written at
-        ``length``. This number determines the bin of the length.
+        ``length``, which determines the bin of the length.
         """
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return the number of cached tokens that a sparse layer reads at ``length``. This is its
-        KV budget, or all tokens if there are fewer.
+        """Return the number of cached tokens that a sparse layer reads at ``length``: its KV
+        budget, or all tokens if there are fewer.
 
-        Numbers are integers. If heads have different budgets, they are floats: means over layers
+        The result is an integer or, if heads have different budgets, a float: the mean over layers
         and heads.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
@@ -186,8 +186,8 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens, in whole length bins, up to which decoding reads everything.
-        Infinity if it always reads everything.
+        """The length in tokens, in whole length bins, up to which decoding reads everything;
+        infinity if it always does.
         """
         last = len(self.top_k) - 1
         least = self.sparse_budget_units.min()  # the head with the smallest budget decides
@@ -248,7 +248,7 @@ class SparsitySchedule:
 
     @classmethod
     def fixed(cls, pages: int, **layout: Any) -> SparsitySchedule:
-        """Build a schedule that reads the same number of ``pages`` by score at every length."""
+        """Build a schedule that keeps ``pages`` pages by score at every length."""
         return cls(top_k=(pages,), **layout)
 
     @classmethod

@@ -30,8 +30,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the seeds that numpy's global ge
 
 
 def read_value(text: str) -> Any:
-    """Read the value of an option written as NAME=VALUE. If the value is valid JSON, it is read as
-    JSON, otherwise as text.
+    """Read the value of an option written as NAME=VALUE, as JSON if it is valid JSON and as text
+    otherwise.
     """
     try:
         return json.loads(text)
@@ -40,8 +40,7 @@ def read_value(text: str) -> Any:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split ``name:key=value,key=value`` into name and options. If possible, a value is read as
-    JSON, otherwise as text.
+    """Split ``name:key=value,key=value`` into name and options (see ``read_value``).
 
     Raises ConfigError: an option is not ``key=value``, or occurs twice.
     """
@@ -100,8 +99,8 @@ def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings. The new name of a value begins with the names of the mappings around
-    the value.
+    """Flatten nested mappings, and prefix the name of each value with the names of the mappings
+    that contain it.
     """
     values: dict[str, Any] = {}
     for name, value in nested.items():

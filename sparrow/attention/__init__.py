@@ -1,4 +1,4 @@
-"""Page attention, which the sparse actor uses."""
+"""The page-sparse attention of the sparse actor."""
 
 from sparrow.attention.api import (
     Choice,

@@ -88,15 +88,14 @@ def decode_several(
     """Compute one sparse decode step over the T newest tokens of each row; see
     ``reference.decode_several``.
 
-    Only the query of the first new token selects pages, and all T tokens read these pages. What a
-    token reads therefore does not depend on the tokens that follow it. ``length_B`` counts all new
-    tokens, and ``top_k_B`` is the budget of the first one. All other arguments are those of
-    ``decode``.
+    Only the query of the first new token selects pages, and all T tokens read them, so what a token
+    reads does not depend on the tokens after it. ``length_B`` counts all new tokens, and
+    ``top_k_B`` is the budget of the first one. All other arguments are those of ``decode``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
 
-    Raises ValueError: as ``decode``.
+    Raises ValueError: as in ``decode``.
     """
     q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -247,8 +246,7 @@ def choose(
     tokens: int = 1,
 ) -> Choice:
     """Choose the implementation that decodes a model of these sizes on ``device``, with ``tokens``
-    new tokens of each sequence at a time: the one that the user requested or, by default, the
-    fastest.
+    new tokens per sequence and step: the one that the user requested or, by default, the fastest.
 
     Where the CUDA kernel is supported, it is the default, except for batches with so few rows that
     it would leave most multiprocessors idle. For such batches, the Triton kernels are faster,
@@ -333,14 +331,13 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Compute attention for whole sequences at once. Every position reads the pages that it would
-    have read during decoding (arXiv 2606.08446, section 7).
+    """Compute attention for whole sequences at once, in which every position reads the pages that
+    it would have read during decoding (arXiv 2606.08446, section 7).
 
-    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. With ``triton``,
-    values outside these columns have no effect; with ``reference``, this holds only for finite
-    values. Under autocast, q, k and v are cast as in dense attention. ``triton`` is bitwise
-    deterministic, including its gradients. It needs memory in proportion to the length, plus a few
-    bits per (position, page, kv head).
+    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. Values outside these
+    columns have no effect, but with ``reference`` they must be finite. Under autocast, q, k and v
+    are cast as in dense attention. ``triton`` is bitwise deterministic, including its gradients.
+    Its memory grows linearly with the length, apart from a few bits per (position, page, kv head).
 
     Args:
         q_BHTD: queries after the rotary embedding.

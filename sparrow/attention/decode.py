@@ -48,8 +48,8 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Strides of per-token scales from one block to the next and from one head to the next.
-        Both are 0 for per-head scales, which have no blocks.
+        """Strides of per-token scales between blocks and between heads; both 0 for per-head scales,
+        which have no blocks.
         """
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
@@ -116,8 +116,8 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Return the limits of ``device``; for a CPU, return those of an H200, for Triton's
-    interpreter.
+    """Return the limits of ``device``. For a CPU, on which Triton's interpreter runs the kernels,
+    return those of an H200.
     """
     if device.type != "cuda":
         return H200
@@ -192,7 +192,7 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # This is an upper bound: no launch divides its rows into this many parts.
+        # an upper bound on the number of parts into which a launch divides its rows
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Scores, which are later overwritten with the ids of the kept pages. Row lengths are
         # multiples of 16 to keep loads aligned.
@@ -200,8 +200,8 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # Count the programs that have reached each item, for ranking and for attention. Every
-        # launch resets its counters to zero.
+        # Numbers of programs that have finished their part of each item, for ranking and for
+        # attention. Every launch leaves its counters at zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
@@ -216,9 +216,7 @@ class DecodeImplementation(Protocol):
     """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raise ValueError for an unsupported batch; only shapes, strides and dtypes are
-        checked.
-        """
+        """Raise ValueError for a batch of unsupported shapes, strides or dtypes."""
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
@@ -227,7 +225,9 @@ class DecodeImplementation(Protocol):
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raise ValueError if shapes do not match, so that no implementation supports the batch."""
+    """Raise ValueError if shapes do not match, in which case no implementation supports the
+    batch.
+    """
     q = batch.q_BHD
     k = batch.k_cache
     v = batch.v_cache
@@ -386,8 +386,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that no kernel supports. This includes what ``check_shapes`` and
-    ``check_cache`` check.
+    """Raise ValueError for a batch that no kernel supports. This also runs ``check_shapes`` and
+    ``check_cache``.
     """
     check_shapes(batch)
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)

@@ -113,13 +113,13 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Divide a batch into the smallest parts for which the total number of parts exceeds the number
-    of rows by at most ``extra``.
+    """Divide a batch into parts that are as small as possible while there are at most ``extra``
+    more parts than rows.
 
-    If all tokens were divided equally among ``resident`` entries, a row that is no longer than one
-    such share stays whole. Unless twice as many rows could be resident, a row that is not much
-    longer than the mean stays whole as well. Parts with the most work come first, and a row's first
-    part precedes the row's other parts. Unused entries contain row ``count``.
+    A row stays whole if it has at most 1 / ``resident`` of all kept tokens. Unless twice as many
+    rows could be resident, a row that is not much longer than the mean row stays whole as well.
+    Parts with the most work come first, and a row's first part precedes its other parts. Unused
+    entries contain row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
@@ -130,7 +130,7 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    # At this size, at most ``extra`` additional parts are needed, whatever the lengths.
+    # At this size, no more than ``extra`` additional parts are needed, whatever the lengths.
     high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
@@ -174,8 +174,8 @@ def _work(
     T: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return each row's number of kept tokens, and the cost of ranking the row's landmarks. The
-    cost is the number of tokens that would take as long to read.
+    """Return each row's number of kept tokens, and the cost of ranking its landmarks, expressed as
+    the number of tokens that would take as long to read.
     """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT, T)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)

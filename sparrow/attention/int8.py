@@ -1,9 +1,9 @@
-"""The definition of the int8 format for keys and values, in which the vector of each token and kv
-head has its own scale.
+"""The int8 format of keys and values, in which the vector of each token and kv head has its own
+scale.
 
 A vector is stored as codes from -127 to 127 and an exponent byte e (E8M0); each of its elements is
-``code * 2^(e - 127)``. The scale is the smallest power of 2 for which no code exceeds 127. No
-calibration is therefore needed, and nothing is clipped if the scale is within ``exponent_limits``.
+``code * 2^(e - 127)``. The scale is the smallest power of 2 for which no code exceeds 127, so no
+calibration is needed, and nothing is clipped as long as the scale is within ``exponent_limits``.
 Vectors that need a larger scale are clipped, and vectors that need a smaller scale lose precision.
 
 Shapes: D elements of a vector.
@@ -23,8 +23,9 @@ def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
     """Return the smallest and the largest exponent that a scale may have for ``dtype`` to represent
     ``code * scale`` exactly.
 
-    For dtypes with a wider range than float16, the limits are 100 apart. The ratio of the smallest
-    scale to the largest is then still a normal number in float32, in which the kernels add weights.
+    For dtypes with a wider range than float16, the limits are 100 apart, so that the ratio of the
+    smallest scale to the largest is still a normal number in float32, in which the kernels sum
+    weights.
     """
     return (-24, 9) if dtype == torch.float16 else (-50, 50)
 
@@ -45,7 +46,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(exponent: Tensor) -> Tensor:
-    """Convert exponent bytes to float32 scales; byte 0, which is never stored, yields 0."""
+    """Convert exponent bytes to float32 scales; byte 0, which is never stored, becomes 0."""
     return (exponent.int() << 23).view(torch.float32)
 
 

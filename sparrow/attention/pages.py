@@ -23,9 +23,11 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
-"""This number of pages means all pages of a sequence, whatever the relative budget of a head."""
+"""As a number of pages, this means every page of a sequence, regardless of head budgets."""
 BUDGET_UNIT = 256
-"""Relative budgets are multiples of 1 / 256. All implementations round products half up."""
+"""Head budgets are multiples of 1 / 256. All implementations round the resulting page counts half
+up.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class PageLayout:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
 
     def landmark_type(self, keys: torch.dtype) -> torch.dtype:
-        """Return the dtype in which landmarks are stored if keys have the dtype ``keys``."""
+        """Return the dtype in which landmarks of keys of this dtype are stored."""
         return keys if self.landmark_dtype == "auto" else FP8
 
 
@@ -60,7 +62,7 @@ def page_count(length: Tensor, page_size: int) -> Tensor:
 def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
     """Gather the keys or values ``[B, K, T, D]`` in the given columns (int64) of a cache.
 
-    On a CPU, indexing whole vectors takes a quarter of the time that ``torch.gather`` takes.
+    This indexes whole vectors, which takes a quarter of the time of ``torch.gather`` on a CPU.
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
@@ -79,8 +81,8 @@ def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     """Compute the landmarks by which pages are ranked: mean keys ``[B, K, N, D]``.
 
     The mean is computed in float32 and rounded once, to the dtype in which it is stored. A page
-    that is not yet full has no meaningful landmark. It is never ranked, since it is one of the
-    recent pages.
+    that is not yet full has no meaningful landmark, but it is never ranked either, since it is one
+    of the recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)

@@ -164,8 +164,8 @@ def run(
 def selecting_query(q_BHTD: Tensor) -> Tensor:
     """Return the query that selects the pages for all new tokens of a row, ``[B, H, 1, D]``.
 
-    This is the query of the first new token. Later tokens may be guesses, and what a token reads
-    must not depend on the guess that is judged at its position.
+    This is the query of the first new token. Later tokens may be guesses, and which pages a token
+    reads must not depend on the guess that is checked at its position.
     """
     return q_BHTD[:, :, :1]
 
@@ -173,8 +173,8 @@ def selecting_query(q_BHTD: Tensor) -> Tensor:
 def _attend(
     q_BHTD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, seen_BKTM: Tensor, scale: float
 ) -> Tensor:
-    """Compute the attention of each row's queries to the M tokens that were gathered for each kv
-    head. ``seen_BKTM`` is the mask.
+    """Attend from each row's queries to the M tokens gathered for each kv head, under the mask
+    ``seen_BKTM``.
     """
     T = q_BHTD.shape[2]
     q_BKGTD = q_BHTD.unflatten(1, (k_BKMD.shape[1], -1))
@@ -284,10 +284,10 @@ def teacher_forced(
 ) -> Tensor:
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
-    A token at position t, after the prompt, reads the pages that are selected from the first t + 1
-    tokens. If a decode step has several ``tokens``, the selection is made from the tokens up to the
-    step's first token, and the token at t also reads the tokens from there to itself. Memory grows
-    with ``query_chunk * T``; use the kernel for realistic lengths.
+    After the prompt, the token at position t reads pages selected from the first t + 1 tokens. If
+    decode steps have several ``tokens``, pages are selected from the tokens up to the step's first
+    one, and the token at t also reads the tokens from that one to itself. Memory grows with
+    ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -327,8 +327,8 @@ def teacher_forced(
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
             mask = (token_keep & causal[:, None]).repeat_interleave(H // K, dim=1)
             padded = ~real_BT[:, now]
-            # A padded query attends to itself. A softmax over no keys would be NaN, and NaN times
-            # zero would make gradients NaN.
+            # Let padded queries attend to themselves: a softmax over no keys would be NaN, and NaN
+            # times zero would make gradients NaN.
             mask = mask | (padded[:, None, :, None] & (column_T == column_T[now, None]))
 
         out = F.scaled_dot_product_attention(
@@ -363,9 +363,9 @@ def _kept_pages(
 def _kept_tokens(
     keep_BKN: Tensor, length_B: Tensor, new_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """List the positions of the tokens in the kept pages, in order, ``[B, K, M]``. Since rows are
-    padded to the longest row, also return which of these tokens each new token sees,
-    ``[B, K, T, M]``.
+    """List the positions of the tokens in the kept pages, in order, ``[B, K, M]``. Also return
+    which of these tokens each new token sees, ``[B, K, T, M]``, since rows are padded to the
+    longest.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKX = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]

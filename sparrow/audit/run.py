@@ -61,8 +61,8 @@ def run_audit(
     other.
 
     Args:
-        tested: creates the engine to audit. The two engines and the ranker exist one at a time:
-            each is closed before the next is created, so they can share a device.
+        tested: creates the engine to audit. Each engine is closed before the other one or the
+            ranker is created, so that they can share a device.
         dense: creates the engine that decodes densely.
         ranker: creates the ranker.
         prompts: one prompt per response.
@@ -116,8 +116,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """A ranker that only has lists of the ``length`` most likely tokens. These lists do not
-    determine every rank; see ``cells_of_lists``.
+    """A ranker that only has lists of the ``length`` most likely tokens, from which not every rank
+    can be computed; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:
@@ -127,13 +127,13 @@ class ListRanker(Ranker):
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Rank tokens as ``Ranker.rank`` does. Values that a list does not determine are nan.
+        """Rank tokens as ``Ranker.rank`` does. Values that cannot be computed from a list are nan.
 
-        Raises ConfigError: the lists do not determine any value at this temperature and top-k.
+        Raises ConfigError: no value can be computed from the lists at this temperature and top-k.
         """
         if sampling.top_k is None and sampling.temperature != 1:
             raise ConfigError(
-                f"temperature is {sampling.temperature:g}, but lists of likely tokens determine "
+                f"temperature is {sampling.temperature:g}, but lists of likely tokens give "
                 f"probabilities only at temperature 1; set top_k to at most {self._length}, sample "
                 "at temperature 1, or score with transformers (--scorer hf)"
             )

@@ -486,7 +486,7 @@ def _detectable(test: _Test, level: float) -> float:
     """Compute how large a difference must be for the strictest step of the correction to find it
     with probability ``POWER``.
     """
-    # no event was observed, but if this share of tokens were affected, one would have been
+    # no event was observed, as one would have been if this share of tokens had been affected
     if test.error == 0:
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
@@ -500,7 +500,7 @@ def _detectable(test: _Test, level: float) -> float:
 def _doubts(
     findings: tuple[Finding, ...], seen: float, resolution: float, strictest: float
 ) -> Iterator[str]:
-    """Yield the reasons why the engine is not shown to be exact although no bias was found."""
+    """Yield the reasons why the engine cannot be called exact even though no bias was found."""
     if seen > resolution:
         yield (
             f"a bias of up to {seen:.2%} of the tokens could have gone undetected, which exceeds "
@@ -532,8 +532,8 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, each ``[T]``, and a mask that shows which values the lists
-    determine.
+    """Values as in ``Tokens``, each ``[T]``, and a mask of the positions at which the lists are
+    long enough to compute them.
     """
 
     before: Floats
@@ -552,12 +552,12 @@ def cells_of_lists(
     top_p: float = 1.0,
     common: float = COMMON,
 ) -> Cells:
-    """Compute the values that lists of the most likely tokens determine.
+    """Compute the values of ``Tokens`` from lists of the most likely tokens, as far as possible.
 
     All tokens that are not in a list form one cell. For cells, u is still uniform and log p + H is
     still zero on average; only a bias among the tokens of that cell cannot be detected. Positions
-    whose truncation the list does not determine are skipped. Whether a position is skipped depends
-    only on earlier tokens.
+    are skipped if their list is too short for the temperature or truncation. Whether a position is
+    skipped depends only on earlier tokens.
 
     Args:
         top_logprobs: ``[T, n]`` at temperature 1, most likely first.

@@ -1,5 +1,5 @@
-"""Protocols of engines, which sample responses, and of scorers, which compute log-probs of tokens.
-The trainer depends only on this file and ``sparrow.rollout``.
+"""Protocols for engines, which sample responses, and for scorers, which compute log-probs of
+tokens. The trainer depends only on this file and ``sparrow.rollout``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Counters:
     cycles: int = 0
     # acceptance of drafts, in each cycle up to and including the first rejected draft
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # acceptance that drafts under ``meter_schedule`` would have had, at the first drafts of some
-    # cycles
+    # acceptance under ``meter_schedule``, measured at the first draft of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # the choices of an engine that adapts its drafts, in the order of its steps: (number of tokens
     # to draft, budget of the drafts as a multiple of their schedule, number of steps)
@@ -46,24 +45,24 @@ class Counters:
     # in every layer
     rows: int = 0
     dense_rows: int = 0
-    # number of sparse passes over guesses, each of which yielded at least one draft
+    # number of sparse passes over guesses, each of which made at least one draft
     passes: int = 0
-    guessed: int = 0  # number of drafts that are guesses, not results of a sparse pass
+    guessed: int = 0  # number of drafts that are guesses which no sparse pass has checked
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def read_fraction(self) -> float:
-        """Number of tokens read, as a share of the number that a dense actor would have read; 0
-        before the first step.
+        """Tokens read, as a fraction of those that a dense actor would have read; 0 before the
+        first step.
         """
         return self.tokens_read / max(self.tokens_held, 1)
 
     @property
     def dense_fraction(self) -> float:
-        """Share of the tokens decoded by a lossy actor for which no page was left out; 0 before the
-        first token.
+        """Fraction of the tokens decoded by a lossy actor for which no page was left out; 0 before
+        the first token.
         """
         return self.dense_rows / max(self.rows, 1)
 
@@ -76,7 +75,7 @@ class Counters:
 
     @property
     def drafts_per_token(self) -> float:
-        """Number of drafted tokens per token that cycles produced; 0 before the first cycle."""
+        """Number of drafted tokens per token produced in cycles; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
     @property
@@ -156,7 +155,9 @@ class Engine(Protocol):
         return
 
     def wake(self) -> None:
-        """End the sleep. The weights may need to be updated before the next ``generate``."""
+        """Wake the engine up from ``sleep``. The weights may need to be updated before the next
+        ``generate``.
+        """
         return
 
     def close(self) -> None:
@@ -173,9 +174,9 @@ class PartVerifier(Protocol):
     def verify_up_to(self, length: float) -> None:
         """Verify tokens only up to ``length``, from the next ``generate`` on.
 
-        Whether a token is verified depends on the number of cached tokens, including those of the
-        prompt, when the token is sampled: ``page_end`` of this number must be below ``length``.
-        ``Rollout.verification`` contains the number of verified tokens.
+        A token is verified if ``page_end`` of the number of cached tokens when it is sampled,
+        including those of the prompt, is below ``length``. ``Rollout.verification`` contains the
+        number of verified tokens.
 
         Raises ConfigError: the engine was started in a mode other than auto.
         """
@@ -183,8 +184,8 @@ class PartVerifier(Protocol):
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can repeat another engine's choices of drafts, which depend on measured speed.
-    Implementation: ``vllm.VLLMEngine``.
+    """An engine that can repeat another engine's choices of how much to draft, which depend on
+    measured speed. Implementation: ``vllm.VLLMEngine``.
     """
 
     def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
@@ -227,8 +228,8 @@ class ListScorer(Protocol):
     """
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
-        """List the ``n`` most likely tokens at each position. To do so, prefill prompt and response
-        without drafts.
+        """List the ``n`` most likely tokens at each position, in a prefill of prompt and
+        response.
         """
 
     def close(self) -> None:

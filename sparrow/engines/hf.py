@@ -67,9 +67,9 @@ class HFEngine(Engine, Scorer, Ranker):
     If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
     everything). A ``Decoding`` also specifies the mode. Lossless decoding always drafts
     ``draft_tokens`` tokens, because fewer drafts would not be faster here. In mode auto, responses
-    are lossless up to the length last passed to ``verify_up_to`` (or to their end, if there was no
-    call), and lossy from there on. ``batch_size`` sequences are decoded together. By default, this
-    is as many sequences as have ``DECODE_TOKENS`` tokens in total at the greatest length allowed.
+    are lossless up to the length last passed to ``verify_up_to`` (or to their end, if it was never
+    called), and lossy beyond that length. ``batch_size`` sequences are decoded together; by
+    default, as many as have ``DECODE_TOKENS`` tokens in total at their maximum length. Up to
     ``token_budget`` padded tokens are scored together, under autocast to the dtype ``autocast`` if
     it is given.
 
@@ -250,7 +250,7 @@ class HFEngine(Engine, Scorer, Ranker):
         responses: Responses,
         steps: int,
     ) -> History:
-        """Begin the history of these rows, in which guesses for a response are also looked up in
+        """Create the history of these rows, in which guesses for a response are also looked up in
         other responses to the same prompt.
 
         Responses with the same seed are not looked up in each other, because their tokens are drawn
@@ -276,11 +276,11 @@ class HFEngine(Engine, Scorer, Ranker):
 
     def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
         """Return random numbers, float64 ``[3, B, T]``, which depend on the response and the
-        position in it, but not on the batch.
+        position within it, but not on the batch.
 
         The first row is for sampling drafts, the second for accepting them, and the third for
         sampling all other tokens. Several drafts for the same position may be drawn with the same
-        number. This is valid because the tokens before the position never depend on that number.
+        number, which is valid because the tokens before that position never depend on it.
         """
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
@@ -298,9 +298,9 @@ class HFEngine(Engine, Scorer, Ranker):
         """Measure the dense policy's attention mass outside the pages that an actor keeps, by layer
         and kv head.
 
-        The result is ``[layers, kv heads, len(pages)]``: ``pages`` lists how many pages are kept by
-        score, and there is one entry for each. ``layout`` sets how tokens are divided into pages.
-        The mass is averaged over at most ``LOOKED_AT`` tokens of each response.
+        The result is ``[layers, kv heads, len(pages)]``, with one entry for each number of pages
+        kept by score in ``pages``. ``layout`` specifies how tokens are divided into pages. The mass
+        is averaged over at most ``LOOKED_AT`` tokens of each response.
         """
         of_each = []
         for rollout in rollouts:
@@ -421,8 +421,8 @@ class HFEngine(Engine, Scorer, Ranker):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences of ``length`` ``[B]`` tokens, which include the first token
-        of the step.
+        """Count a step over sequences of ``length`` ``[B]`` tokens, including the first token of
+        the step.
         """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))
@@ -548,7 +548,7 @@ def load_shape(name: str) -> PreTrainedModel:
 
 
 def _find(name: str, what: str) -> str:
-    """Check that ``name`` is a local path or may be a hub name. The check does not contact the hub,
+    """Check that ``name`` is a local path or could be a hub name, without contacting the hub,
     because a failing request takes minutes to time out.
 
     Raises ConfigError: ``name`` can only be a path, and that path does not exist.

@@ -1,4 +1,4 @@
-"""Measure how far an engine's actor is from the dense policy, on sampled responses.
+"""Measure, on sampled responses, how far an engine's actor deviates from the dense policy.
 
 The engine samples tokens, and a scorer scores them. The same object may be both.
 """
@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""If no length is given for the actor's lists of tokens, lists have ``SHORTEST_LISTS`` tokens at
-first. They then grow by a factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until they show whether
-the target is met.
+"""Unless the user sets the length of the actor's lists of likely tokens, it starts at
+``SHORTEST_LISTS`` and grows by a factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until the lists
+show whether the target is met.
 """
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """Return the same sampling with longer lists of tokens. Return None if the current lists show
-    for all ``bins`` whether the tail reaches ``p5``, or if they already have the greatest length.
+    """Return the same sampling with longer lists of tokens, or None if the current lists already
+    show for all ``bins`` whether the tail reaches ``p5``, or cannot grow any further.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(
@@ -70,8 +70,8 @@ def compare(
         engine: the engine that samples the responses.
         scorer: the scorer of the responses, with the same weights; an ``HFEngine`` can be both.
         prompts: token ids of the prompts.
-        sampling: the parameters with which responses are sampled; the lists of ``top_n`` tokens
-            yield bounds on the acceptance rate.
+        sampling: the sampling parameters; the acceptance rate is bounded from lists of ``top_n``
+            tokens.
         schedule: the schedule of the actor.
     """
     engine.counters()  # reset the counters, so that earlier samples do not count

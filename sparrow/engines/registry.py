@@ -97,9 +97,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that is needed to start an engine. Each kind of engine uses only some of the
-    fields.
-    """
+    """Everything needed to start an engine. Each kind of engine uses only some of the fields."""
 
     spec: EngineSpec
     checkpoint: str  # folder or hub name of the model

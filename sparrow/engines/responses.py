@@ -1,4 +1,4 @@
-"""The growing responses of a batch. Tokens are added one by one, or a cycle's tokens at a time.
+"""The growing responses of a batch, to which tokens are added one by one or cycle by cycle.
 
 Shapes: B sequences, T response tokens, n entries of a top-n list.
 """
@@ -40,8 +40,8 @@ class Responses:
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def contexts(self, prompts: list[Sequence[int]], rows: Tensor) -> list[list[int]]:
-        """Return, for each of the responses ``rows``, the tokens of its prompt and of the response
-        so far.
+        """Return the tokens of the prompt and of the response so far, for each of the responses
+        ``rows``.
         """
         return [[*prompts[b], *self.tokens[b, : self.length[b]].tolist()] for b in rows.tolist()]
 

@@ -56,8 +56,8 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """State of a teacher-forced pass. It is given to the forward pass as a keyword argument, so
-    that recomputation for gradients receives the same state.
+    """State of a teacher-forced pass, which is passed to the model as a keyword argument, so that
+    recomputation for gradients receives the same state.
     """
 
     actor: Actor
@@ -339,7 +339,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    # This happens if the model was loaded with Sparrow's attention or got new layers.
+    # true if the model was loaded with Sparrow's attention, or was given new layers
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
@@ -394,7 +394,7 @@ def _route(
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
-    """Count the attention calls of ``model`` that have been sparse decode steps since its schedule
+    """Return how many attention calls of ``model`` have been sparse decode steps since its schedule
     was set.
     """
     actor = actor_of(model)
@@ -501,8 +501,8 @@ def keep_attention() -> tuple[
     """Return the two contexts of a checkpointed layer, in which teacher-forced attention is not
     computed twice. Pass this function as ``context_fn`` of gradient checkpointing.
 
-    Attention is the most expensive part of a sparse layer, but its result and pages are only a
-    small part of what the layer would store without checkpointing.
+    Attention is the most expensive part of a sparse layer to recompute, but its result and pages
+    are only a small part of what the layer would store without checkpointing.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

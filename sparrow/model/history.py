@@ -1,7 +1,7 @@
-"""Guesses from history, the first stage of a cascade. A guess consists of tokens that a sequence
-may repeat: from its prompt, from what it has generated, or from other responses to the same prompt.
+"""Guesses from history, the first stage of a cascade. The guess is that a sequence will repeat
+tokens of its prompt, of its response so far, or of other responses to the same prompt.
 
-The sparse actor judges guesses (see ``sparrow.model.speculative``), so a wrong guess only costs
+The sparse actor checks guesses (see ``sparrow.model.speculative``), so a wrong guess only costs
 time.
 
 Shapes: B sequences, R streams of tokens per sequence, S tokens of a stream, m guesses.
@@ -30,11 +30,10 @@ def guess(
     """Guess how the first stream of each sequence continues, int64 ``[B, most]``.
 
     The end of the first stream is looked up in all streams, and the tokens that followed it there
-    are the guess. The longest suffix that is found is used, up to ``longest`` tokens. If this
-    suffix occurs more than once, its latest place in the first stream is used or, if it does not
-    occur there, its latest place in any stream. Where there is no guess, because fewer than
-    ``shortest`` tokens were found or fewer than ``most`` tokens followed, the result contains token
-    0.
+    are the guess. The longest suffix that is found is used, up to ``longest`` tokens. If it occurs
+    more than once, its latest occurrence in the first stream is used or, if there is none, its
+    latest occurrence in any stream. Where there is no guess, because fewer than ``shortest`` tokens
+    were found or fewer than ``most`` tokens followed, the result contains token 0.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.
@@ -75,7 +74,7 @@ class History:
         groups: the group of each sequence; guesses for a sequence are looked up in all sequences of
             its group. The tokens of such sequences must be drawn with different random numbers.
         room: number of tokens by which a sequence may grow.
-        guess_tokens: number of tokens to guess at a time (m).
+        guess_tokens: number of tokens per guess (m).
         device: device of the tokens.
     """
 

@@ -1,5 +1,5 @@
 """Check whether a model's attention can be routed through Sparrow. The checks read the config, and
-compare a pass with a pass through the model's own attention.
+compare passes through Sparrow's attention with one through the model's own.
 
 Refusing a model has no side effects: only copies of its configs are changed, and the model gets its
 own configs back.
@@ -33,8 +33,8 @@ EXTRAS = {
     "cache": "a paged cache",
 }
 # Maximum difference between the outputs of the model's own attention and of Sparrow's with every
-# page kept, relative to the largest entry of the model's own output. The outputs differ because
-# they are summed in different orders.
+# page kept, relative to the largest entry of the model's own output. They differ because the order
+# of summation does.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
 HALF_TOLERANCE = 3e-2
 # Maximum number of tokens on which a model with a changed config is compared with the original.
@@ -66,8 +66,8 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     Returns None, or an error that names a remedy. The caller should raise this error only if
     nothing else is wrong with the model, because the remedy would not help otherwise.
 
-    Raises UnsupportedModel: the model is an encoder-decoder, or it has layers of other kinds, and
-    no change of the config can replace them.
+    Raises UnsupportedModel: the model is an encoder-decoder, or has layers of other kinds that no
+    change to the config can replace.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -111,8 +111,8 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
     """Return whether the model's weights compute the same result if ``change`` is applied to the
     config, for a sequence that fits in the window.
 
-    The result often differs. In Cohere 2, EXAONE 4 or Gemma 3, for example, the kind of a layer
-    also determines its rotary embedding.
+    The result often differs: in Cohere 2, EXAONE 4 and Gemma 3, for example, the rotary embedding
+    of a layer also depends on its kind.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -142,8 +142,8 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """The masks that were created for sliding-window layers while a model was checked, each with
-    the size of its window.
+    """The masks created for sliding-window layers while a model is checked, each with the size of
+    its window.
     """
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """If ``windows`` is true, reduce sliding windows to two tokens inside the context, so that a
-    window has an effect even on the shortest input.
+    """If ``windows`` is true, reduce sliding windows to two tokens inside the context, so that they
+    affect even the shortest input.
     """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)

@@ -144,8 +144,8 @@ class TokenScorer(nn.Module):
         self, batch: Batch, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Apply ``function`` to the logits of a few response tokens at a time, and concatenate the
-        results for all response tokens. ``function`` receives float32 logits ``[N, V]``, and the
-        tokens ``[N]`` that follow.
+        results. ``function`` receives float32 logits ``[N, V]`` and the tokens ``[N]`` that follow
+        them.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
@@ -182,7 +182,7 @@ class TokenScorer(nn.Module):
         return gathered[:, 0], gathered[:, 1:], entropy
 
     def _check_head(self) -> None:
-        # One token would not be enough: id 0 is often padding, and its zero embedding yields zero
+        # One token would not be enough: id 0 is often padding, whose zero embedding gives zero
         # logits with or without a cap.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None] % vocabulary
@@ -222,8 +222,8 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Disable gradients and dropout inside the context. Afterwards, restore the mode of every
-    module.
+    """Disable gradients and dropout inside the context, and restore the mode of every module
+    afterwards.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()

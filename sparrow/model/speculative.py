@@ -8,8 +8,8 @@ distribution. If the draft is rejected, a token is drawn from max(p - q, 0), nor
 resulting token is distributed as p, whatever q is. The probability that a draft is accepted, sum_v
 min(p(v), q(v)), is the acceptance rate that Sparrow measures.
 
-In the second method, the policy draws every token itself, with the same random number with which
-the draft was drawn, and drafts are accepted up to the first difference (Daliri et al., arXiv
+In the second method, the policy draws every token itself, with the same random number as the draft
+at its position, and drafts are accepted up to the first difference (Daliri et al., arXiv
 2408.07978). The tokens are then those of dense decoding with the same random numbers, whatever is
 drafted. The probability that a draft is accepted is lower than the acceptance rate a; with Gumbel
 noise, as in vLLM, it is at least a / (2 - a).
@@ -23,9 +23,9 @@ replaced by a token from q without g, as in rejection sampling. Drafts therefore
 is guessed. Verification uses the q of this pass.
 
 A pass selects pages by the query of its first token alone. If the selection depended on guesses, q
-would depend on the tokens that it judges. If guesses were then drawn at random and accepted with
-the probability of speculative sampling, drafts would follow no distribution that verification
-knows.
+would depend on the very tokens that it decides about. If guesses were then drawn at random and
+accepted with the probability of speculative sampling, verification could not know the distribution
+of the drafts.
 
 Shapes: B sequences, T query tokens, S columns of the cache, k drafts per cycle, m guesses per pass,
 V vocabulary.
@@ -178,8 +178,8 @@ class Cycle:
     # the row did not draft, and after the first rejected draft, because later drafts follow a token
     # that is not part of the result
     acceptance: Tensor
-    # bool [B, k], marks the drafts that the first token of a sparse pass yielded; without guesses,
-    # this is every draft
+    # bool [B, k], true for drafts drawn at the first token of a sparse pass; without guesses, these
+    # are all drafts
     opens_pass: Tensor
 
 
@@ -222,7 +222,8 @@ def speculate(
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
     drafted = draft(sequences, newest, drafts, shape, draft_uniform, history)
 
-    # Verification reads the drafts again, so that the cache contains the policy's keys and values.
+    # Verification reads the drafts again, so that the cache ends up with the policy's keys and
+    # values.
     ids_BT = torch.cat([newest[:, None], drafted.tokens], 1)
     # without this context, a single token would be read sparsely
     with dense_steps(sequences.model):
@@ -249,10 +250,10 @@ def draft(
     """Draft with the sparse actor, and leave ``sequences`` and ``history`` as they were; see
     ``speculate``.
 
-    Passes are repeated until every row has its drafts; rows that are already complete take part in
-    the remaining passes. The tokens that are drafted here are dropped from history at the end, even
-    if they are accepted later. A draft may be rejected, and the random numbers with which it was
-    drawn will then draw other tokens, but a guess must not depend on those numbers.
+    Passes are repeated until every row has its drafts; rows that are already complete still take
+    part in the remaining passes. At the end, the drafted tokens are dropped from the history, even
+    those that are accepted later. If a draft is rejected, the random numbers that drew it will draw
+    other tokens, and a guess must not depend on those numbers.
     """
     B = len(newest)
     k = int(drafts.max())
@@ -290,8 +291,8 @@ def draft(
 
 
 def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from each distribution, ``[B, T]``. Also count, ``[B]``, how many guesses come
-    before the first one that differs from the token drawn in its place.
+    """Draw a token from each distribution, ``[B, T]``. Also return how many guesses come before the
+    first one that differs from the token drawn in its place, ``[B]``.
     """
     B, T, V = q_BTV.shape
     drawn_BT = draw(q_BTV.reshape(B * T, V), uniform_BT.reshape(B * T)).view(B, T)
@@ -365,8 +366,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token for each row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``.
-    This inverts the cumulative distribution at ``uniform`` ``[B]``.
+    """Draw a token for each row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``, by
+    inverting the cumulative distribution at ``uniform`` ``[B]``.
     """
     below = mass.cumsum(-1)
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

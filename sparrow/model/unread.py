@@ -18,7 +18,7 @@ from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_
 from sparrow.model.actor import teacher_forced
 from sparrow.schedule import SparsitySchedule
 
-# number of positions processed at a time, limited by the memory for their attention weights
+# number of positions processed at once, limited by the memory for their attention weights
 ROWS = 16
 
 
@@ -57,8 +57,8 @@ def unread_mass(
     scale: float,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute, for each number of pages that an actor reads, the attention mass on the pages that
-    it does not read, ``[K, U]``. The mass is averaged over positions and over the heads of a group.
+    """Compute the attention mass on the pages that an actor does not read, for each number of pages
+    kept by score, ``[K, U]``. The mass is averaged over positions and over the heads of a group.
     """
     H, T, _ = q_HTD.shape
     K = len(k_KTD)

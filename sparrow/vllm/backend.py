@@ -1,4 +1,4 @@
-"""The sparse attention backend, which consists of two mixins for the classes of vLLM's own backend.
+"""The sparse attention backend: two mixins for the classes of vLLM's own backends.
 
 vLLM's own attention computes prefill, and the layers that a schedule keeps dense. In decode steps,
 the remaining layers read the pages that ``sparrow.attention`` selects. The landmark of a page is
@@ -39,7 +39,7 @@ from sparrow.vllm.kv_cache import (
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
-    VLLMClass = Any  # stands for the class of vLLM with which a mixin is combined
+    VLLMClass = Any  # stands for the vLLM class that a mixin is combined with
 else:
     VLLMClass = object
 
@@ -48,9 +48,9 @@ class Prefill(NamedTuple):
     """Rows of a batch whose attention vLLM computes itself."""
 
     tokens: slice  # the rows' tokens in the batch
-    # vLLM's metadata for these rows; None if the metadata of the whole batch applies. The whole
-    # batch's metadata refers to the ``Step``. A reference back to it would form a cycle, and only
-    # the garbage collector would then free the tensors of each step.
+    # vLLM's metadata for these rows, or None to use that of the whole batch. The latter refers to
+    # the ``Step``, so storing it here would create a reference cycle, and the tensors of each step
+    # would not be freed until the garbage collector ran.
     metadata: Any = None
     # the blocks of an 8-bit cache that vLLM reads from a copy; None if vLLM reads the cache itself
     blocks: Tensor | None = None
@@ -83,13 +83,13 @@ class LayerGroup:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Set the step that layers assume if vLLM has built the metadata of a batch by itself."""
+        """Set the step that layers use for metadata that vLLM built without one."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """Write, in all layers, the landmarks of the pages that these slots complete. This must be
-        called after the last layer.
+        """Write the landmarks of the pages that these slots complete, in all layers. Call this
+        after the last layer has stored its keys.
         """
         impl = self._layers[-1].impl
         # All layers have run by now, so their caches exist. When vLLM replaces the KV cache, it
@@ -107,8 +107,8 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """The builder's description of a batch for the sparse layers. Decode rows come first in the
-    batch.
+    """The description of a batch that the builder passes to the sparse layers. Decode rows come
+    first in the batch.
     """
 
     rows: int  # number of sequences that are decoded
@@ -124,9 +124,9 @@ class Step(NamedTuple):
     # int32 [B], ``ALL_PAGES`` in every row; set only if dense layers also run Sparrow's kernels, as
     # they do in draft steps and with an 8-bit cache
     everything: Tensor | None = None
-    # whether layers may reuse plans; ``attach`` decides which layers can
+    # whether layers may reuse the previous layer's plan where ``attach`` found that they can
     may_reuse_plan: bool = True
-    # whether the caller, before the model runs, writes ``top_k`` and counts the step
+    # whether the caller writes ``top_k`` and counts the step before the model runs
     has_page_counts: bool = False
     tokens: int = 1  # new tokens of each row, more than one in a pass over guesses
 
@@ -166,8 +166,8 @@ class SparseBuilder(VLLMClass):
             self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
         # In lossless mode, everything that vLLM itself runs is dense: prefill, verification, and
-        # steps without drafts. Here, a dense step becomes the default of the layers, so that vLLM
-        # can build the metadata by itself.
+        # steps without drafts. With a dense step as the layers' default, vLLM's own metadata needs
+        # no change.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
         self._layers.set_dense(
@@ -183,9 +183,7 @@ class SparseBuilder(VLLMClass):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build vLLM's metadata. In an engine with a lossy schedule, the metadata's attribute
-        ``sparrow`` is the ``Step``.
-        """
+        """Build vLLM's metadata. In lossy mode, its attribute ``sparrow`` is the ``Step``."""
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
             return super().build(common_prefix_len, common, fast_build)
@@ -208,8 +206,8 @@ class SparseBuilder(VLLMClass):
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # FlashAttention 3 computes a schedule ahead of time. ``fast_build`` skips it, because
-            # the only buffer for such a schedule belongs to the full batch.
+            # ``fast_build`` skips the schedule that FlashAttention 3 computes ahead of time,
+            # because vLLM has only one buffer for it, which belongs to the full batch.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -229,8 +227,8 @@ class SparseBuilder(VLLMClass):
         """Return whether vLLM's own attention computes the whole batch in one call per layer. It
         does so if no decode row leaves out a page, and the step is not replayed from a CUDA graph.
 
-        Sparrow's kernels would yield the same result, but two calls per layer would take more time
-        on the host.
+        Sparrow's kernels would give the same result, but with two calls per layer, which take more
+        time on the host.
         """
         assert self.runtime is not None
         if self.runtime.cache.in_8_bits is not None or (self._captures_decode and not prefill_rows):
@@ -240,7 +238,7 @@ class SparseBuilder(VLLMClass):
         return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Divide the rows after the first ``rows`` rows into groups, each of which reads a copy of
+        """Split all rows after the first ``rows`` into groups, each of which reads from a copy of
         its blocks.
         """
         assert self.runtime is not None
@@ -289,8 +287,8 @@ def _rows(common: Any, first: int, last: int) -> Any:
 
 
 class SparseImpl(VLLMClass):
-    """Mixin for a vLLM attention implementation. It adds the landmarks and the sparse decode steps
-    of one layer.
+    """Mixin for a vLLM attention implementation. It adds landmarks and sparse decode steps to a
+    layer.
     """
 
     kernels: attention.Choice  # the decode kernels, chosen when the layer is attached
@@ -299,7 +297,7 @@ class SparseImpl(VLLMClass):
     # True for sparse layers and, in lossless mode or with an 8-bit cache, for all layers
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # scales of an fp8 cache; None for other caches
-    # set only for a sparse layer whose heads have different budgets
+    # budgets of this worker's heads; set only in a sparse layer of a schedule with head budgets
     head_budgets: Tensor | None = None
     # the layers whose landmarks are updated together with those of this layer
     group: LayerGroup | None = None
@@ -327,17 +325,16 @@ class SparseImpl(VLLMClass):
     def make_workspace(
         self, max_rows: int, max_pages: int, tokens: int, device: torch.device
     ) -> Any:
-        """Allocate scratch memory for the decode steps of all layers, which decode up to ``tokens``
-        new tokens of each row; None if none is needed.
+        """Allocate the scratch memory that all layers share for decode steps of up to ``tokens``
+        new tokens per row. Return None if they need none.
         """
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if the layer has an 8-bit cache that only Sparrow's kernels read directly, in every
-        decode step, while vLLM's own attention reads a 16-bit copy.
+        """True if the layer's cache is in 8 bits and only Sparrow's kernels read it directly. They
+        then run every decode step, and vLLM's own attention reads a 16-bit copy.
 
-        False in lossless mode, because vLLM's own attention then reads the 8-bit cache in dense
-        passes.
+        False in lossless mode, where vLLM's own attention reads the 8-bit cache in dense passes.
         """
         runtime = self.runtime
         return (
@@ -346,7 +343,7 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """True if Sparrow's kernels may decode next in this layer. False in the dense passes of
+        """True if Sparrow's decode kernel may run next in this layer. False in the dense passes of
         lossless mode.
         """
         runtime = self.runtime
@@ -507,8 +504,8 @@ class SparseImpl(VLLMClass):
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Connect a layer to the runtime of its worker. Pad the layer's KV cache spec for landmarks and
-    int8 scales, and return the padded spec.
+    """Connect a layer to the runtime of its worker, and return the layer's KV cache spec, padded to
+    make room for landmarks and int8 scales.
 
     Raises ConfigError: KV blocks do not consist of whole pages, or vLLM already pads them for
     another purpose.
@@ -562,7 +559,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         if decoding.guess_tokens:
             tokens = decoding.guess_tokens + 1
             runtime.model.pass_kernels = attention.choose(asked, **sizes, tokens=tokens)
-        # vLLM attaches layers in the order of the model, so this is the first layer.
+        # Layers are attached in the order of the model, so this is the first layer.
         layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers

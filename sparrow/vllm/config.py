@@ -29,11 +29,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 def from_environment() -> Decoding | None:
     """Read ``SPARROW_MODE`` and ``SPARROW_SCHEDULE``. Return None if both are unset or empty.
 
-    A schedule without a mode means lossy mode. In lossless mode, the schedule is that of the
-    drafts. A mode with further settings is written as JSON, as in ``additional_config``.
+    A schedule without a mode selects lossy mode. In lossless mode, it is the draft schedule. To set
+    further options, write the mode as JSON, as in ``additional_config``.
 
-    Raises ConfigError: ``Decoding.load`` cannot read the values, or a schedule is set in addition
-    to a mode that is written as JSON.
+    Raises ConfigError: ``Decoding.load`` cannot read the values, or both a schedule and a mode in
+    JSON are set.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
@@ -77,10 +77,9 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     part of the configuration by which vLLM caches compiled models, so engines with different
     settings do not share a compiled model.
 
-    On a GPU, if the mode comes from the environment and the engine names no attention backend, it
-    gets Sparrow's backend. It is set as ``CUSTOM``, because the name ``FLASH_ATTN`` would not be
-    safe: if an earlier engine in this process started without Sparrow's variables, ``FLASH_ATTN``
-    still means vLLM's own backend.
+    On a GPU, an engine gets Sparrow's backend if its mode is set in the environment and it names no
+    attention backend. The backend is named ``CUSTOM``, because ``FLASH_ATTN`` still means vLLM's
+    own backend if an earlier engine in this process started without Sparrow's variables.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -231,5 +230,5 @@ def check_layer(asked: Mapping[str, Any]) -> None:
 
 def _refuse(what: str, *kinds: tuple[bool, str]) -> None:
     remedy = "choose another model, or start vLLM without a schedule"
-    only = f", but Sparrow selects pages from full causal self-attention only; {remedy}"
+    only = f", but Sparrow supports only full causal self-attention; {remedy}"
     refuse(UnsupportedModel, kinds, f"{what} has ", only)

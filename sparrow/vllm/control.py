@@ -30,8 +30,8 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """Return the counts of this worker's decode steps since the last call. The first call counts
-    from the self-check on.
+    """Return the counts of this worker's decode steps since the last call. The first call returns
+    the counts since the self-check.
 
     ``rows`` is the number of sequences, summed over steps. ``tokens_read`` is the number of cached
     tokens that were read, and ``tokens_held`` the number that a dense actor would have read; both
@@ -40,27 +40,26 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     schedule sets no limit at this length), ``dense_rows_short`` (the sequence has no more pages
     than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, which ``rows``
     does not include). ``dense_steps`` is the number of steps with decode rows that vLLM's own
-    attention computed as a whole, because no row left out a page. With CUDA graphs, only steps that
-    also contain a chunk of a prompt are computed in this way, because steps in a graph run
-    Sparrow's kernels over all pages instead. ``preemptions`` is the number of sequences whose cache
-    vLLM dropped and later prefilled again. With an fp8 KV cache, ``kv_clipped`` is the number of
-    tokens with a key or value beyond the range of its scale. A token is counted once per layer.
+    attention computed in full, because no row left out a page. With CUDA graphs, this happens only
+    in steps that also contain a chunk of a prompt, because graphs of decode steps always run
+    Sparrow's kernels. ``preemptions`` is the number of sequences whose cache vLLM dropped and later
+    prefilled again. With an fp8 KV cache, ``kv_clipped`` is the number of tokens with a key or
+    value beyond the range of its scale. A token is counted once per layer.
 
     In lossless mode, ``rows`` are the rows of draft steps, and ``tokens_read`` includes
     verification. ``tokens_held`` is the number of tokens that dense decoding would have read for
     the ``emitted`` tokens. ``drafted`` and ``accepted`` are also numbers of tokens. With
     ``guess_tokens``, ``rows`` are the rows of sparse passes, ``passes`` is their number, and
-    ``guessed`` is the number of drafts that are guesses which no pass has judged.
+    ``guessed`` is the number of drafts that are guesses, unchecked by any sparse pass.
     """
     return _runtime(self).counters()
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """Report the acceptance of the drafts of lossless mode since the last call. Other modes have no
-    drafts.
+    """Report the acceptance of drafts since the last call. Only lossless mode has drafts.
 
-    ``cycles`` contains the numbers of dense passes, keyed by how many tokens were drafted after the
-    pass. ``bins`` contains, for each range of lengths, the number of verified drafts, their mean
+    ``cycles`` contains the number of dense passes for each number of tokens drafted after a pass.
+    ``bins`` contains, for each range of lengths, the number of verified drafts, their mean
     acceptance, and its 5th percentile. ``acceptance`` contains the same data as counts, for
     ``DraftAcceptance.from_dict``. If the budget adapts, ``budgets`` contains bins and acceptance
     for each budget, which is given as a ``multiple`` of the draft schedule. If ``meter_schedule``
@@ -81,11 +80,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     """Load weights by Hugging Face name, from this process or from a safetensors file. The caller
     must reset the prefix cache afterwards.
 
-    An engine that quantises its weights (``quantization="fp8"``) also quantises the new weights. It
-    needs all weights of a layer in one call.
+    An engine that quantises its weights (``quantization="fp8"``) also quantises the new ones, for
+    which it needs all weights of a layer in the same call.
 
-    Raises ConfigError: the model has no weight with one of these names; a layer that is quantised
-    as a whole is incomplete; or vLLM has changed the layout of the experts.
+    Raises ConfigError: the model has no weight with one of these names; weights that are quantised
+    together are incomplete; or vLLM has changed the layout of the experts.
     """
     if self.vllm_config.quant_config is None:
         _check_experts(self.model_runner.model)
@@ -97,8 +96,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # This is a generator, so that vLLM does not need to keep the weights of all layers at
-            # once. Missing parts are found when the generator is exhausted.
+            # A generator, so that the weights of all layers need not be in memory at once. It finds
+            # missing weights once it is exhausted.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
@@ -126,8 +125,10 @@ def _check_experts(model: Any) -> None:
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield ``weights``. Where vLLM quantises several matrices together, check that none of them is
-    missing.
+    """Yield ``weights``, and then check that no matrix is missing that vLLM quantises together with
+    one of them.
+
+    Raises ValueError: a matrix is missing.
     """
     given = set()
     for name, weight in weights:
@@ -148,8 +149,8 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """After new weights were loaded, let the next prefill set the scales of an fp8 KV cache again.
-    The cache must be empty before that prefill.
+    """Let the next prefill set the scales of an fp8 KV cache again, for use after loading new
+    weights. The cache must be empty before that prefill.
 
     Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as it does in
     lossless mode.
@@ -175,8 +176,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Renew the copy of the weights that drafts use, before the next drafts. This is needed only
-    after writing to the model's parameters directly.
+    """Renew the copy of the weights that drafts use before the next drafts. Call this only after
+    writing to the model's parameters directly; vLLM's own updates renew the copy themselves.
 
     Raises ConfigError: drafts do not use a copy of the weights.
     """
@@ -212,7 +213,7 @@ def _runtime(worker: Any) -> Runtime:
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
     """If vLLM captures decode steps separately, return the two captured batch sizes nearest to
-    ``max_num_seqs``, one below it and one above it. Otherwise, return ``max_num_seqs`` twice.
+    ``max_num_seqs``, from below and from above. Otherwise, return ``max_num_seqs`` twice.
 
     vLLM does not capture decode steps of more than ``max_num_seqs`` sequences, so there is no CUDA
     graph for a step with more sequences than the lower of these sizes.
@@ -228,7 +229,7 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 
 
 def check(vllm_config: Any) -> None:
-    """Check that an engine with a schedule follows the schedule in every layer, and log how the
+    """Check that every layer of an engine with a schedule follows the schedule, and log how the
     engine decodes.
 
     Raises UnsupportedModel: an attention layer runs another backend. ConfigError: in lossless

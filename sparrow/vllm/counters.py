@@ -14,21 +14,21 @@ from torch import Tensor
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
-"""Number of passes without drafts whose tokens are summed at once. Short steps wait for the host,
-so the host should not compute a sum after each step.
+"""The tokens of this many passes without drafts are summed at once, because short steps wait for
+the host, which therefore should not compute a sum after each one.
 """
 
 
 class DecodedRows:
-    """Numbers of rows decoded at each length.
+    """The number of rows decoded at each length.
 
-    All other counts follow from these numbers and the schedule. A decode step therefore costs only
-    one addition on the device, and no synchronisation.
+    All other counts are computed from these and the schedule, so counting a decode step takes one
+    addition on the device and no synchronisation.
     """
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
         self.at_length = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
-        # ``at_length`` for each budget, without the latest steps
+        # rows decoded under each budget, except for those still in ``at_length``
         self._before = self.at_length.repeat(budgets, 1)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.in_prefill = (
@@ -40,7 +40,7 @@ class DecodedRows:
         self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
 
     def end_budget(self, budget: int) -> None:
-        """Count the steps since the last call as steps with this budget, and start again from
+        """Attribute the steps since the last call to this budget, and restart the count from
         zero.
         """
         self._before[budget] += self.at_length
@@ -68,18 +68,18 @@ class DecodedRows:
 
 
 class DensePasses:
-    """Counts of the dense passes of lossless mode. These are passes that verify drafts or precede
-    them, and plain passes without drafts.
+    """Counts of the dense passes of lossless mode: those that verify drafts or precede them, and
+    plain passes without drafts.
     """
 
     def __init__(self, device: torch.device) -> None:
         # number of cycles, by number of drafts that followed
         self._cycles: Counter[int] = Counter()
-        # numbers of tokens read, held and emitted, and number of rows
+        # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # number of drafts in cycles with guesses, and how many of them are guesses that no pass judged
+        # drafts in cycles with guesses, and how many of them are guesses that no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
-        # Number of sequences in passes without drafts, and number of tokens that these passes read.
+        # sequences in passes without drafts, and tokens that these passes read
         self._plain_rows = 0
         self._plain_tokens = 0
         self._plain: list[np.ndarray] = []  # passes that are not yet added to the two sums above

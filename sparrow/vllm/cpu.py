@@ -1,5 +1,5 @@
-"""The attention backend for CPUs, for tests and small models. It uses vLLM's CPU attention, and the
-reference implementation for sparse decode steps.
+"""The attention backend for CPUs, meant for tests and small models. It uses vLLM's CPU attention,
+and the reference implementation for sparse decode steps.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values, with Sparrow's code if the cache has 8 bits, otherwise with vLLM's
-        code.
-        """
+        """Store keys and values, with Sparrow's code in an 8-bit cache and vLLM's otherwise."""
         if not self.is_in_8_bits:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.store(layer, key, value, kv_cache, slot_mapping, reference.store_tokens)

@@ -49,11 +49,11 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values. This uses Sparrow's kernel if the cache has 8 bits, or if Sparrow
-        decodes next, because Sparrow's decode kernel may begin during the update. Otherwise, it
-        uses vLLM's kernel.
+        """Store keys and values. Sparrow's kernel does this in an 8-bit cache, and wherever
+        Sparrow's decode kernel runs next, because that kernel may start before the update is
+        complete.
 
-        In the dense passes of lossless mode, vLLM's kernel always stores them.
+        Otherwise, and in all dense passes of lossless mode, vLLM's kernel does.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)

@@ -1,5 +1,4 @@
-"""The scales of an fp8 KV cache. There is one scale per layer and kv head, which is set from the
-first prompts.
+"""The scales of an fp8 KV cache, one per layer and kv head, which are set from the first prompts.
 
 Scales are powers of 2, so the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
 
@@ -20,8 +19,8 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values that are this many times as large as the largest keys and
-values in the prefill that sets the scales.
+"""Scales leave room for keys and values up to this many times as large as the largest in the
+prefill that sets the scales.
 """
 
 
@@ -32,7 +31,7 @@ class LayerScales:
     Args:
         kv_heads: K.
         cache: the state shared by the layers of a worker.
-        layer: vLLM's attention layer, whose scales are used if Sparrow does not set scales.
+        layer: vLLM's attention layer, whose scales are used if Sparrow does not set its own.
     """
 
     def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
@@ -60,7 +59,7 @@ class LayerScales:
         if self.cache.reads_beyond(slot_mapping_T[has_slot_T]):
             raise ConfigError(
                 "the scales of an fp8 KV cache can change only while the cache is empty; wait for "
-                "all requests to finish and reset the prefix cache before sparrow_renew_kv_scales"
+                "all requests to finish, reset the prefix cache, then call sparrow_renew_kv_scales"
             )
         for new_TKD, scale_K in ((key_TKD, self.values.k), (value_TKD, self.values.v)):
             largest_K = new_TKD[: len(slot_mapping_T)][has_slot_T].float().abs().amax((0, 2))
@@ -69,8 +68,7 @@ class LayerScales:
 
 
 class Fp8Cache:
-    """State that is shared by the layers of one worker: their scales, and a count of clipped
-    tokens.
+    """State shared by the layers of one worker: their scales, and a count of clipped tokens.
 
     Args:
         sets_scales: whether Sparrow sets the scales. In lossless mode, vLLM sets them, because it
@@ -129,9 +127,7 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales, if Sparrow sets them. The range is None as long as they
-        are not set.
-        """
+        """Report the range of the scales if Sparrow sets them; None until they are set."""
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]

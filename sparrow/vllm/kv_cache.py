@@ -61,8 +61,8 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
 
 
 def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Split rows into runs. A run has at most ``COPIED_TOKENS`` tokens, or consists of a single
-    longer row. Yield, for each run, its first row and the row after its last row.
+    """Split rows into runs of at most ``COPIED_TOKENS`` tokens, or of a single longer row. For each
+    run, yield its first row and the row after its last.
     """
     first = total = 0
     for row, length in enumerate(lengths.tolist()):
@@ -90,7 +90,7 @@ def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
     """Pad the blocks of a layer's KV cache spec for landmarks and int8 scales. Return the padded
-    spec, and the share of a block that landmarks take.
+    spec and the landmarks' share of a block.
 
     Args:
         stored: float8_e4m3fn, int8, or None for a cache in the model's dtype.
@@ -112,8 +112,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Return a view of a part of every block of a layer's cache. The part begins at byte ``first``
-    of the block, and is contiguous within it.
+    """View a part of every block of a layer's cache, from byte ``first`` of the block on, as a
+    tensor of this dtype and shape. The part is contiguous within the block.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

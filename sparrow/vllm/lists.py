@@ -3,8 +3,7 @@
 vLLM stores each id, log-prob and rank as a Python object. With 20 entries per list, this takes
 about 1.8 KB per token, which is gigabytes for a rollout.
 
-Shapes: T new tokens, N entries of a token's list, which are the sampled token and then the most
-likely tokens.
+Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely tokens.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def update(processor: Any, lists: tuple[Any, ...]) -> None:
     """Add the lists of new tokens, as ``LogprobsProcessor`` does for flat lists without a
     tokenizer.
 
-    This function must be fast: it runs for each request at every step and, with many requests and
-    short contexts, the GPU waits for it.
+    This must be fast: it runs for each request at every step and, with many requests and short
+    contexts, the GPU waits for it.
     """
     ids_TN, logprobs_TN, rank_T, _ = lists
     if not isinstance(processor.logprobs, ArrayLogprobs):

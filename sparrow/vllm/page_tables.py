@@ -1,5 +1,5 @@
-"""Page counts on the device: the number of pages at each length under the schedule, and the number
-of pages that each row of the current decode step reads.
+"""Page counts on the device: how many pages the schedule keeps at each length, and how many each
+row of the current decode step reads.
 
 Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
 """
@@ -14,7 +14,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 class PageTables:
-    """The page counts of a schedule at each length, and the page counts of a step. The tensors keep
+    """The page counts of a schedule at each length, and those of the current step. The tensors keep
     their addresses, because CUDA graphs refer to them.
 
     Args:
@@ -22,7 +22,7 @@ class PageTables:
         budgets: the budgets that can be used, as multiples of the schedule; one of them must be 1.
         max_rows: the maximum number of sequences that are decoded together, including the padding
             of graphs.
-        max_length: number of tokens of the longest sequence.
+        max_length: maximum length of a sequence, in tokens.
         device: the device on which the model runs.
     """
 
@@ -94,7 +94,7 @@ class PageTables:
 
     def look_up(self, length_B: Tensor) -> Tensor:
         """Write the page counts for rows of these lengths (int32) to ``top_k``. Return the lengths,
-        int32 ``[B]``, with 0 for rows in prefill.
+        int32 ``[B]``, with those of rows in prefill set to 0.
         """
         B = len(length_B)
         place_B = length_B * self._decodes_B[:B]

@@ -1,8 +1,8 @@
 """All patches to vLLM. A patch states which private name Sparrow replaces, in which versions, and
 why.
 
-vLLM offers no public hooks for these purposes. No other module of Sparrow replaces names of vLLM.
-``apply`` applies each patch once per process; importing this module changes nothing.
+vLLM offers no public hooks for what the patches do, and no other module of Sparrow replaces names
+of vLLM. ``apply`` applies each patch once per process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Count the sequences that a worker's steps preempt, announce each step to the speculator of
-    lossless mode before the step runs, and check the engine after the warm-up.
+    """Wrap methods of a worker so that it counts preempted sequences, announces each step to the
+    speculator of lossless mode before the step runs, and checks the engine after the warm-up.
 
-    This wraps methods of two objects, the worker and its model runner, and not methods of their
-    classes. The reason is that there are several runner classes, and that some callers, such as
-    Ray's executor, bypass the worker.
+    The methods are replaced on the worker and its model runner themselves, not on their classes,
+    because there are several runner classes and some callers, such as Ray's executor, bypass the
+    worker.
     """
     runner = worker.model_runner
     step = worker.model_runner.execute_model
@@ -124,7 +124,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
     @wraps(warm_up)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
-        worker.compile_or_warm_up_model = warm_up  # the check needs a cache that is not in use yet
+        worker.compile_or_warm_up_model = warm_up  # check only once, while the cache is unused
         if (runtime := find(vllm_config)) is not None:
             selfcheck.run(worker, runtime)
             runtime.begin_serving()
@@ -135,8 +135,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Record when vLLM writes to the parameters of a worker without calling the model's
-    ``load_weights``.
+    """Mark the copy of the weights for drafts as stale whenever vLLM writes to a worker's
+    parameters without calling the model's ``load_weights``.
     """
 
     def followed(stock: Any) -> Any:
@@ -376,9 +376,9 @@ ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         ">=0.24",
-        "Refuse unsupported versions and models before memory is allocated; a backend sees single "
-        "layers only. Watch the worker: vLLM counts preemptions only together with statistics that "
-        "cost host time for every token, versions before 0.32 do not tell a speculator how many "
+        "Refuse unsupported versions and models before memory is allocated; a backend sees only "
+        "single layers. Watch the worker: vLLM counts preemptions only with statistics that "
+        "take host time for every token, versions before 0.32 do not tell a speculator how many "
         "tokens to draft, and no version passes on what Sparrow's scheduler adds to a step. Keep "
         "warm-up prompts from setting the scales of an fp8 KV cache, and renew the 8-bit copy of "
         "the weights when the weights change.",
@@ -400,22 +400,22 @@ ALWAYS = (
     Patch(
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         ">=0.26,<0.32",
-        "The V2 model runner does not support draft models in these versions; in lossless mode it "
-        "uses Sparrow's speculator.",
+        "In these versions, the V2 model runner refuses draft models, but lossless mode replaces "
+        "vLLM's speculator with Sparrow's.",
         _allowing_our_speculator,
     ),
     Patch(
         "vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
         versions.SUPPORTED,
-        "Let the number of drafts adapt under data parallelism. vLLM fixes the number for all "
-        "models, but the ranks of a dense model never wait for each other.",
+        "Let the number of drafts adapt under data parallelism. vLLM fixes the number for every "
+        "model, although the ranks of a dense model never wait for each other.",
         _adapting_in_each_rank,
     ),
     Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
-        "Refuse requests that lossless mode cannot serve in the place where vLLM refuses those "
-        "that its own speculative decoding cannot serve. Allow min_p and logit_bias, which vLLM "
+        "Refuse what lossless mode cannot serve at the point where vLLM checks a request against "
+        "the limits of its own speculative decoding. Allow min_p and logit_bias, which vLLM "
         "refuses although its V2 model runner verifies them.",
         _checking_by_name,
         ("speculative_config",),
@@ -428,7 +428,7 @@ ATTENTION = (
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         ">=0.26",
         "Make room for landmarks in every KV block. vLLM 0.32 lets a backend customise the spec, "
-        "but does not tell it the layer or the engine.",
+        "but gives it neither the layer nor the engine's configuration.",
         _with_landmarks,
         ("vllm_config",),
     ),
@@ -453,8 +453,8 @@ LOSSLESS = (
     Patch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         ">=0.26",
-        "Find the CUDA graph for any number of drafts: vLLM looks only at graphs of the nearest "
-        "size, which may have been captured for another number.",
+        "Find a CUDA graph for any number of drafts: vLLM considers only graphs of the nearest "
+        "size, which may have been captured for a different number.",
         _candidates_by_drafts,
     ),
     Patch(

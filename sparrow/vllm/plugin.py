@@ -1,6 +1,4 @@
-"""The entry point of the plugin, in the group ``vllm.general_plugins``. vLLM calls it first in
-every process.
-"""
+"""The plugin's entry point, which vLLM calls first in every process."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Any
 
 from sparrow.vllm import config
 
-# name of the entry point that the package declares
+# the group and name of the entry point that the package declares
 GROUP = "vllm.general_plugins"
 NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"
@@ -46,9 +44,8 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Register a backend in a slot, unless another plugin has already registered a backend there.
-    The latter is a problem only for an engine with a schedule, and ``control.check`` refuses to
-    start such an engine.
+    """Register a backend in a slot, unless another plugin has taken the slot. That matters only to
+    an engine with a schedule, which ``control.check`` then refuses to start.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

@@ -1,5 +1,5 @@
-"""State that is shared by the sparse layers of one vLLM worker: the schedule on the device, the
-page counts of the current step, counters, and the state of the model, its KV cache and its drafts.
+"""State shared by the sparse layers of a vLLM worker: the schedule on the device, the page counts
+of the current step, counters, and facts about the model, its KV cache and its drafts.
 
 Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
 """
@@ -28,7 +28,8 @@ from sparrow.vllm.fp8 import Fp8Cache
 from sparrow.vllm.page_tables import PageTables
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
-"""Fields that cannot change in a running engine, because CUDA graphs and landmarks depend on them.
+"""Fields of a schedule that a running engine cannot change, because CUDA graphs and landmarks
+depend on them.
 """
 
 
@@ -77,14 +78,14 @@ class Drafting:
 
 
 class Runtime:
-    """The state of one worker, which exists as long as the worker's model. The tensors keep their
+    """The state of one worker, which lives as long as the worker's model. The tensors keep their
     addresses, because CUDA graphs refer to them.
 
     Args:
         decoding: the settings with which the engine starts; page counts can change afterwards.
         max_rows: the maximum number of sequences that are decoded together, including the padding
             of graphs.
-        max_length: number of tokens of the longest sequence.
+        max_length: maximum length of a sequence, in tokens.
         device: the device on which the model runs.
     """
 
@@ -97,8 +98,7 @@ class Runtime:
         self.model = Model()
         self.cache = CacheLayout()
         self.drafting = Drafting()
-        # The budgets of drafts, as multiples of the schedule. A lossy actor has only the multiple
-        # 1.
+        # The budgets that drafts may use, as multiples of the schedule; in lossy mode, just 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
@@ -153,14 +153,14 @@ class Runtime:
         before the first attention layer.
 
         Args:
-            length_B: int32, number of cached tokens of each row, including the newest token.
+            length_B: int32, the number of tokens each row has in the cache, including the newest.
         """
         self.rows.add(self.pages.look_up(length_B))
 
     @contextmanager
     def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
-        """Use a different table of page counts (see ``PageTables.of``) inside the context. Steps
-        that are decoded there are not counted.
+        """Inside the context, use a different table of page counts (see ``PageTables.of``) and do
+        not count steps.
         """
         changed = (self.pages.at_length, self.pages.top_k, self.rows.at_length)
         before = [each.clone() for each in changed]
@@ -179,8 +179,8 @@ class Runtime:
         layer, int32 ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head
         budgets.
 
-        Tensor parallelism divides the heads of a layer, in order, into equal parts for the ranks.
-        If there are fewer heads than ranks, each head is shared by the same number of ranks.
+        With tensor parallelism, each rank has an equal, contiguous share of a layer's heads. If
+        there are fewer heads than ranks, each head is replicated on the same number of ranks.
         """
         if not self.decoding.schedule.head_budgets:
             return None
@@ -189,7 +189,7 @@ class Runtime:
         return row_K[first : first + kv_heads].to(self.pages.top_k.device, copy=True)
 
     def use_budget(self, budget: int) -> None:
-        """Switch drafts to another budget, which is given by its index in ``budgets``.
+        """Switch drafts to another budget, given as an index into ``budgets``.
 
         This is called on the host between cycles, and does not synchronise with the device.
         """
@@ -225,10 +225,9 @@ class Runtime:
         """Count one dense pass of lossless mode that is followed by ``drafts`` drafts.
 
         Returns:
-            int64 [4], to which the caller adds four sums over the sequences that were not in
-            prefill: the number of tokens that the pass read, the number of tokens that ordinary
-            decoding would have read instead, the number of emitted tokens, and the number of
-            sequences.
+            int64 [4], to which the caller adds four totals over the sequences that were not in
+            prefill: tokens that the pass read, tokens that ordinary decoding would have read
+            instead, emitted tokens, and sequences.
         """
         return self.passes.count(drafts)
 
@@ -236,19 +235,19 @@ class Runtime:
         """Count the drafts of a cycle with guesses.
 
         Returns:
-            int64 [2], to which the caller adds two sums over the sequences that drafted: their
-            drafts, and how many of these are guesses that no sparse pass has judged.
+            int64 [2], to which the caller adds two totals over the sequences that drafted: drafts,
+            and those among them that are guesses, unchecked by any sparse pass.
         """
         return self.passes.count_drafts()
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
-        """Count one dense pass of lossless mode in which every sequence gets one token, and which
-        has no drafts before or after it.
+        """Count one dense pass of lossless mode that has no drafts before or after it, so that
+        every sequence gets one token.
 
         Args:
-            computed: number of tokens that each sequence had in the cache before the pass. This
-                includes rejected drafts if the pass follows a verification, because vLLM schedules
-                such a pass before it has seen which drafts were rejected.
+            computed: the number of tokens that each sequence had in the cache before the pass.
+                After a verification, this includes rejected drafts, because vLLM schedules the next
+                pass before it knows which drafts were rejected.
         """
         self.passes.count_plain(computed)
 
@@ -294,8 +293,8 @@ class Runtime:
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; in "
-                "draft_schedule, leave no layers dense except those that are dense in "
+                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; let "
+                "dense_layers of draft_schedule contain only layers that are dense in "
                 f"meter_schedule: {list(schedule.dense_layers)}"
             )
 
@@ -335,13 +334,13 @@ class Runtime:
         return report
 
     def describe(self) -> dict[str, Any]:
-        """Describe the mode, kernels, schedule and layers, in plain types."""
+        """Describe the mode, kernels, schedule and layers as a JSON-compatible dict."""
         stored = self.cache.in_8_bits
         quantization = self.model.quantization
         copies = self.drafting.weights
         guesses = self.decoding.guess_tokens
         settings = self.decoding.to_dict() if self.is_lossless else {}
-        # The schedule may have changed since the start; ``schedule`` is the current schedule.
+        # The schedule may have changed since the engine started; the current one is added below.
         settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
@@ -362,7 +361,7 @@ class Runtime:
         }
 
     def _settle(self) -> None:
-        """Add the steps that were decoded under the current schedule to the counts."""
+        """Add the steps decoded since the last call, under the current schedule, to the counts."""
         settled = self.rows.take(
             [self.schedule.times(multiple) for multiple in self.budgets],
             self.pages.budget,

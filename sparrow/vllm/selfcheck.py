@@ -2,8 +2,8 @@
 
 ``check_names`` runs before memory is allocated, and looks for every private name and parameter of
 vLLM that Sparrow replaces or uses. ``run`` follows the warm-up. It runs decode steps of every layer
-with the layer's own KV cache, and a few steps of the whole model, and compares the results with
-known results. Both functions raise a ConfigError that names the difference in one sentence.
+on the layer's own KV cache, and a few steps of the whole model, and compares the results with what
+they should be. Both functions raise a ConfigError that describes the difference in one sentence.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -40,8 +40,7 @@ them by score.
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
 """Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, which
-gives most of the weight to few tokens. Each query is the best of ``CANDIDATES`` (see
-``_decisive``).
+gives a few tokens most of the weight. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
 """The largest difference that is allowed between a layer's outputs and outputs computed in float32,
@@ -53,8 +52,8 @@ STEP_TOKENS = 160
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
 """Bounds on the distance between log-probs and those of a dense pass, by the size of the model's
-dtype in bytes. The distance is relative to the spread of the dense log-probs. It is not 0 because
-passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
+dtype in bytes. The distance is relative to the spread of the dense log-probs, and never quite 0,
+because passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
 weights.
 """
 
@@ -97,9 +96,7 @@ def check_name(target: str, parameters: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """A name in vLLM that Sparrow uses unchanged, with the parameters or fields that Sparrow
-    needs.
-    """
+    """A name in vLLM that Sparrow uses as is, with the parameters or fields that it needs."""
 
     target: str
     parameters: tuple[str, ...] = ()
@@ -264,7 +261,7 @@ def _refusal(what: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences that a check found. All of them are within their bounds."""
+    """The largest differences found by a check that passed."""
 
     layers: float  # largest difference in attention outputs
     steps: float  # largest difference in log-probs, relative to the spread of log-probs
@@ -367,19 +364,19 @@ class Place:
 
 
 def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
-    """Store known keys and values in the cache of every layer, as the engine does, and run decode
-    steps that read them.
+    """Store known keys and values in every layer's cache as the engine would, and run decode steps
+    that read them.
 
-    If every page is kept, the outputs must equal those of plain attention over the keys and values.
-    If few pages are kept, the outputs must equal those of ``attention.reference``, which computes
-    its own landmarks. Nothing may be stored outside the blocks of the tokens.
+    The outputs must match ``attention.reference``, which computes its own landmarks, both with
+    every page kept, where it is plain attention over the keys and values, and with only a few.
+    Nothing may be stored outside the tokens' blocks.
 
     Args:
         layers: the layers, in the order of the model. Layers that run only vLLM's own attention are
             skipped.
         model: vLLM's ``ModelConfig``.
 
-    Returns the largest difference of an output, or 0 if there are no layers to check.
+    Returns the largest error of any output, or 0 if there are no layers to check.
 
     Raises ConfigError: a layer fails one of these checks.
     """
@@ -416,8 +413,8 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
 
 
 def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
-    """Choose blocks for more pages than are kept. Blocks are taken from the end of the cache
-    backwards; if there are enough, only every second block is used.
+    """Choose blocks for a sequence with more pages than are kept. They are taken from the end of
+    the cache backwards, skipping every second block if there are enough.
     """
     blocks, _, N, _ = keys.shape
     P = layout.page_size
@@ -437,7 +434,7 @@ def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
 
 
 def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed: int) -> Known:
-    """Sample keys, values and queries. Their scores vary so much that few tokens have most of the
+    """Sample keys, values, and queries whose scores vary so much that a few tokens get most of the
     weight.
     """
     impl = layer.impl
@@ -485,8 +482,8 @@ def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
 def _store(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, dtype: torch.dtype
 ) -> None:
-    """Store the tokens and their landmarks. The newest token is stored as it would be in a decode
-    step.
+    """Store the tokens and their landmarks, the newest token in the way a decode step would store
+    it.
     """
     for layer, own in zip(layers, known, strict=True):
         key_TKD = (own.key_KTD * own.key_scale_K[:, None, None]).transpose(0, 1)
@@ -516,8 +513,8 @@ def _decode(
     tokens: int,
     top_k: int,
 ) -> float:
-    """Run one decode step of every layer, with rows of different lengths; the last ``tokens`` tokens
-    of each are new.
+    """Run one decode step of every layer, with rows of different lengths, in each of which the last
+    ``tokens`` tokens are new.
 
     Returns the largest difference between an output and the known output.
 
@@ -573,7 +570,7 @@ def _decode(
         if not error <= bound:
             raise _refusal(
                 f"the output of {layer.layer_name} is off by {error:.2g} when it decodes {tokens} "
-                f"new tokens of {rows} rows from a {layer.kv_cache.dtype} cache with "
+                f"new tokens in each of {rows} rows from a {layer.kv_cache.dtype} cache with "
                 f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, but rounding "
                 f"accounts for at most {bound}"
             )
@@ -661,9 +658,9 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     """Decode a sequence as the engine does, but with every page kept. Compare its log-probs with
     those of a dense pass over the same tokens.
 
-    In lossless mode, one cycle is decoded. It consists of drafts, which run as CUDA graphs if the
-    engine captures such graphs, and a pass that verifies the drafts. The log-probs of this pass are
-    then compared with those of a dense prefill.
+    In lossless mode, decode one cycle: drafts, which are replayed from CUDA graphs if the engine
+    has captured any, and the pass that verifies them. The log-probs of the drafts are compared with
+    those of this pass, and the latter with those of a dense prefill.
 
     Returns the largest distance (see ``distance``), or 0 if this worker has no log-probs to
     compare.
@@ -678,7 +675,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is not None:
         k = min(n for n in setup.draft_choices(runtime.decoding) if n)
     groups = cache.kv_cache_groups
-    # number of blocks per sequence in each group
+    # blocks available per sequence in each group
     half = (cache.num_blocks - 1) // (2 * len(groups))
     room = min(
         STEP_TOKENS,
@@ -692,7 +689,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    # blocks used in each group; a pass over guesses may also write to vLLM's null block
+    # blocks used in each group, including the null block, to which a pass over guesses may write
     used: dict[int, list[int]] = {number: [0] for number in range(len(groups))}
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):
@@ -731,7 +728,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
                 emptied = [block * parts + part for block in used[number] for part in range(parts)]
                 _bytes_of(layer)[emptied] = 0
 
-    if not decoded or not expected:  # vLLM may have computed the logits of a step in another worker
+    if not decoded or not expected:  # another worker may have computed the logits
         return 0.0
     bound = LOG_PROB_BOUNDS[config.model_config.dtype.itemsize]
     if speculator is None:
@@ -768,7 +765,7 @@ def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
 
 @contextmanager
 def _unmetered(runtime: Any) -> Iterator[None]:
-    """Suspend the measurement of another schedule (``meter_schedule``) inside the context."""
+    """Suspend the measurement of ``meter_schedule`` inside the context."""
     meter = runtime.drafting.meter
     metered = None if meter is None else meter.metered
     if metered is not None:

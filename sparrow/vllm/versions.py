@@ -1,4 +1,4 @@
-"""Versions of vLLM: which of them are supported, and how they differ.
+"""Which versions of vLLM are supported, and how they differ.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """
@@ -39,7 +39,7 @@ self-check passes.
 def check(on_cpu: bool) -> None:
     """Check that Sparrow supports the vLLM of this process.
 
-    Raises ConfigError: Sparrow does not run in this version, or does not run in it on a CPU.
+    Raises ConfigError: Sparrow does not support this version, or not on a CPU.
     """
     import vllm
 
@@ -63,7 +63,7 @@ def known() -> str:
 
     torches = sorted(set(PROVEN.values()))
     return (
-        f"vLLM {vllm.__version__} and torch {torch.__version__}; found exact on GPUs before: vLLM "
+        f"vLLM {vllm.__version__} and torch {torch.__version__}; known to be exact on GPUs: vLLM "
         f"{', '.join(PROVEN)} with torch {', '.join(torches)}"
     )
 
@@ -101,7 +101,7 @@ def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """Make the same two views of the cache of a layer on a CPU, where vLLM stores the keys of a
+    """Split the cache of a layer on a CPU into the same two views. There, vLLM stores the keys of a
     block transposed, ``[D, N]``.
 
     Raises ConfigError: the kernels for this instruction set pack keys in another order.

@@ -61,7 +61,7 @@ def test_scales_are_kept_while_anything_is_cached(folder):
         assert len(sparrow.generate([[7]], SAMPLED)[0]) == 24  # one token, but not the first prompt
         sparrow.rpc("sparrow_renew_kv_scales")
         with pytest.raises(
-            ConfigError, match="reset the prefix cache before sparrow_renew_kv_scales"
+            ConfigError, match="reset the prefix cache, then call sparrow_renew_kv_scales"
         ):
             sparrow.generate(PROMPTS[2:3], SAMPLED)
 

@@ -78,7 +78,7 @@ def worker(sparrow):
 def test_an_engine_logs_its_self_check_at_start(sparrow):
     [line] = [line for line in sparrow.said if "self-check" in line]
     assert f"with vLLM {vllm.__version__} and torch {torch.__version__}" in line
-    assert "found exact on GPUs before: vLLM 0.26, 0.28, 0.29, " in line
+    assert "known to be exact on GPUs: vLLM 0.26, 0.28, 0.29, " in line
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Launcher for the CUDA kernel. This file defines the kernel's limits, the division of a batch, and
-the kernel's arguments.
+"""The launcher of the CUDA kernel: its limits, its arguments, and how it divides a batch.
 
 Shapes: as in ``attention/decode.py``.
 """
@@ -31,14 +30,14 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-# Maximum number of queries (group x new tokens) that read the same pages, for each head dim. It is
-# limited because the queries' sums are kept in registers.
+# Maximum number of queries (group x new tokens) that read the same pages, by head dim. Registers
+# limit it, because they hold the queries' sums.
 MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # number of words in program.cuh's struct ``Shared``, not counting 3 words per warp
-# If there are fewer items per multiprocessor than this, Triton is faster, because it ranks a row
-# with several programs.
+# With fewer items per multiprocessor than this, Triton is faster, because it ranks a row with
+# several programs.
 FEW_ITEMS = 0.3
 
 
@@ -66,8 +65,9 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division to request when a step is planned. If the first part of a row ranks
-        pages for the row's other parts, it starts before these parts and never waits for them.
+        """Return the division to request when a step is planned. The first part of a row may rank
+        pages for the row's other parts; it starts before them and never waits for them, so they
+        cannot deadlock.
         """
         if self.parts > 1:
             # The number of resident programs is not limited, so parts are as small as their number
@@ -94,8 +94,8 @@ def choose_config(
     dtype: torch.dtype = torch.bfloat16,
     queries: int = 1,
 ) -> CudaConfig:
-    """Choose the configuration for ``items`` items (sequences x kv heads). Each has up to
-    ``capacity`` pages, in a cache of dtype ``dtype``, and ``queries`` queries (group x new tokens).
+    """Choose the configuration for ``items`` items (sequences x kv heads), each with ``queries``
+    queries (group x new tokens) and up to ``capacity`` pages in a cache of dtype ``dtype``.
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -212,8 +212,8 @@ def run(
     override the default configuration.
 
     With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
-    ``triton.store_tokens`` permits this early start. Nothing except the newest tokens may depend on
-    the preceding launch.
+    ``triton.store_tokens`` permits this early start, and only the newest tokens may depend on that
+    launch.
     """
     assert workspace is not None  # ``check`` has already refused None
     launches = Launches(batch, workspace, config)

@@ -63,7 +63,7 @@ __device__ __noinline__ Threshold bisect(const float* scores, int begin, int end
 }
 
 // The highest scores are in the first bin. The pages in the bins before bin `number` are kept, and so are the `wanted`
-// best of the `inside` pages in bin `number`. A negative `number` means that the bins cannot determine the selection.
+// best of the `inside` pages in bin `number`. A negative `number` means that bins are not enough to select the pages.
 struct Bin {
   float high, per_unit;
   int number, inside, wanted;

@@ -196,7 +196,7 @@ DEVICE void times_queries(
   else times_queries_in_halves<FORMAT>(even, odd, tile, q, chunks.lane);
 }
 // Convert an exponent byte (attention/int8.py) to its scale, the reciprocal of the scale, and the exponent. Byte 255
-// yields an infinite exponent: a value that was not finite makes the maximum infinite, and its own weight and the
+// stands for an infinite exponent: a value that was not finite makes the maximum infinite, and its own weight and the
 // result NaN.
 DEVICE float scale_of(u32 byte) { return __int_as_float(byte << 23); }
 DEVICE float reciprocal_of(u32 byte) { return __int_as_float((254 - byte) << 23); }

@@ -1,4 +1,4 @@
-"""Triton kernels that update a paged cache. They store the newest tokens, and the landmarks of the
+"""Triton kernels that update a paged cache: they store the newest tokens, and the landmarks of the
 pages that these tokens complete.
 
 Shapes: K kv heads, D head dim (padded to DP), P page size; a block of the cache consists of
@@ -31,7 +31,7 @@ def landmark_kernel(
     PER_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Recompute the mean key, in one layer, of every page whose last slot is among this program's
+    """Recompute the mean key of every page of one layer whose last slot is among this program's
     ``SLOTS`` slots.
 
     ``scales`` are the scales of int8 keys; None for keys in other dtypes.

@@ -73,8 +73,8 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Let every position attend to the pages that it would have read during decoding; see
-    ``sparrow.attention.teacher_forced``.
+    """Compute attention for whole sequences, in which every position reads the pages that it would
+    have read during decoding; see ``sparrow.attention.teacher_forced``.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
     if not scale > 0:
@@ -162,7 +162,7 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Return how many rows of two tensors a loop should load per step. This is fewer than
+        """Return how many rows of two tensors a loop should load per step, which is fewer than
         ``rows`` if rows are wide or shared memory is small.
         """
         rows = rows * 256 // max(256, self.row_bytes)
@@ -199,8 +199,8 @@ class Call:
         N = self.N
         P = layout.page_size
         K = self.K
-        # The scratch memory for scores limits the number of positions in a chunk, which is rounded
-        # down to a power of 2.
+        # A chunk has as many positions as the scratch memory for scores has room for, rounded down
+        # to a power of 2.
         room = 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)
         C = max(32, min(triton.next_power_of_2(self.T), room))
 

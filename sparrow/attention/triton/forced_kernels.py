@@ -5,8 +5,8 @@ Queries are divided into tiles of BT consecutive positions times the G heads of 
 page and tile, a bit mask specifies the positions of the tile that keep the page (``masks``: bit i
 is the tile's i-th position). Each tile has a list of the pages that at least one of its positions
 keeps, and the tile's program reads exactly these pages. For the gradients of keys and values, the
-same bits are turned into a list for each run of adjacent pages. It contains the positions that keep
-at least one page of the run, and one program per run reads exactly these positions. There are no
+same bits are turned into a list for each run of adjacent pages, which contains the positions that
+keep at least one page of the run. One program per run reads exactly these positions. There are no
 atomic additions, so results are bitwise deterministic.
 
 Everything is indexed by position in the sequence; columns before a row's start and after its end
@@ -516,11 +516,11 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Compute the gradients of one run's keys and values. A loop goes over the positions that keep
-    at least one page of the run, BT positions at a time.
+    """Compute the gradients of one run's keys and values, in a loop over the positions that keep at
+    least one page of the run, BT at a time.
 
-    Float32 sums are compensated: every position keeps the first page, so the rounding error of that
-    page's sums would grow with the length.
+    Float32 sums are compensated, because every position keeps the first page, and the rounding
+    error of that page's sums would grow with the length.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)

@@ -70,8 +70,8 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def selecting_position(position, prompt, STEP: tl.constexpr):
-    """Return the position whose query selects the pages for ``position``. This is the first
-    position of the same decode step; a decode step has STEP tokens.
+    """Return the position whose query selects the pages for ``position``: the first position of its
+    decode step, which has STEP tokens.
     """
     since_prompt = position - prompt
     return tl.where(since_prompt < 0, position, position - since_prompt % STEP)
@@ -210,8 +210,8 @@ def tile_kernel(
     WORDS: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """Turn a chunk's bits into masks: one mask per page, with a bit for each position of a tile.
-    Also list the pages whose mask is not empty.
+    """Turn a chunk's bits into a mask for each tile and page, with a bit for each position of the
+    tile. Also list the pages of each tile whose masks are not empty.
 
     A list entry contains the page in its lower half and the mask in its upper half.
     """

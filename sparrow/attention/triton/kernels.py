@@ -387,8 +387,9 @@ def rank_kernel(
     """Score the pages of each item in several programs. The last of these programs to finish
     selects the pages.
 
-    With ``rank_before_wait``, ranking does not wait for the preceding launch, which must only store
-    the newest tokens. ``key_scales`` are the scales of int8 keys; None for keys in other dtypes.
+    With ``rank_before_wait``, ranking does not wait for the preceding launch, which must then do
+    nothing but store the newest tokens. ``key_scales`` are the scales of int8 keys; None for keys
+    in other dtypes.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -498,7 +499,7 @@ def attend_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute attention; each program attends to one part of an item's kept tokens.
+    """Compute attention, with each program attending to one part of an item's kept tokens.
 
     The last program of an item to finish adds up all parts in order, so the result does not depend
     on timing.

@@ -45,8 +45,7 @@ def run(
     override the configuration that would be chosen.
 
     With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
-    ``store_tokens`` permits this early start, and nothing but the newest tokens may depend on that
-    launch.
+    ``store_tokens`` permits this early start, and only the newest tokens may depend on that launch.
     """
     assert workspace is not None  # ``check`` has refused None
     launches = Launches(batch, workspace, config)
@@ -94,8 +93,8 @@ class Launches:
             SINK=layout.sink_pages,
             RECENT=layout.recent_pages,
         )
-        # From Hopper on, a launch may begin before the preceding launch has ended, and then wait on
-        # the device for its end.
+        # From Hopper on, a launch may begin before the preceding one has ended, and then wait for
+        # it on the device.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
@@ -224,9 +223,9 @@ def store_tokens(
     ``DecodeBatch`` describes the layout of the caches.
 
     A float8_e4m3fn cache needs ``scales``, and ``clipped``, int64 ``[1]``. Keys and values beyond
-    448 times their scale are clamped, and ``clipped`` counts the tokens to which this happens. For
-    an int8 cache, ``scales`` is written as well. If the next launch on the stream is a decode step
-    that reuses its plan, that step may rank pages while the tokens are still being stored.
+    448 times their scale are clamped, and ``clipped`` counts the tokens affected. For an int8
+    cache, ``scales`` is written as well. If the next launch on the stream is a decode step that
+    reuses its plan, that step may rank pages while the tokens are still being stored.
     """
     (T,) = slot_mapping_T.shape
     (_, K, D) = key_TKD.shape

@@ -1,6 +1,6 @@
-"""The choices of ``sparrow tune``. They are saved in the user's cache folder, in one file for each
-GPU, attention shape and version of Triton. The launcher reads the file once per process; if there
-is no file, it uses the shipped configurations.
+"""The choices of ``sparrow tune``, which are saved in the user's cache folder, in one file for each
+GPU, attention shape and version of Triton. The launcher reads a file once per process, or uses the
+shipped configurations if there is none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Measurement:
     pages: int
     shipped_us: float
     tuned_us: float
-    limit_us: float  # the time that the GPU takes to read as many bytes
+    limit_us: float  # time to read the same bytes at the GPU's full bandwidth
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Choices:
-    """The contents of a file."""
+    """The contents of a saved file."""
 
     target: Target
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences. It is the variant of the tuned
-        batch whose size is nearest by ratio; if two sizes are equally near, the smaller one counts.
+        """Return the variant for a batch of ``rows`` sequences: the one tuned for the batch size
+        nearest by ratio, or for the smaller of two equally near sizes.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 
@@ -231,7 +231,7 @@ def tuned(batch: DecodeBatch, shipped: LaunchConfig) -> LaunchConfig:
     itself if there are no choices for this GPU and shape. Steps over several new tokens per
     sequence are never tuned, so they also use ``shipped``.
 
-    The result depends on shapes alone, so it remains correct when a captured graph is replayed.
+    The result depends on shapes alone, so it remains valid when a captured graph is replayed.
     """
     if batch.tokens > 1:
         return shipped

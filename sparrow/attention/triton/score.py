@@ -10,7 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def ranking_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load the mean query ``[DP]`` of a group in float32; the group ranks pages with it."""
+    """Load a group's queries, and return their mean ``[DP]`` in float32, by which pages are
+    ranked.
+    """
     d = tl.arange(0, DP)
     total = tl.zeros((DP,), tl.float32)
     for g in tl.static_range(G):
@@ -34,8 +36,8 @@ def tile_scores(
     BN: tl.constexpr,
 ):
     """Compute the scores ``[BT, BN]`` of pages for a tile of positions, given the queries ``[BT *
-    GP, D]`` of these positions. Scores are summed over the group. The order of pages by the sum is
-    the same as by the mean.
+    GP, D]`` of these positions. Scores are summed over the group, because the sum ranks pages in
+    the same order as the mean.
     """
     score = tl.dot(q_MD, tl.trans(landmarks_ND), input_precision="ieee")
     if GP != G:

@@ -1,9 +1,9 @@
 """The search behind ``sparrow tune``. It times variants of the shipped configuration on this GPU,
 and keeps the fastest one whose result agrees with the reference.
 
-Every step reads random blocks of one large pool, so hardly anything is found in the L2 cache.
-Queries and landmarks are integers, so scores are exact in any order of summation, and the kernels
-and the reference select the same pages.
+Every step reads random blocks of one large pool, so that it finds hardly anything in the L2 cache.
+Queries and landmarks are integers, so that scores are exact in any order of summation, and the
+kernels and the reference select the same pages.
 
 Shapes: S steps, B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, M
 blocks in a row of the block table, each of one page.
@@ -45,7 +45,7 @@ POOL_BYTES = 2**31  # size of the keys and values, many times the L2 cache of an
 STEP_BYTES = 2**29
 MOST_STEPS = 16
 MARGIN = 0.01  # a variant replaces another only if it is faster by more than this share
-REPEATS = 3  # how often the chosen and the shipped configuration are measured in turn at the end
+REPEATS = 3  # final measurements of the chosen and the shipped configuration, in alternation
 CHECKED_ROWS = 3
 INT8_EXPONENT = 120  # the byte for a scale of 2^-7, with which codes stand for -1 to 1
 FP8_SCALE = 0.25
@@ -56,7 +56,9 @@ Times = Sequence[float]
 
 
 class WrongResult(Exception):
-    """A configuration whose result differs from the reference's by more than rounding."""
+    """Raised for a configuration whose result differs from the reference by more than rounding
+    explains.
+    """
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def check_target(target: Target, grid: Grid, device: torch.device) -> None:
     most = pages - layout.sink_pages - layout.recent_pages - 1
     if pages >= MAX_PAGES or max(grid.pages) > most:
         raise ConfigError(
-            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size}, expected "
-            f"fewer than {MAX_PAGES}, of which at most {most} can be kept by score, got "
+            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size}, but "
+            f"there must be fewer than {MAX_PAGES}, and at most {most} can be kept by score, got "
             f"{max(grid.pages)}; change tokens or pages"
         )
 
@@ -158,7 +160,7 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
     if shipped is None:
         raise ConfigError(
             "the shipped configuration of the Triton kernels does not run on this GPU, or gives "
-            "wrong results; use sparrow_kernels='reference' and report this GPU"
+            "wrong results; start vLLM without a schedule, and report this GPU"
         )
     best = Variant()
     best_ratio = 1.0
@@ -186,7 +188,9 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
 def measured_again(
     times: Callable[[Variant], Times | None], variant: Variant
 ) -> tuple[list[float], list[float]]:
-    """Return the median times of the shipped configuration and of ``variant``, measured in turn."""
+    """Return the median times of the shipped configuration and of ``variant``, measured in
+    alternation.
+    """
     taken: dict[Variant, list[Times]] = {Variant(): [], variant: []}
     for _ in range(REPEATS):
         for each, rows in taken.items():
@@ -317,7 +321,7 @@ class Problem:
         return exact, float((low - exact).norm(dim=-1).amax())
 
     def check_result(self) -> None:
-        """Check the result that the first step has written to ``out``.
+        """Check the result that the first step wrote to ``out``.
 
         Raises WrongResult: the error is more than twice the reference's error in the same
         precision, plus half a unit in the last place.
@@ -364,8 +368,8 @@ class Problem:
 class Bench:
     """Times variants on all problems with one number of sequences, and checks their results.
 
-    Variants that the GPU cannot run are left out. Variants with wrong results are also left out,
-    and are reported.
+    Variants that the GPU cannot run are left out, as are variants with wrong results, which are
+    also reported.
     """
 
     def __init__(

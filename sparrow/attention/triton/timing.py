@@ -14,8 +14,8 @@ import triton.language as tl
 def timed(
     launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2
 ) -> dict[str, float]:
-    """Return the median and spread of the microseconds per launch, over replays of a CUDA graph
-    that contains all of ``launches``.
+    """Time replays of a CUDA graph that contains all of ``launches``. Return the median and the
+    10th and 90th percentiles of the microseconds per launch.
     """
     for launch in launches:
         launch()
@@ -41,8 +41,8 @@ def timed(
 
 
 def read_limit(nbytes: int = 2**33) -> float:
-    """Return how many bytes per second a kernel reads if it reads ``nbytes`` bytes once and writes
-    almost nothing.
+    """Measure the bandwidth, in bytes per second, of a kernel that reads ``nbytes`` bytes once and
+    writes almost nothing.
     """
     x = torch.randint(0, 9, (nbytes // 4,), dtype=torch.int32, device="cuda")
     out = torch.empty(triton.cdiv(x.numel(), 4096), dtype=torch.int32, device="cuda")

@@ -71,8 +71,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
     """Return how many programs compute further parts of rows, in addition to the one program per
-    item. There is one for each multiprocessor without an item. If there are more items than
-    multiprocessors, there are about two per multiprocessor.
+    item: one for each multiprocessor without an item or, if there are more items than
+    multiprocessors, about two per multiprocessor.
 
     More programs would not help: a grid that is larger than the device can run at once is
     distributed unevenly, even if most of its programs have nothing to do.
@@ -94,7 +94,7 @@ def choose(
     ``head_bytes`` bytes, which must be a power of 2. Each item has ``queries`` queries of
     ``query_bytes`` bytes, including padding.
 
-    The choice depends on shapes alone, so it remains correct when a captured graph is replayed.
+    The choice depends on shapes alone, so it remains valid when a captured graph is replayed.
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
@@ -118,9 +118,9 @@ def choose(
 
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
-    """Return an upper bound on the shared memory of an attention program, in bytes. It contains the
-    keys and values in flight, the queries, their weights for one tile, and page ids. At least 16
-    KiB are reserved for everything except keys and values.
+    """Return an upper bound on the shared memory of an attention program, in bytes, for the keys
+    and values in flight, the queries, their weights for one tile, and page ids. It allows at least
+    16 KiB for everything except keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2

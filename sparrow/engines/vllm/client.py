@@ -90,7 +90,7 @@ class Client(ABC):
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """After new weights were loaded, drop cached prefixes, and let the next prompts set the
+        """Drop cached prefixes after new weights have been loaded, and let the next prompts set the
         scales of an fp8 KV cache again.
         """
         self.drop_prefixes()
@@ -167,10 +167,11 @@ def tally(
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
-    """Yield paths of safetensors files with the weights, for other processes on this machine.
+    """Write weights to safetensors files for other processes on this machine, and yield the paths
+    of the files.
 
-    A file is deleted when the next one is requested. With ``whole``, there is only one file, as an
-    engine that quantises its weights requires.
+    A file is deleted when the next one is requested. With ``whole``, there is only one file, which
+    an engine that quantises its weights requires.
     """
     chunk: dict[str, Tensor] = {}
     size = 0

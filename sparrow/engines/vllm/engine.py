@@ -32,8 +32,8 @@ from sparrow.vllm import config, patches, plugin
 
 
 class VLLMEngine(Client):
-    """An engine that samples with vLLM. vLLM's scheduler runs in this process. If there is a single
-    device, vLLM's model also runs in this process.
+    """An engine that samples with vLLM. vLLM's scheduler runs in this process and, if there is a
+    single device, so does its model.
 
     Args:
         model: folder or Hugging Face name of a checkpoint.
@@ -97,7 +97,8 @@ class VLLMEngine(Client):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        # vLLM's scheduler, if it chooses drafts and there is only one training process
+        # vLLM's scheduler, if it chooses the number of drafts and there is only one training
+        # process
         self._scheduler: Any = None
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
@@ -189,7 +190,7 @@ class VLLMEngine(Client):
 
     def wake(self) -> None:
         if self._asleep:
-            # torch keeps the memory that training has freed, and vLLM could not use that memory
+            # torch caches the memory that training has freed, where vLLM could not use it
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self._asleep = False
@@ -230,7 +231,7 @@ def _undone_if_refused() -> Iterator[None]:
 
 
 def check_discoverable() -> None:
-    """Check that vLLM's other processes will load the plugin. They can find it only by its entry
+    """Check that vLLM's other processes will load the plugin, which they find only by its entry
     point.
 
     Raises ConfigError: the other processes would not load the plugin.
@@ -246,8 +247,8 @@ def check_discoverable() -> None:
 
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    """Build a rollout from vLLM's completion, whose lists contain the sampled token, followed by
-    the most likely tokens, best first.
+    """Build a rollout from vLLM's completion, whose lists contain the sampled token and then the
+    most likely tokens, best first.
     """
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]

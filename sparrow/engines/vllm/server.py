@@ -35,8 +35,8 @@ ANSWER_S = 600.0  # maximum time to wait for the answer to a request other than 
 CHECK_S = 15.0
 STALL_S = 300.0
 """While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds. If there
-is no progress for ``STALL_S`` seconds, waiting ends with an error. There is no time limit for a
-server that answers but does not count tokens.
+is none for ``STALL_S`` seconds, the call fails. There is no time limit for a server that answers
+but does not count tokens.
 """
 
 
@@ -218,7 +218,7 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        # torch keeps the memory that training has freed, and the server could not use that memory
+        # torch caches the memory that training has freed, where the server could not use it
         torch.cuda.empty_cache()
         if self._controls:
             self._request("POST", "/wake_up")
@@ -264,8 +264,8 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """An error for a request that the server answered with an error status. The message contains
-    the path of the request and the server's answer.
+    """Raised when the server answers a request with an error status. The message contains the path
+    of the request and the server's answer.
     """
 
     def __init__(self, status: int, path: str, text: str) -> None:

@@ -1,5 +1,5 @@
-"""One-sentence errors for a vLLM engine that does not start. The sentence says why vLLM does not
-start, and what to do.
+"""One-sentence errors for a vLLM engine that does not start, which state the reason and the
+remedy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ REMEDIES = (
     ("background process", "see its error message above"),
     ("initialization failed", "see its error message above"),
 )
-"""Phrases that vLLM's reason may contain, in lower case, and the remedy for each of them. The first
-match is used.
+"""Phrases that vLLM's reason may contain, in lower case, each with its remedy. The first match is
+used.
 """
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
 """Sentences of vLLM's message that begin with these words are advice, and not part of the
@@ -42,8 +42,8 @@ reason.
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """If vLLM raises an exception while an engine starts, turn it into an EngineError, and log its
-    traceback at level DEBUG. Exceptions of other types pass unchanged.
+    """Turn exceptions that vLLM raises while an engine starts into an EngineError, and log their
+    tracebacks at level DEBUG. Exceptions of other types pass through unchanged.
     """
     try:
         yield

@@ -1,9 +1,9 @@
 """LoRA adapters in draft steps.
 
 Before a pass begins, vLLM maps the tokens of the pass to adapters on the device. A verification has
-several tokens per sequence, while a draft step has one, so the mapping for a verification does not
-fit the draft steps that follow. vLLM also maps sequences to adapters, for the output layer. Draft
-steps use this second mapping in every layer.
+several tokens per sequence but a draft step only one, so the mapping for a verification does not
+fit the draft steps after it. For the output layer, however, vLLM also maps sequences to adapters,
+and draft steps use this second mapping in every layer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ with an entry for each adapter that is in use.
 class DraftAdapters:
     """The adapters in the draft steps of one worker.
 
-    The tensors of the layers keep their addresses, because CUDA graphs refer to them. After the
-    drafts, their previous values are restored, because vLLM continues to use these values as long
-    as the batch stays the same.
+    The layers' tensors keep their addresses, because CUDA graphs refer to them. Their values are
+    restored after the drafts, because vLLM keeps using them for as long as the batch stays the
+    same.
 
     Args:
-        manager: vLLM's ``LoRAModelManager``. From now on, it refuses adapters that change the
-            output layer.
+        manager: vLLM's ``LoRAModelManager``, which is changed to refuse adapters for the output
+            layer.
         rows: the maximum number of sequences in the worker.
     """
 
@@ -51,8 +51,8 @@ class DraftAdapters:
         self._vocabulary = manager.vocab_size
         self._sequence_adapters = wrapper._sampler_indices[:rows]
 
-        # Unlike the other layers, the embedding reads the place of each token's adapter, not a
-        # mapping.
+        # Unlike the other layers, the embedding reads the offset of each token's adapter instead of
+        # a mapping.
         embedding = wrapper._embeddings_indices[:rows]
         self._places = torch.empty_like(embedding)
         self._read = [*_tensors(self._of_tokens, rows), embedding]
@@ -71,7 +71,7 @@ class DraftAdapters:
         if not self.are_used:
             yield
             return
-        last = self._manager.lora_slots - 1  # padding has no adapter, but needs a valid place
+        last = self._manager.lora_slots - 1  # padding has no adapter, but needs a valid offset
         torch.clamp(self._sequence_adapters, min=0, max=last, out=self._places)
         self._places.mul_(self._vocabulary)
         torch._foreach_copy_(self._kept, self._read)

@@ -18,7 +18,9 @@ SHORTEST = tl.constexpr(1)
 """Tokens of the longest and the shortest suffix that is looked up (see ``sparrow.model.history``).
 """
 RANK = tl.constexpr(1 << 32)
-"""More than the tokens of any sequence; ranks of places are multiples of it plus the place."""
+"""Exceeds the length of any sequence, so that ``agreeing * RANK + place`` ranks matches by length
+and then by place.
+"""
 
 
 @triton.jit
@@ -38,8 +40,9 @@ def begin_history_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the tokens of a row, including the newest, to its history. Set the block after the
-    cycle's last draft to the null block, to which later tokens are written.
+    """Copy the tokens of a row, including the newest, to its history. In the block table, replace
+    the block after the one of the cycle's last draft with the null block, to which later tokens are
+    then written.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -102,8 +105,7 @@ def guess_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set up the sparse pass of a row. The pass reads the row's newest token, and guesses of the
-    tokens after it.
+    """Set up the sparse pass of a row, over its newest token and guesses of the tokens after it.
 
     A row is left out of the pass if it does not draft, already has all its drafts, or would exceed
     the context length of ``limit`` tokens.
@@ -190,8 +192,8 @@ def fill_kernel(
     KP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Use guesses for the drafts that a row's passes have not made, and count the row's drafts and
-    guesses (see ``Runtime.count_drafts``).
+    """Fill up a row's drafts with guesses if its passes made too few, and count the row's drafts
+    and guesses (see ``Runtime.count_drafts``).
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_R + row).to(tl.int64)
@@ -225,7 +227,7 @@ def one_hot_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """Write the logits of a draft that is a guess: the guess has all the probability mass."""
+    """Write one-hot logits for the drafts that are guesses, as if each were certain to be drawn."""
     row = (tl.program_id(0) // K).to(tl.int64)
     place = tl.program_id(0) % K
     index = tl.load(index_R + row).to(tl.int64)

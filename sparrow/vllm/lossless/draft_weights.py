@@ -1,10 +1,10 @@
-"""An fp8 copy of a model's weights, which is used for the drafts of lossless mode. All other steps
-use the weights themselves.
+"""An fp8 copy of a model's weights for the drafts of lossless mode. All other steps use the weights
+themselves.
 
-A linear layer calls a custom operation that is opaque to torch.compile. When the operation runs or
-is captured in a CUDA graph, it decides whether to read the copy. The graphs of draft steps
-therefore contain fp8 products, while vLLM's graphs contain 16-bit products. The arithmetic is that
-of vLLM's ``quantization="fp8_per_channel"``, with one scale per output and one scale per token.
+A linear layer calls a custom operation that is opaque to torch.compile. The operation decides
+whether to read the copy when it runs or is captured in a CUDA graph, so the graphs of draft steps
+multiply in fp8, while vLLM's own graphs multiply in 16 bits. The arithmetic is that of vLLM's
+``quantization="fp8_per_channel"``, with one scale per output and one scale per token.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -29,15 +29,15 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 # the same as in vLLM's kernel; gives a row of zeros a valid scale
 SMALLEST_SCALE = 1 / (512 * LARGEST)
-ALIGNED = 16  # the kernel requires matrices whose numbers of rows and columns are multiples of this
+ALIGNED = 16  # both sides of the kernel's matrices must be multiples of this
 
 _drafting = False
 
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Inside the context, let linear layers use the copies of their weights, if they have copies.
-    The state is global, because a process runs one model at a time.
+    """Inside the context, make linear layers use the copies of their weights, if they have any. The
+    state is global, because a process runs only one model at a time.
     """
     global _drafting
     _drafting = True
@@ -57,7 +57,7 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
     Returns:
         The scales, float32 ``[rows, 1]``.
     """
-    # The kernel needs no temporary memory, of which none may be left once the KV cache is
+    # The kernel needs no temporary memory, and there may be none left once the KV cache is
     # allocated.
     if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
@@ -100,9 +100,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """The method by which vLLM multiplies in one linear layer, with the copy of the layer's weight.
-    The copy is not a buffer of the layer, because vLLM saves buffers before it sleeps, and replaces
-    them when it reloads weights.
+    """The ``quant_method`` of a linear layer in vLLM, with a copy of the layer's weight. The copy
+    is not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when
+    it reloads weights.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -131,8 +131,8 @@ class DraftWeights:
         ]
         if not self._copies:
             raise UnsupportedModel(
-                f"{type(model).__name__} has no 16-bit linear layer whose numbers of inputs and "
-                f"outputs are multiples of {ALIGNED}, which draft_weights 'fp8' needs; leave "
+                f"{type(model).__name__} has no 16-bit linear layer whose input and output sizes "
+                f"are multiples of {ALIGNED}, which draft_weights 'fp8' needs; leave "
                 "draft_weights out"
             )
         kept = [layer for layer in linears if not _can_be_copied(layer)]
@@ -150,13 +150,13 @@ class DraftWeights:
             self.is_stale = True
             return load_weights(*args, **kwargs)
 
-        # All ways to load weights call this method, except those that write to the parameters
-        # directly. ``patches.follow_weights`` covers the latter.
+        # Weights are always loaded through this method, unless they are written to the parameters
+        # directly, which ``patches.follow_weights`` covers.
         model.load_weights = followed
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the weights again, in place, if they may have changed. This is called before
+        """Copy the weights again, in place, if they may have changed since. This is called before
         drafts.
         """
         if self.is_stale:

@@ -1,5 +1,4 @@
-"""The interface between the speculator and a drafter. It allows drafters other than the sparse
-actor.
+"""The interface between the speculator and a drafter, which need not be the sparse actor.
 
 Shapes: B sequences of the batch, S maximum number of sequences in the worker, k drafts, V
 vocabulary.
@@ -33,29 +32,29 @@ class Pass(NamedTuple):
 class Drafter(Protocol):
     """A drafter, which proposes the tokens that the next dense pass verifies.
 
-    Samples follow the policy, whatever the drafter proposes, as long as each proposed token was
+    Whatever the drafter proposes, samples follow the policy, as long as each proposed token was
     sampled from ``logits``.
     """
 
     logits: Tensor
     """The logits from which each draft was sampled, float ``[S, k, V]``, by the index of the
-    sequence in the worker. The drafter never replaces this tensor by another one.
+    sequence in the worker. The drafter never replaces this tensor with another one.
     """
 
     captured_over: dict[str, int]
     """The result of ``addresses`` when CUDA graphs were captured; empty if there are no graphs."""
 
     drawn_S: Tensor | None
-    """The number of each sequence's latest drafts that the drafter has drawn; all others are
-    guesses. None if it draws every draft.
+    """How many of each sequence's latest drafts were drawn from the model; the others are guesses.
+    None if all drafts are drawn.
     """
 
     def load(self, model: Any) -> None:
         """Store the policy's model, and allocate everything else that drafting needs."""
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Use this KV cache for drafts from now on, discard everything that belongs to an earlier
-        cache, and fill in ``runtime.drafting``.
+        """Draft in this KV cache, discard everything that belongs to an earlier one, and fill in
+        ``runtime.drafting``.
         """
 
     def addresses(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""CUDA graphs of lossless mode: the batch sizes to capture, and the choice of a step's graph."""
+"""CUDA graphs of lossless mode: which batch sizes to capture, and which graph a step uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DEFAULT_ROWS = 256
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
     """List the batch sizes, in tokens, for which to capture CUDA graphs. For each number of
-    sequences, there is one size for 1 token per sequence, and one for each choice of the number of
-    drafts.
+    sequences, there is a size for 1 token per sequence, and one for each number of drafts in
+    ``choices``.
     """
     counts = [
         1,
@@ -35,10 +35,10 @@ def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
     """Tabulate the graphs that a step can use, in order of preference, by the step's number of
     tokens and number of active LoRAs.
 
-    For each kind of graph (full or piecewise, for 1 token per sequence or with drafts), this is the
-    smallest graph that fits the step. vLLM itself offers a step only the smallest graph among all
-    kinds. If that graph is for a different number of drafts, the step would run without a full
-    graph, or without any graph (vllm-project/vllm#56136).
+    These are the smallest graphs of each kind (full or piecewise, for 1 token per sequence or with
+    drafts) that fit the step. vLLM itself considers only the smallest graph of any kind. If that
+    graph is for a different number of drafts, the step would run without a full graph or without
+    any graph (vllm-project/vllm#56136).
 
     Args:
         graphs: vLLM's descriptions of the graphs that it captures, with those of the preferred mode

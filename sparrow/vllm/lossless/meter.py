@@ -1,5 +1,5 @@
-"""Measure the acceptance of every draft. No extra pass is needed, because verification has the
-necessary logits on the device anyway.
+"""Measure the acceptance of every draft. This takes no extra pass, because verification already has
+the necessary logits on the device.
 
 Shapes: T rows of logits in a verification, in which the rows of a sequence are adjacent; B
 sequences; S maximum number of sequences in the worker; k drafts; V vocabulary.
@@ -92,11 +92,10 @@ def overlap(
     Args:
         target_TV: the policy's logits, processed as for sampling.
         draft_SkV: the logits from which drafts were sampled.
-        sequence_T: for each row, the first index in ``draft_SkV`` of the logits that it is compared
-            with.
-        place_T: for each row, the second index of these logits. A place below 0 means that there is
-            no draft. The result is then NaN, as it also is at a temperature of 0.
-        temper: whether the logits of drafts still have to be divided by ``temperature_S``.
+        sequence_T: for each row, the index of its sequence in ``draft_SkV``.
+        place_T: for each row, the index of its draft within the sequence, or a negative number if
+            it has no draft. The result is then NaN, as it is at a temperature of 0.
+        temper: whether the drafts' logits have yet to be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
     out_T = torch.full((T,), float("nan"), device=target_TV.device)
@@ -120,12 +119,11 @@ def overlap(
 
 
 class Tally:
-    """The acceptance of drafts by length, which is counted on the device until ``settle`` is
-    called.
+    """The acceptance of drafts by length, counted on the device until ``settle`` is called.
 
     Args:
         bin_tokens: width of a length bin.
-        max_length: number of tokens of the longest sequence.
+        max_length: maximum length of a sequence, in tokens.
     """
 
     def __init__(self, bin_tokens: int, max_length: int, device: torch.device) -> None:
@@ -135,8 +133,8 @@ class Tally:
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(self, value_T: Tensor, position_T: Tensor) -> None:
-        """Count the acceptance of the drafts that follow the tokens at these positions. NaN is not
-        counted.
+        """Count the acceptance of the drafts that follow the tokens at these positions, except
+        where it is NaN.
         """
         is_known_T = ~value_T.isnan()
         value_T = value_T.nan_to_num(0.0)
@@ -157,15 +155,15 @@ class Tally:
 
 
 class Metered:
-    """A second schedule, whose acceptance is measured with occasional extra steps.
+    """A second schedule, whose acceptance is measured in occasional extra steps.
 
     Such a step computes the distribution under this schedule at the position of a cycle's first
-    draft. Verification then has the policy's distribution at the same position. The extra step has
-    no lasting effect, because the drafts overwrite its cache entries.
+    draft, where verification later computes the policy's. It has no lasting effect, because the
+    drafts overwrite its cache entries.
 
     Args:
         schedule: the schedule, with the page layout of the drafts.
-        every: there is one such step for this many cycles with drafts.
+        every: run one such step in this many cycles with drafts.
         table: the schedule's page counts by length (see ``PageTables.of``).
         logits_SV: a buffer for the logits of these steps. It has one row for each sequence that the
             worker may have, and a last row (index -1) for batch rows without drafts.
@@ -181,12 +179,13 @@ class Metered:
         self.tally = tally
         self._every = every
         self._cycles = 0
-        # Marks the sequences whose logits belong to the drafts that are verified next.
+        # True for sequences whose stored logits belong to the drafts to be verified next.
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Mark the logits of these sequences (-1 for rows without a sequence) as outdated, because
-        new drafts follow. Return whether a step of this schedule is due before these drafts.
+        """Mark the stored logits of these sequences (-1 for rows without a sequence) as outdated,
+        because new drafts follow. Return whether a step under this schedule is due before those
+        drafts.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
@@ -205,8 +204,8 @@ class Metered:
         sequence_T: Tensor,
         temperature_S: Tensor,
     ) -> None:
-        """Count the acceptance in one verification. ``is_first_T`` marks the rows of logits that
-        verify the first draft of a sequence.
+        """Count the acceptance in one verification, in which ``is_first_T`` marks the rows of
+        logits that verify the first draft of a sequence.
         """
         is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
         place_T = is_judged_T.long() - 1
@@ -219,17 +218,17 @@ class Metered:
 class Meter:
     """The acceptance of drafts by length.
 
-    A draft counts if all earlier drafts of its cycle were accepted, because a draft after a
-    rejected draft was never a candidate for the response. Greedy drafts do not count, because they
-    have no distribution.
+    A draft counts only if all earlier drafts of its cycle were accepted, because a draft after a
+    rejected one cannot become part of the response. Greedy drafts do not count, because they are
+    not drawn from a distribution.
 
     Args:
         drafts: a tally for each of ``Runtime.budgets``.
         budget: the initial budget of drafts.
         temper: see ``overlap``.
         metered: a second schedule to measure; None if there is none.
-        drawn_S: the number of drafts of each sequence that were drawn from their distribution.
-            Later drafts are guesses, which are not measured. None if there are no guesses.
+        drawn_S: how many drafts of each sequence were drawn from their distribution. The others are
+            guesses, which are not measured. None if there are no guesses.
     """
 
     def __init__(
@@ -269,11 +268,11 @@ class Meter:
 
         Args:
             first_B1: index of the first row of logits of each sequence, ``[B + 1]``.
-            position_T: position of the token before each row of logits. The length is this position
-                plus one.
+            position_T: position of the token before each row of logits. A draft's length is this
+                position plus one.
             sequence_T: the sequence of each row, as an index among all sequences of the worker.
             place_T: the number of each row within its sequence.
-            sampled_B: number of tokens that each sequence got: its accepted drafts plus one token.
+            sampled_B: the number of tokens that each sequence gained: its accepted drafts plus one.
         """
         T = len(position_T)
         row_T = torch.searchsorted(

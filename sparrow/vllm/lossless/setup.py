@@ -24,19 +24,20 @@ REFUSED_OPTIONS = {
 }
 """The options of a request that lossless mode refuses, and why."""
 DRAFTS_PER_PASS = 2
-"""With guesses, a cycle has one sparse pass per ``DRAFTS_PER_PASS`` of ``draft_tokens``. History
-yields about as many drafts per pass where it pays (``studies/cascade/history.py``).
+"""With guesses, a cycle has one sparse pass for every ``DRAFTS_PER_PASS`` of its ``draft_tokens``.
+Where guessing from history pays off, a pass makes about this many drafts
+(``studies/cascade/history.py``).
 """
 
 
 def passes_of(draft_tokens: int) -> int:
-    """Return how many sparse passes a cycle of ``drafts`` drafts has if passes read guesses."""
+    """Return how many sparse passes over guesses a cycle of ``draft_tokens`` drafts has."""
     return -(-draft_tokens // DRAFTS_PER_PASS)
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the numbers of drafts that a cycle may have: only ``draft_tokens``, or, if the number
-    adapts, 0, 1/3, 2/3 and all of ``draft_tokens``.
+    """List how many drafts a cycle may have: only ``draft_tokens`` or, if the number adapts, none,
+    1/3, 2/3 or all of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -47,7 +48,7 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Complete vLLM's ``EngineArgs`` for lossless mode. A second call with the result has no
+    """Complete vLLM's ``EngineArgs`` for lossless mode. Calling this again on the result has no
     effect.
 
     Raises ConfigError: this version of vLLM does not support lossless mode, or an option conflicts
@@ -63,7 +64,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     }
     if decoding.adapt_draft_tokens:
         # vLLM captures graphs for each of these numbers of drafts, and the scheduler chooses one of
-        # the numbers before each step.
+        # them before each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -116,7 +117,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether a speculative_config was set by lossless mode, so that the model is its own
+    """Return whether lossless mode set this ``speculative_config``, in which the model is its own
     draft model.
     """
     if speculative_config is None or speculative_config.method != "draft_model":
@@ -146,8 +147,8 @@ def check_supported(vllm_config: Any) -> None:
             "it does not support pipeline parallelism; use tensor parallelism",
         ),
         (
-            # The workers of a dense model see a size of 1, because vLLM's data-parallel ranks are
-            # independent then.
+            # With a dense model, vLLM's data-parallel ranks are independent, and each worker sees a
+            # size of 1.
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
             "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run "
             "all passes in step, while the drafts of a rank depend on its own requests; start one "
@@ -210,7 +211,7 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
     cases = (
         (
             decoding.adapt_draft_tokens,
-            "the number of drafts cannot adapt, because the choice of a number assumes that all "
+            "the number of drafts cannot adapt, because it is chosen on the assumption that all "
             "drafts are equally likely to be accepted; set adapt_draft_tokens to false",
         ),
         (

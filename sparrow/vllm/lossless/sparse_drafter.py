@@ -1,8 +1,7 @@
-"""The sparse actor as a drafter. It is the policy's own model, which decodes with a few pages of
-its KV cache.
+"""The sparse actor as a drafter: the policy's own model, reading only a few pages of its KV cache.
 
-A draft step is one CUDA graph, which also sets up the next step. Drafts write their keys and values
-to the slots of the next tokens, and the dense pass overwrites these keys and values.
+A draft step is one CUDA graph, which also sets up the next step. It writes the keys and values of
+its token to the slot that the token will have if accepted, where the dense pass overwrites them.
 
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S maximum number of sequences
 in the worker, k drafts, M blocks of the longest sequence, V vocabulary.
@@ -37,10 +36,10 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""A mask that changes the seeds of drafts. Some versions of vLLM sample a draft, and the token that
-replaces the draft if it is rejected, with the same noise, but samples follow the dense distribution
-only if these two tokens are independent. The mask is used in such versions. With
-``drafter_invariant``, no token replaces a draft, and the noise is the same on purpose (see
+"""A mask for the seeds of drafts. Samples follow the dense distribution only if a draft and the
+token that replaces it on rejection are drawn independently. Some versions of vLLM draw both with
+the same noise, so with these versions, the seeds of drafts are XORed with this mask. With
+``drafter_invariant``, the noise is the same on purpose, because no token replaces a draft (see
 ``sparrow.vllm.lossless.verify``).
 """
 
@@ -163,11 +162,12 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the tokens sampled in a draft step, count the step, and set up the next step. A single
-    kernel does all of this, because a draft step is so short that every further kernel would add
-    noticeable time.
+    """Store the tokens sampled in a draft step, count the step, and set up the next one. All this
+    is one kernel, because a draft step is so short that each further kernel would noticeably slow
+    it down.
 
-    ``decoded`` counts rows by length (see ``DecodedRows``). The context ends at ``limit`` tokens.
+    ``decoded`` counts rows by length (see ``DecodedRows``). ``limit`` is the context length in
+    tokens.
     """
     row = tl.arange(0, ROWS)
     held = row < R
@@ -182,7 +182,7 @@ def _advance_kernel(
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps must have read ``step`` before it changes
-    # modulo K, because the warm-up before captures runs more than k steps
+    # modulo K, because the warm-up before captures runs more than K steps
     tl.store(step, (now + 1) % K)
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
@@ -190,7 +190,7 @@ def _advance_kernel(
 
 
 class Inputs(NamedTuple):
-    """Where ``propose`` writes the newest token of each row, by row."""
+    """The buffers into which ``propose`` writes the newest token of each row."""
 
     ids: Tensor
     positions: Tensor
@@ -220,7 +220,7 @@ class SparseDrafter:
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._adapters: DraftAdapters | None = None
-        # Keys are whether any sequence has a LoRA adapter, and the number of rows.
+        # keyed by whether any sequence has a LoRA adapter, then by the number of rows
         self._graphs: dict[bool, dict[int, torch.cuda.CUDAGraph]] = defaultdict(dict)
         self.captured_over: dict[str, int] = {}
         self._step_index = torch.zeros((), dtype=torch.int64, device=device)
@@ -243,8 +243,8 @@ class SparseDrafter:
         Raises UnsupportedModel: ``draft_weights`` is "fp8", but no layer can have an fp8 copy.
         """
         self._model = model
-        # vLLM counts a copy that is made here as memory of the model, and treats it like the
-        # weights in sleep mode.
+        # vLLM counts a copy made here towards the model's memory, and treats it like the weights in
+        # sleep mode.
         self._weights = DraftWeights(model) if self._copies_weights else None
         if self._vllm.vllm_config.lora_config is not None:
             self._adapters = DraftAdapters(model.lora_manager, self._vllm.max_num_reqs)
@@ -262,12 +262,12 @@ class SparseDrafter:
             x.nbytes for x in (self.logits, self._metered_logits) if x is not None
         )
         runtime.drafting.weights = self._weights
-        # The block size of the kernels, which may be smaller than that of the scheduler.
+        # the kernels' block size, which may be smaller than the scheduler's
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
         ]
-        # vLLM pads its table to more blocks than a sequence can have. The padding is cut off here,
-        # because the kernels' workspace has no room for it.
+        # Cut off vLLM's padding to more blocks than a sequence can have, for which the kernels'
+        # workspace has no room.
         self._blocks_SM = block_tables.input_block_tables[0][
             :, : -(-self._vllm.max_model_len // self._block_tokens)
         ]
@@ -405,7 +405,7 @@ class SparseDrafter:
         self._replay(drafts, B)
 
     def _replay(self, steps: int, B: int) -> None:
-        """Run this many draft steps, from a CUDA graph if one was captured for so many rows."""
+        """Run this many draft steps, from a CUDA graph if one was captured for at least B rows."""
         graphs = self._graphs[self._adapters is not None and self._adapters.are_used]
         rows = min((size for size in graphs if size >= B), default=0)
         for _step in range(steps):
@@ -415,8 +415,8 @@ class SparseDrafter:
                 self._draft(B)
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """Run one step under another schedule, before the first draft step. The draft step then
-        overwrites the cache entries of this step.
+        """Run one step under another schedule before the first draft step, which then overwrites
+        its cache entries.
         """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None

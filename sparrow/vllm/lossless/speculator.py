@@ -1,11 +1,11 @@
 """Lossless mode inside a vLLM worker: a drafter proposes tokens, and a dense pass verifies them.
 
-One cycle of a batch consists of up to ``draft_tokens`` drafts, and one dense pass over the drafts
-and the token before them. vLLM runs this pass, samples from its logits, and verifies the drafts in
-the same way as the drafts of any draft model. The sparse actor drafts with the policy's own weights
-and KV cache. Drafts write their keys and values to the slots of the next tokens, and the dense pass
-overwrites these keys and values. The final cache is therefore dense, and samples follow the dense
-distribution exactly (arXiv 2211.17192, 2302.01318).
+A cycle of a batch consists of up to ``draft_tokens`` drafts, and a dense pass over the drafts and
+the token before them. vLLM runs this pass, samples from its logits, and verifies the drafts as it
+would those of any draft model. The sparse actor drafts with the policy's own weights and KV cache.
+It writes the keys and values of its drafts to the slots of the next tokens, where the dense pass
+overwrites them. The final cache is therefore dense, and samples follow the dense distribution
+exactly (arXiv 2211.17192, 2302.01318).
 
 Shapes: B sequences of the batch, S maximum number of sequences in the worker, k drafts, V
 vocabulary.
@@ -31,13 +31,13 @@ from sparrow.vllm.runtime import Runtime, find
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """A speculator that drafts with the sparse actor. vLLM's model runner uses it like the
+    """A speculator that drafts with the sparse actor. vLLM's model runner treats it as the
     speculator of a draft model.
 
     ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
-    neither verifies nor produces drafts. ``reads_history`` is true if drafts are made from
-    guesses. ``tokens_SN`` then contains the tokens of every sequence, int32 ``[S, N]``, which vLLM
-    updates before it calls ``propose``.
+    neither verifies nor produces drafts. ``reads_history`` is true if drafting starts from guesses;
+    if so, ``tokens_SN`` holds the tokens of every sequence, int32 ``[S, N]``, which vLLM updates
+    before it calls ``propose``.
     """
 
     num_query_per_req = 1
@@ -81,8 +81,8 @@ class SparseSpeculator(DraftModelSpeculator):
         CUDA graphs with a small cache, and then frees that cache. A graph captured with that cache
         would read and write freed memory.
 
-        Raises ConfigError: layers have different kinds of cache, or a setting does not work with
-        this cache.
+        Raises ConfigError: the layers have different kinds of cache, or a setting does not work
+        with this cache.
         """
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
@@ -138,8 +138,8 @@ class SparseSpeculator(DraftModelSpeculator):
         forward pass. ``Drafter.propose`` describes the result, and ``Pass`` the arguments.
         """
         B = input_batch.num_reqs
-        # vLLM's dummy runs measure memory, and a draft step needs less memory than the passes
-        # before it.
+        # Dummy runs measure peak memory, which drafting would not change: a draft step needs less
+        # memory than the pass before it.
         if dummy_run:
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]

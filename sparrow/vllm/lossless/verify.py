@@ -1,11 +1,11 @@
-"""Verification for the setting ``drafter_invariant``, with which the sampled tokens do not depend
+"""Verification with the setting ``drafter_invariant``, under which the sampled tokens do not depend
 on the drafts.
 
-The policy samples every token as dense decoding does, with noise that depends on the request's seed
-and the token's position. Drafts were sampled with the same noise, and are accepted up to the first
-one that differs from the policy's token (Daliri et al., arXiv 2408.07978). vLLM's own verification
-accepts a draft based on its probabilities under both distributions. It therefore accepts somewhat
-more drafts.
+The policy samples every token as dense decoding would, with noise determined by the request's seed
+and the token's position. Drafts are sampled with the same noise, and accepted up to the first one
+that differs from the policy's token (Daliri et al., arXiv 2408.07978). vLLM's own verification
+accepts somewhat more drafts, because it decides from a draft's probabilities under both
+distributions.
 
 Shapes: T rows of logits in a verification, in which the rows of a sequence are adjacent; B
 sequences; S maximum number of sequences in the worker; k maximum number of drafts per sequence; V
@@ -26,14 +26,12 @@ from sparrow.vllm import versions
 if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
-# runtimes, keyed by the tensor of the drafts' logits: vLLM passes no other object to verification
+# runtimes by the drafts' logits, the only object of the speculator that verification receives
 _runtimes: Any = WeakTensorKeyDictionary()
 
 
 def register(draft_logits: Tensor, runtime: Runtime) -> None:
-    """Associate the logits of drafts with the runtime whose settings determine how these drafts are
-    verified.
-    """
+    """Associate the logits of drafts with the runtime by whose settings the drafts are verified."""
     _runtimes[draft_logits] = runtime
 
 
@@ -55,13 +53,13 @@ def draw(
     k: int,
     use_fp64: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token from each row of logits, and keep those tokens that dense decoding would also
+    """Sample a token from each row of logits, and keep the tokens that dense decoding would also
     have sampled.
 
     Args:
         target_TV: the policy's logits, processed as for sampling.
-        input_T: the token before each row of logits. Each sequence starts with the token sampled
-            last, followed by its drafts.
+        input_T: the token before each row of logits; for each sequence, the token sampled last and
+            then its drafts.
         first_B1: index of the first row of each sequence, ``[B + 1]``.
         position_T: the position of each row.
         sequence_T: the sequence of each row, as an index among all sequences of the worker.
