@@ -98,8 +98,8 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # Maps steps to the draft choices that the stopped run logged after its last checkpoint. The
-        # resumed run repeats these choices.
+        # The draft choices, by step, that the stopped run logged after its last checkpoint. The
+        # resumed run repeats them.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -154,8 +154,8 @@ class Trainer:
     def train(self) -> None:
         """Train to the last step, and then save the model to ``run_dir/model``.
 
-        A KeyboardInterrupt is raised again. Before that, if the run has only one process, it saves
-        a checkpoint of the last finished step.
+        On a KeyboardInterrupt, a run with a single process saves a checkpoint of the last finished
+        step before raising it again.
 
         Raises SparrowError: a verifier, a loss or a checkpoint failed. The run can be resumed from
         its last checkpoint.
@@ -191,8 +191,8 @@ class Trainer:
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Sampling and scoring change no state, and updates are not interrupted, so the state is
-            # that after self.step. In a run with several processes, an interrupt may reach them at
-            # different places, where they cannot save anything together.
+            # still that at the end of self.step. An interrupt may reach several processes at
+            # different points, from which they cannot save a checkpoint together.
             if self.step > saved_step and (
                 self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
             ):
@@ -203,8 +203,8 @@ class Trainer:
         export(
             self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter"
         )
-        # Do not call end_training, which would end the process group. An engine in this process may
-        # still use the group.
+        # Do not call end_training, which would destroy the process group, as an engine in this
+        # process may still use it.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -251,8 +251,8 @@ class Trainer:
     def dense_up_to(self) -> float:
         """The length in tokens up to which samples come from the dense policy; infinity if all do.
 
-        Up to this length, bounds on acceptance reflect the length of the lists of tokens, not a
-        mismatch.
+        Up to this length, acceptance is bounded away from 1 only because few top tokens are
+        recorded, not because of a mismatch.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
@@ -268,8 +268,8 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Sample densely from the policy's own weights. This measures the ceiling, which is the
-        highest p5 that any schedule could reach.
+        """Measure the ceiling, which is the highest p5 that any schedule could reach, by sampling
+        densely with the policy's own weights.
         """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
@@ -280,8 +280,8 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Evaluate the policy on the benchmarks, and export it. Each is done only if it is due and
-        has not been done yet.
+        """Evaluate the policy on the benchmarks and export it, each only if it is due and has not
+        been done yet.
         """
         if not (self.config.eval.every or self.config.export.every):
             return
@@ -323,8 +323,8 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                # Gather the remaining weights as well, because the other processes wait for this
-                # one.
+                # After an error, gather the remaining weights all the same: the other processes
+                # wait for this one.
                 deque(weights, maxlen=0)
 
         self.ranks.gather("sync", push)
