@@ -395,7 +395,7 @@ class Trainer:
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """From now on, use another schedule. The engine receives it together with the next weights."""
+        """Switch to another schedule. The engine receives it together with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
@@ -411,7 +411,7 @@ class Trainer:
         sparse = [
             a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
         ]
-        # Responses are ordered by their number within the group, so that the token view shows
+        # Log the first response to each prompt before any second one, so that the token view shows
         # different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
@@ -463,7 +463,7 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
-        # The floors of the closed loop do not hold for a different tau.
+        # The floors of the closed loop do not apply to a different tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
         memory = {
             name: saved
@@ -489,7 +489,9 @@ class Trainer:
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:
-    """Convert bounds on acceptance rates to a list. Tokens that the dense policy sampled get None."""
+    """Convert bounds on acceptance rates to a list, with None for tokens that the dense policy
+    sampled.
+    """
     return [
         value if sparse else None
         for value, sparse in zip(np.round(bound_T, 4).tolist(), sparse_T.tolist(), strict=True)
