@@ -39,7 +39,8 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
     """Divide ``units`` among the cells. Each cell gets one unit, and every additional unit goes to
     the cell whose unread mass it reduces most.
 
-    Ties go to the cell with the fewest units."""
+    Ties go to the cell with the fewest units.
+    """
     given = np.ones(len(missed_CU), np.int64)
     gains = np.append(
         missed_CU[:, :-1] - missed_CU[:, 1:], np.full((len(missed_CU), 1), -np.inf), axis=1

@@ -241,7 +241,8 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
     """Set vLLM's environment variables for ``decoding`` inside the context, because TRL has no
     field for the schedule.
 
-    Engines keep the settings they were started with, so others in this process are not affected."""
+    Engines keep the settings they were started with, so others in this process are not affected.
+    """
     if decoding is None:
         return nullcontext()
     asked = json.dumps(decoding.to_dict())
@@ -254,7 +255,8 @@ class Recording:
     """A wrapper around TRL's ``VLLMGeneration`` that, when a measurement is due, requests the
     actor's top-n lists and records some of the responses.
 
-    TRL itself receives only what it asked for: the log-probs of the sampled tokens."""
+    TRL itself receives only what it asked for: the log-probs of the sampled tokens.
+    """
 
     def __init__(
         self,

@@ -58,7 +58,8 @@ class Ceiling:
         """Give each bin the ceiling of the measured bin nearest in length, and return the bins;
         unchanged if nothing has been measured.
 
-        Bins measured from fewer than ``ENOUGH`` responses are used only if there are no others."""
+        Bins measured from fewer than ``ENOUGH`` responses are used only if there are no others.
+        """
         reached = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH}
         measured = reached or self._bins
         if not measured:

@@ -71,7 +71,8 @@ class MergedLinear(Linear):
     def merged_weight(self) -> Tensor:
         """Compute theta + delta(phi) as a new float32 tensor.
 
-        Merging in place and then undoing it would alter bf16 weights by rounding."""
+        Merging in place and then undoing it would alter bf16 weights by rounding.
+        """
         A, B = self._phi()
         theta = cast(Tensor, self.base_layer.weight)
         return torch.addmm(theta.float(), B.float(), A.float(), alpha=self.scaling["default"])
