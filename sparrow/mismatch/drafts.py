@@ -46,13 +46,12 @@ class DraftAcceptance:
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """Return counts of no drafts, which can be added to counts in bins of any width."""
+        """Return counts without any drafts, which can be added to counts in bins of any width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod
     def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
-        """Count drafts. Their acceptance rates are ``alpha`` ``[T]``, and their lengths are
-        ``position`` ``[T]``.
+        """Count drafts with acceptance rates ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
 
         Raises ValueError: the acceptance is outside [0, 1], or the shapes differ.
         """

@@ -1,4 +1,4 @@
-"""Draw a report from ``sparrow measure``: the tail of acceptance by length, and its distribution."""
+"""Draw a report from ``sparrow measure``: acceptance by length, and its distribution."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker that has given up its place if another place is free; otherwise, close it."""
+        """Keep a worker that has given up its place if another is free, or close it."""
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)

@@ -134,7 +134,7 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """Read a row of DAPO-Math-17k, without the instructions around the problem in its chat message."""
+    """Read a row of DAPO-Math-17k, dropping the instructions around the problem."""
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")

@@ -29,7 +29,7 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
 
 
 def same_choice(answer: str, reference: str) -> bool | None:
-    """Compare two multiple-choice answers by their letters and texts; None if they have no letters."""
+    """Compare multiple-choice answers by their letters and texts; None if they have no letters."""
     given, text = choice(answer)
     expected, wanted = choice(reference)
     if given and re.fullmatch("[A-J]", words(reference)):
@@ -82,7 +82,7 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """Return whether ``decimal`` is ``exact`` rounded to the number of places that ``decimal`` has."""
+    """Return whether ``decimal`` is ``exact`` rounded to the places that ``decimal`` has."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
 
