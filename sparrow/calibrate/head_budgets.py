@@ -118,7 +118,7 @@ def find(
     best = float(flatten(trajectories.ceiling())[0].mean())
     lost = []
     for layer in sparse:
-        listener(f"head budgets: scoring with layer {layer} alone sparse")
+        listener(f"head budgets: scoring with only layer {layer} sparse")
         others = tuple(other for other in range(layers) if other != layer)
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
@@ -127,7 +127,7 @@ def find(
             f"only {unit * UNITS} pages by score; sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
-    listener("head budgets: measuring the attention that is left unread")
+    listener("head budgets: measuring the unread attention")
     longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
     counts = [
         unit * n for n in range(1, min(LARGEST_BUDGET * UNITS, max(UNITS, -(-longest // unit))) + 1)

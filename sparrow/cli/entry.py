@@ -87,8 +87,8 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
-    # Options from files come first, so that options on the command line override them, as later
-    # files do earlier ones.
+    # Options from files come first, so that options on the command line override them. Later files
+    # override earlier ones.
     argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
         "--resume"

@@ -312,8 +312,8 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """Return a plan as (name, value) pairs for printing, including the hours that a run of
-    ``steps`` steps takes, if given.
+    """Return a plan as (name, value) pairs for printing, with the hours that a run takes if its
+    number of ``steps`` is given.
     """
     gib = 2**30
     m = planned.memory

@@ -19,8 +19,8 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-# share of device memory for weights and KV cache, with which predicted KV capacities of an H200 are
-# within 4 % of the actual ones
+# share of device memory for weights and KV cache; it puts predicted KV capacities of an H200 within
+# 4 % of the actual ones
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s that prefill reaches
 # shares of the peak FLOP/s that the trainer's log-prob passes and updates reach, as measured by
@@ -224,7 +224,9 @@ def simulate_rollout(
         )
     capacity = kv_capacity(shape, machine)
     if prompt + final.max() > capacity:
-        need = f"{prompt + final.max()} tokens do not fit beside {shape.name} on one {machine.name}"
+        need = (
+            f"{prompt + final.max()} tokens do not fit next to {shape.name} on one {machine.name}"
+        )
         raise ConfigError(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )

@@ -193,8 +193,8 @@ def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, hea
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the config's fields for the number of experts, the number of experts per
-    token, and the width of an expert. Return an empty tuple for a dense model.
+    """Return the names of the config fields for the number of experts, the experts per token, and
+    the width of an expert; empty for a dense model.
     """
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:

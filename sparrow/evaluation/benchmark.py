@@ -76,8 +76,8 @@ def sample(
     asked: Asked,
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response for each pair in ``asked``, from which its seed is derived together with
-    the seed of ``sampling``. Raises the errors of ``respond``.
+    """Sample one response for each pair in ``asked``. Its seed is derived from the pair and the
+    seed of ``sampling``. Raises the errors of ``respond``.
     """
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
     return respond(

@@ -58,7 +58,7 @@ class Probe:
     The names are listed in ``sparrow.integrations.metrics``. Only servers started with
     ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. For other servers, ``schedule`` is
     required, and there are no counters of Sparrow and no ceiling; the metrics of drafts are limited
-    to the token counts that vLLM keeps for Prometheus, unless ``--disable-log-stats`` turns these
+    to the token counts that vLLM keeps for Prometheus, unless ``--disable-log-stats`` turns them
     off.
 
     Args:

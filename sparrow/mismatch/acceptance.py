@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# Rounding may make a probability, or the sum over a list, exceed 1 by this much. It is enough for
-# bfloat16 log-probs of a broad distribution.
+# Rounding may make a probability, or the sum over a list, exceed 1 by this much, even with bfloat16
+# log-probs of a broad distribution.
 ROUNDING = 5e-3
 
 

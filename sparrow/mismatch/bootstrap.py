@@ -7,8 +7,8 @@ Application", 1997, section 3.8) draws whole sequences with replacement. The tok
 are never copied: a resample is represented by one weight per sequence, which is how often the
 sequence was drawn. A statistic receives the weights of all resamples at once.
 
-As in numpy, percentiles interpolate linearly between order statistics, of a sample in which each
-token occurs as often as its sequence was drawn.
+As in numpy, percentiles interpolate linearly between order statistics. They are taken over a sample
+in which each token occurs as often as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
 """

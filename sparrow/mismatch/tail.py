@@ -3,8 +3,8 @@ rates and percentiles.
 
 The mean acceptance hardly differs between a stable and a collapsing run, but the 5th percentile of
 acceptance in 2,000-token bins does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based
-indices of the scored tokens, counted from the start of either the response or the whole sequence,
-as long as the caller is consistent.
+indices of the scored tokens. The caller may count them from the start of the response or of the
+whole sequence, but must be consistent.
 
 Shapes: T tokens.
 """

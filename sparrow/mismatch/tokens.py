@@ -76,7 +76,7 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
         bins: the bins of a report.
         tau: the required p5.
         top_n: length of the lists.
-        option: the name of the setting that sets ``top_n``.
+        option: the name of the setting for ``top_n``.
     """
     still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
     b = min(still, key=lambda b: b.lower_bound, default=None)

@@ -92,7 +92,7 @@ def _acceptance(logs: Logs) -> list[Figure]:
         partial(draw_last_tail, logs=logs),
         "dots (diamonds for a second run): lower bounds with their 95 % interval from resampling "
         "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the "
-        "same pair of engines), which is the noise floor",
+        "same engine and trainer)",
     )
     distribution = Figure(
         "Distribution of acceptance",

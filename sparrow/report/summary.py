@@ -171,7 +171,7 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
             f", dense in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"
         )
     if schedule.head_budgets:
-        text += ", shared unevenly by layers and kv heads"
+        text += ", divided unevenly among layers and kv heads"
     preset = schedule.provenance.get("preset")
     return f"{preset}: {text}" if preset else text
 

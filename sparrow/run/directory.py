@@ -188,7 +188,7 @@ class RunDir:
 
     def lock(self) -> None:
         """Lock the directory against other runs until ``release`` is called or this process ends,
-        even by being killed.
+        even if it is killed.
 
         Raises ConfigError: another run is using the directory, or has used it since this object was
         created.
@@ -365,7 +365,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
     text, for messages.
 
     Every object must have a step. The last line is skipped if it is incomplete, because it is still
-    being written or its process was killed.
+    being written or the process that wrote it was killed.
 
     Raises ConfigError: a line is damaged or has no step.
     """

@@ -23,7 +23,7 @@ class Problem:
     # optional: response text -> the answer that the response states, right or wrong; None if it
     # states none
     extract: Callable[[str], str | None] | None = None
-    # the problem's task or dataset, for each of which rewards are also reported separately
+    # the problem's task or dataset; rewards are also reported for each one separately
     source: str = ""
     solution: str | None = None  # a reference response, if one is known
     # the expected answer, only for display; ``verify`` is what judges responses

@@ -92,8 +92,8 @@ class Format:
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the text of the first of the fields ``names`` that the row has and that is not empty,
-    ignoring the case of field names.
+    """Return the text of the first of the fields ``names`` that is present and not empty, ignoring
+    the case of field names.
 
     Raises KeyError: all of these fields are missing or empty.
     """

@@ -31,7 +31,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True)
 class Judge:
-    """A user's reward function, and how its signature says to call it."""
+    """A user's reward function, called as its signature requires."""
 
     function: Callable[..., Any]
     name: str  # the name as the user wrote it, for messages

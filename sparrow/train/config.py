@@ -50,7 +50,7 @@ PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 @dataclass(frozen=True)
 class CorrectionConfig(Settings):
-    """Correction of the mismatch between the sparse actor q and the dense policy p
+    """Correction for the mismatch between the sparse actor q and the dense policy p
     (sparrow.train.corrections).
     """
 
@@ -207,7 +207,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
 class RolloutConfig(DecodingOptions):
     """How the rollouts of each step are sampled."""
 
-    prompts: Many = 16  # Prompts per step, summed over all processes.
+    prompts: Many = 16  # Prompts per step, over all processes.
     samples: Many = 8  # Responses per prompt.
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
@@ -231,7 +231,7 @@ class RewardConfig(Settings):
     # Bonus for a response that states an answer in the requested form, right or wrong.
     format: NotNegative = 0.0
     # How to treat responses that are cut at max_new_tokens. keep: like other responses. mask: count
-    # them in their group's baseline but not in the policy loss (a KL with loss.beta still includes
+    # them in their group's baseline but not in the policy loss (the KL of loss.beta still includes
     # them). penalty: subtract a penalty that grows linearly from 0 to 1 over the last
     # overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"

@@ -23,8 +23,8 @@ MIN_SEQUENCES = 8
 """How many responses must reach a bin before it can become lossy. A lossy bin that fewer responses
 reach becomes lossless again only if the whole interval of its p5 is below tau.
 """
-# A bin becomes lossy only if that is predicted to make it at least this much faster. It becomes
-# lossless again if lossy is predicted to be slower.
+# A bin becomes lossy only if lossy is predicted to be at least this many times as fast as lossless.
+# It becomes lossless again if lossy is predicted to be slower.
 FASTER = 1.01
 # steps before a failed bin is tried again; doubled after each further failure
 WAIT = 8

@@ -384,8 +384,9 @@ class Learner:
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Enter a context in which layers checkpoint their activations.
 
-    In transformers, a layer checkpoints only in training mode. It cannot decode with a cache in
-    that mode, so the mode is not left on, and setting it for the whole model would apply dropout.
+    In transformers, a layer checkpoints only in training mode, in which it cannot decode with a
+    cache. The mode is therefore set only inside the context, and only for these layers, because a
+    whole model in training mode would apply dropout.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

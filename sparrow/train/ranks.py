@@ -80,8 +80,8 @@ class Ranks:
         Args:
             phase: the name of the work in error messages and in ``seconds``.
 
-        Raises SparrowError, OSError: ``work`` raised one in some process; if it did in several, the
-        one from the lowest rank. ProcessLost: a process died, or had not finished ``PATIENCE_S``
+        Raises SparrowError, OSError: ``work`` raised one in some process (the one from the lowest
+        rank, if in several). ProcessLost: a process died, or had not finished ``PATIENCE_S``
         seconds after this one.
         """
         began = time.perf_counter()
@@ -190,9 +190,9 @@ class Ranks:
         """Divide this process's part of ``rows`` into groups of at most ``budget`` padded tokens
         each. Return every group together with whether its results count.
 
-        All processes return equally many groups, because every forward and backward pass may need
-        all of them. A process with fewer groups adds ones that do not count, each with only the
-        shortest of ``rows``.
+        All processes return the same number of groups, because every forward and backward pass may
+        need all processes. A process with fewer groups adds groups that do not count, each with
+        only the shortest of ``rows``.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.

@@ -251,8 +251,8 @@ class Trainer:
     def dense_up_to(self) -> float:
         """The length in tokens up to which samples come from the dense policy; infinity if all do.
 
-        Up to this length, acceptance is bounded away from 1 only because few top tokens are
-        recorded, not because of a mismatch.
+        Up to this length, bounds on acceptance reflect how many top tokens are recorded, not a
+        mismatch.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")

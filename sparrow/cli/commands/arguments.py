@@ -50,7 +50,7 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Select the recorded settings that were set and still exist; those of an older version of
+    """Select the recorded settings that were set and still exist, as those of an older version of
     Sparrow may not.
     """
     known = {}

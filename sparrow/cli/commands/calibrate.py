@@ -25,8 +25,8 @@ class Calibrate(WithLists):
     # The value that the lower end of p5's 95 % interval must reach. Defaults to 0.86 unless
     # relative-target is set.
     target: Probability | None = None
-    # Instead of target: the value that the lower end of the interval of p5 relative to its ceiling,
-    # which is the p5 of dense rollouts, must reach (docs/calibration.md).
+    # Instead of target: the same for p5 relative to its ceiling, which is the p5 of dense rollouts
+    # (docs/calibration.md).
     relative_target: Probability | None = None
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest of these.
     budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (

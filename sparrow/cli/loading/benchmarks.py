@@ -29,8 +29,7 @@ def load_benchmarks(
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
     """Load the benchmark that each spec describes, and return them by name. The name is the spec
-    without its options, or the stem of a file's name; where two would be the same, it is the whole
-    spec.
+    without its options, or the stem of a file's name. If two names clash, the whole specs are used.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {

@@ -209,7 +209,7 @@ def reading(part: str) -> Any:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Compare two answers with math-verify, assignments by name and decimals exactly if the
+    """Compare two answers with math-verify: assignments by name, and decimals exactly if the
     reference is irrational.
     """
     our_region = region(answer)

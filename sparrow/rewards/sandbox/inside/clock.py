@@ -16,8 +16,8 @@ _AWAKE = 1 / 20
 
 
 class OwnTime:
-    """Measures, against a limit, the time that a program spends from the creation of this object
-    on, excluding waits for a processor.
+    """Counts the time that a program spends, excluding waits for a processor, and compares it with
+    a limit. The count starts when this object is created.
 
     Args:
         limit_s: seconds that the program may spend.

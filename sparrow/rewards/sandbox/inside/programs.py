@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-# how many characters of what a called function prints the tests see
+# the tests see this many characters of what a called function prints
 _PRINTED_CHARS = 1 << 16
 _LOOK_S = 0.1  # seconds between checks of a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")

@@ -1,5 +1,5 @@
-"""Watch a program from outside, counting the files and tasks that resource limits do not count many
-times per second.
+"""Watch a program from outside: many times per second, count the files and tasks that resource
+limits do not count.
 """
 
 from __future__ import annotations
