@@ -93,7 +93,7 @@ _RELAYED = (
     "content",
     "next",
 )
-"""The keys of a program's reply that are passed on to the tests, which do not include verdicts."""
+"""The keys of a program's reply that are passed on to the tests. Verdicts are not among them."""
 
 
 @dataclass(frozen=True)
