@@ -1,6 +1,6 @@
 """Search for the cheapest schedule that meets a target. This package exports the search itself,
-which does not depend on an engine; ``run`` searches with an engine, and ``head_budgets`` finds a
-budget for each head.
+which does not depend on an engine; ``run`` searches with an engine's samples, and ``head_budgets``
+finds a budget for each head.
 """
 
 from typing import TYPE_CHECKING

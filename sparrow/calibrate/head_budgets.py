@@ -1,8 +1,8 @@
-"""Search for relative budgets of layers or kv heads, because some need more pages than others.
+"""Search for relative budgets of layers or kv heads, some of which need more pages than others.
 
-Pages are allocated a few at a time, each time to the layer or head where they reduce the unread
-attention mass most. A layer's unread mass is weighted by how much acceptance is lost if only that
-layer is sparse (docs/calibration.md).
+Pages are allocated in small units, each to the layer or head where it reduces the unread attention
+mass most. A layer's unread mass is weighted by how much acceptance drops if only that layer is
+sparse (docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U budgets of 1, 2, ...
 units of pages.
@@ -30,16 +30,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
 UNITS = 16  # the mean budget is divided into this many units
-# Every layer is assumed to lose at least this share of the acceptance that the most sensitive layer
-# loses.
+# Every layer is assumed to cost at least this share of the acceptance that the most sensitive layer
+# costs.
 LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Divide ``units`` among the cells. Each cell gets one unit, and every further unit goes to the
-    cell whose unread mass it reduces most.
+    """Divide ``units`` among the cells. Each cell gets one unit, and every additional unit goes to
+    the cell whose unread mass it reduces most.
 
-    If several cells would have the same reduction, the one with the fewest units gets the unit.
+    Ties go to the cell with the fewest units.
     """
     given = np.ones(len(missed_CU), np.int64)
     gains = np.append(
@@ -52,7 +52,7 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
 
 
 def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
-    """Return how much acceptance each layer loses per unit of unread attention mass. The losses
+    """Return how much acceptance each layer costs per unit of unread attention mass. The costs
     ``lost_L`` were measured with ``at`` units.
     """
     mass = missed_LKU[..., at - 1].mean(1)
@@ -90,12 +90,12 @@ def find(
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
         layout: specifies which layers are sparse.
         by: "layers" finds one budget for all heads of a layer; "heads" finds one for each head.
-        top_k: the mean number of pages kept by score at which the budgets are optimised.
+        top_k: the mean number of pages kept by score for which the budgets are optimised.
         listener: called at the start of every pass with the name of the pass.
 
     Raises ConfigError: the layout has no sparse layer or already has budgets; ``top_k`` is less
-    than ``UNITS``; no layer loses acceptance; or the budgets do not raise p5 at ``top_k``. The last
-    happens if a layer's loss is not proportional to its unread mass.
+    than ``UNITS``; no layer costs any acceptance when it is sparse; or the budgets do not raise p5
+    at ``top_k``, as when the cost of a layer is not proportional to its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
@@ -118,7 +118,7 @@ def find(
     best = float(flatten(trajectories.ceiling())[0].mean())
     lost = []
     for layer in sparse:
-        listener(f"head budgets: scoring with layer {layer} alone sparse")
+        listener(f"head budgets: scoring with only layer {layer} sparse")
         others = tuple(other for other in range(layers) if other != layer)
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
@@ -127,7 +127,7 @@ def find(
             f"only {unit * UNITS} pages by score; sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
-    listener("head budgets: measuring the attention that is left unread")
+    listener("head budgets: measuring the unread attention")
     longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
     counts = [
         unit * n for n in range(1, min(LARGEST_BUDGET * UNITS, max(UNITS, -(-longest // unit))) + 1)

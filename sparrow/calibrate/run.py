@@ -48,9 +48,9 @@ def calibrate_engine(
     """Run ``sparrow.calibrate.calibrate`` on trajectories that ``engine`` samples once per round
     and ``scorer`` scores.
 
-    Acceptance is lower on the actor's own tokens. Each of the ``on_policy`` rounds therefore
+    Acceptance is lower on tokens that the actor samples itself, so each of the ``on_policy`` rounds
     samples under the schedule found so far and continues the search from there. The last round uses
-    all prompts; earlier rounds use a tenth of them.
+    all prompts, and earlier rounds use a tenth of them.
 
     Args:
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
@@ -60,16 +60,16 @@ def calibrate_engine(
         layout: specifies page size, bins, dense layers and head budgets. The first round samples
             under this layout. If it is dense and more rounds follow, the first round samples under
             the largest of ``budgets`` instead, which takes a fraction of the time.
-        on_policy: number of rounds after the first; with 0, there is a single search, on
-            trajectories of ``layout``.
-        lengthen: whether to sample the responses again with longer lists if the lists turn out to
-            be too short for dense rollouts.
+        on_policy: number of rounds after the first; with 0, there is a single search, on responses
+            sampled under ``layout``.
+        lengthen: whether to sample the responses again with longer top-n lists if even dense
+            rollouts need them.
         listener: called at the start of every pass with the name of the pass.
 
     Raises ConfigError: there are too few prompts for a confidence interval for p5; there are
     on-policy rounds but no passes to refine their first schedule; no budget meets the target in any
-    length bin; or the lists of ``sampling.top_n`` tokens are too short to show that a budget meets
-    it.
+    length bin; or the lists of ``sampling.top_n`` tokens are too short to show that any budget
+    meets it.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
@@ -149,9 +149,8 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Return a message about lengths at which no budget can be shown to reach ``tau``, because even
-    dense rollouts do not reach it; None if there are no such lengths. ``dense`` is the tail of
-    dense rollouts.
+    """Return a message naming lengths at which no budget can be shown to reach ``tau`` because even
+    dense rollouts, whose tail is ``dense``, do not reach it. Return None if there are none.
     """
     if tau.relative:
         bins = (

@@ -1,9 +1,8 @@
 """Search for the cheapest schedule whose tail meets a target, for any model.
 
-This module only searches. It does not use an engine: the caller passes a function, ``measure``. The
-method is from Sparrow (arXiv 2606.08446, section 4); the confidence intervals, the borrowing from
-shorter lengths, and the search for a separate budget in each bin are additions
-(docs/calibration.md).
+The search does not depend on an engine: the caller passes a function, ``measure``, that takes the
+measurements. The method is that of Sparrow (arXiv 2606.08446, section 4), extended by confidence
+intervals, borrowing from shorter lengths, and a separate budget for each bin (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""A function that returns the actor's acceptance under a schedule. Every call measures the same
-trajectories.
-"""
+"""Measures the actor's acceptance under a schedule, on the same trajectories in every call."""
 
 # maps the top-k values of a pass, one per bin, to the tails of the bins
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
@@ -50,8 +47,8 @@ Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 class BinChoice:
     """The budget chosen in one length bin, and the evidence for it."""
 
-    # range of lengths in tokens. The first range may span several bins of the schedule; see
-    # ``calibrate``.
+    # range of lengths in tokens; the first may span several bins of the schedule (see
+    # ``calibrate``)
     start: int
     end: int
     top_k: int  # pages kept by score in this bin
@@ -59,11 +56,11 @@ class BinChoice:
     p5: float
     lower: float
     upper: float
-    # size of the sample from which p5 and its interval were computed
+    # the sample from which p5 and its interval were computed
     n_tokens: int
     n_sequences: int
-    # whether the bin alone had too few tokens. If so, tokens at shorter lengths were added, and 1.5
-    # times as many pages were chosen.
+    # whether the bin had too few tokens of its own, so that tokens at shorter lengths were added
+    # and 1.5 times as many pages chosen
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -94,25 +91,26 @@ def calibrate(
     """Find the cheapest schedule for which the lower confidence limit of p5 is at least ``target``
     in every bin. Budgets do not decrease with length.
 
-    Between two measured budgets, the limit is assumed to rise linearly with the logarithm of the
-    budget. Measured limits rise more slowly towards larger budgets even on that scale, so the
-    assumption errs towards more pages. Brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets, the limit is interpolated linearly in the logarithm of the budget.
+    Even on that scale, measured limits flatten towards larger budgets, so interpolation errs on the
+    side of more pages. Brackets wider than ``WIDE`` are bisected first.
 
-    A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than
-    ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are joined until they have
-    enough tokens together; a later bin with too few tokens borrows from shorter lengths.
+    A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it or fewer than
+    ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are merged until they have
+    enough tokens together; a later bin with too few borrows tokens from shorter lengths.
 
     Args:
         measure: returns the acceptance under a schedule; called once per pass.
         trials: schedules to measure first, all with the same layout.
         target: the value that the lower end of p5's 95 % interval must reach.
         fewest: minimum number of pages to try in any bin.
-        refine: maximum number of passes after the trials. In every bin that is not settled, each
-            pass tries more pages if no budget meets the target yet, fewer pages if all budgets do,
-            and otherwise a budget halfway between the budgets that fail and those that meet it.
+        refine: maximum number of passes after the trials. In every bin that is not settled, a pass
+            tries more pages if no budget has met the target yet, fewer if every budget has, and
+            otherwise a budget halfway between the largest that fails and the smallest that meets
+            it.
         seed: seed for the bootstrap.
         provenance: recorded in the schedule, together with the evidence.
-        ceiling: acceptance of the same tokens if they had been sampled densely.
+        ceiling: acceptance that the same tokens would have if they had been sampled densely.
         relative: whether the target applies to p5 relative to that ceiling (see ``mismatch.tau``)
             instead of p5 itself.
 
@@ -127,7 +125,7 @@ def calibrate(
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
     judged: Curves = {}  # ``curves`` on the target's scale
-    thin: dict[int, bool] = {}  # whether a bin has too few tokens, which is the same in every pass
+    thin: dict[int, bool] = {}  # whether a bin has too few tokens; the same in every pass
 
     def tails(acceptance: Acceptance) -> tuple[PercentileInterval, ...]:
         bins = _joined(acceptance, layout.bin_tokens)
@@ -180,11 +178,11 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """Build a schedule's table from ``bins``, in ascending order, and their budgets ``pages``.
-    Budgets never decrease with length.
+    """Build a schedule's table, in which budgets never decrease with length, from ``bins`` (in
+    ascending order) and their budgets ``pages``.
 
-    A bin that was not measured gets the budget of the next longer bin. Such bins contain only
-    prompts, were joined to the first bin, or lie between short and long prompts.
+    A bin that was not measured, because it contains only prompts, was merged into the first bin or
+    lies between short and long prompts, gets the budget of the next longer bin.
     """
     measured = list(bins)
     rising = np.maximum.accumulate(list(pages)).tolist()
@@ -200,8 +198,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """Find the smallest budget whose lower limit meets the target. Return the next smaller budget
-    among those tried, and the budget found.
+    """Find the smallest budget tried whose lower limit meets the target. Return the next smaller
+    budget that was tried, or None, and the one found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -210,8 +208,8 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 def _wanted(
     by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
 ) -> list[int] | None:
-    """Choose the budget to measure next in every bin; return None if all bins are settled. Settled
-    bins get a budget that was already measured.
+    """Choose the budget to measure next in every bin, which for a settled bin is one that was
+    already measured. Return None if all bins are settled.
     """
     wanted: list[int] = []
     settled = True
@@ -220,8 +218,7 @@ def _wanted(
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            # Only dense decoding was tried, which happens at lengths that no earlier search
-            # reached.
+            # Only dense decoding was tried here, at lengths that no earlier search reached.
             if fails is None:
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
@@ -262,7 +259,7 @@ def _bin_choice(
             (1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1
         )
     if borrowed:
-        # Tokens at shorter lengths raise the measured tail above the tail of the bin alone.
+        # Tokens borrowed from shorter lengths make the tail look better than that of the bin alone.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
@@ -293,8 +290,8 @@ def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
-    """Return the bin of every token, int64 ``[T]``. The first bins are joined until they have
-    enough tokens together.
+    """Return the bin of every token, int64 ``[T]``, merging the first bins until they have enough
+    tokens together.
     """
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
@@ -310,7 +307,7 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
 def _tail(
     acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int
 ) -> list[PercentileInterval]:
-    """Compute p5 by bin. Bins with too few tokens also use tokens at shorter lengths."""
+    """Compute p5 by bin. Bins with too few tokens also use tokens from shorter lengths."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b
@@ -318,7 +315,7 @@ def _tail(
             first -= 1
         alpha = acceptance.alpha[inside]
         sequence = acceptance.sequence[inside]
-        # With position 0, all pooled tokens are in one bin.
+        # Position 0 puts all pooled tokens into one bin.
         position = np.zeros(len(alpha), np.int64)
         (interval,) = percentile_by_bin_interval(
             alpha, position, sequence, 1, PERCENTILE, seed=seed

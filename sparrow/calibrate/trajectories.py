@@ -1,4 +1,4 @@
-"""Rollouts that are sampled once, scored under many schedules, and stored on disk.
+"""Rollouts sampled once, scored under many schedules, and stored on disk.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -23,14 +23,13 @@ from sparrow.schedule import SparsitySchedule
 
 
 class Trajectories:
-    """Rollouts that are sampled once and scored under many schedules in teacher-forced passes.
+    """Rollouts sampled once and scored under many schedules by teacher forcing.
 
-    The scorer rounds differently from the sampler, and it is the sampler's p5 that has to reach the
-    target. The difference can be measured at every token under the schedule that generated the
-    rollouts. This noise is then added to the log-probs under all schedules, including the dense
-    one.
+    The scorer rounds differently from the sampler, whose p5 is the one that must reach the target.
+    Under the schedule that generated the rollouts, this difference can be measured at every token;
+    it is then added as noise to the log-probs under every schedule, including the dense one.
 
-    All results are stored in ``folder``, so an interrupted calibration continues where it stopped.
+    All results are stored in ``folder``, so an interrupted calibration continues where it left off.
 
     Args:
         engine: samples the responses.
@@ -40,8 +39,8 @@ class Trajectories:
         folder: where rollouts and scores are stored. Existing files are reused if prompts, sampling
             and ``made_by`` are the same.
         behaviour: the schedule under which responses are sampled; dense by default.
-        made_by: identifies the weights and the engine, in JSON types. It is needed if the folder
-            may also be used with other weights or engines.
+        made_by: identifies the weights and the engine, as JSON types; needed if the folder may also
+            be used with other weights or engines.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class Trajectories:
         ]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
-        """Compute the acceptance rates of the actor under ``schedule`` with respect to the dense
-        model. By default, ``schedule`` is the one that generated the rollouts.
+        """Compute the acceptance rates of the actor under ``schedule``, by default the one that
+        generated the rollouts, with respect to the dense model.
         """
         sparse: list[Any] = (
             self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
@@ -88,8 +87,8 @@ class Trajectories:
         ]
 
     def ceiling(self) -> list[TokenAcceptance]:
-        """Compute the acceptance of dense rollouts, which is below 1 because of the sampler's noise
-        and because the lists do not contain all tokens.
+        """Compute the acceptance of dense rollouts, which falls short of 1 because the sampler adds
+        noise and the lists do not contain all tokens.
         """
         sampled = self._dense
         if self._noise:

@@ -1,4 +1,4 @@
-"""The command line ``sparrow``: ``entry`` parses the arguments into one of ``commands`` and runs
+"""The ``sparrow`` command line: ``entry`` parses the arguments into one of ``commands`` and runs
 it.
 """
 
@@ -13,7 +13,7 @@ if not TYPE_CHECKING:
     __getattr__ = _moved.attributes_of(__name__)
 
 
-# The submodule is called ``entry`` because a submodule called ``main`` would replace this function.
+# The submodule is called ``entry`` because one called ``main`` would shadow this function.
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``sparrow``; see ``sparrow.cli.entry.main``."""
     from sparrow.cli import entry

@@ -27,7 +27,7 @@ from sparrow.cli.commands.train import Train
 from sparrow.cli.commands.tune import Tune
 from sparrow.errors import ConfigError, SparrowError
 
-COMPLETED = ("bash", "zsh", "fish")  # shells whose completions work without another package
+COMPLETED = ("bash", "zsh", "fish")  # shells whose completions need no other package
 COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Tune | Audit | Report
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     After a SparrowError or OSError, print one sentence and exit with status 1 (2 in ``audit``,
     where 1 is a verdict). After Ctrl-C, exit with status 130.
     """
-    # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as
+    # Keep idle OpenMP threads from spinning, which on a shared CPU costs several times as much as
     # the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     command: Command | None = None
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SparrowError as error:
         _stop(error, code=failure)
     except BrokenPipeError:
-        # The process that read the output has closed it. Without this line, Python would report the
-        # error again at exit.
+        # The reader of the output has closed it. Redirect stdout, or Python would report the error
+        # again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(failure)
     except OSError as error:
@@ -87,14 +87,14 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
-    # Options from files come first, so that options on the command line override them. A later file
-    # overrides an earlier one.
+    # Options from files come first, so that options on the command line override them. Later files
+    # override earlier ones.
     argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
         "--resume"
     ]:
-        # Settings that are not given on the command line keep their recorded values, except that
-        # ``tau`` replaces a recorded ``relative_tau`` and vice versa.
+        # Settings that are not given on the command line keep their recorded values, but a given
+        # ``tau`` replaces a recorded ``relative_tau``, and vice versa.
         given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
         other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
         before = [
@@ -122,7 +122,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Check that completions exist for the given shell. Raises ConfigError: the shell has none."""
+    """Check that the given shell has completions. Raises ConfigError: it has none."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):
@@ -134,7 +134,7 @@ def _check_shell(argv: Sequence[str]) -> None:
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Check that ``--model`` is set if the command needs a model.
+    """Check that ``--model`` is given if the command needs a model.
 
     Raises ConfigError: ``--model`` is missing.
     """
@@ -151,7 +151,7 @@ def _check_model(argv: Sequence[str]) -> None:
 
 
 def _run_dir(argv: Sequence[str]) -> Path:
-    """Return the run directory from the arguments of ``train``."""
+    """Find the run directory in the arguments of ``train``."""
     run_dir = Train.run_dir
     for argument, following in itertools.zip_longest(argv, argv[1:]):
         name, equals, value = argument.partition("=")

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from sparrow.mismatch import BinMismatch, MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
-QUIET_S = 30.0  # if steps take longer than this, their phases are shown too
+QUIET_S = 30.0  # the phases of steps that take longer than this are shown too
 
 
 class Progress:
-    """A ``trainer.Listener`` that prints the progress of training. It prints one line per step, and
-    one per phase if steps are long.
+    """A ``trainer.Listener`` that prints one line of progress per step, and one per phase if steps
+    are long.
     """
 
     def __init__(self, steps: int) -> None:
@@ -72,14 +72,14 @@ def step_line(metrics: dict[str, Any]) -> str:
 
 def _acceptance(metrics: dict[str, Any]) -> str:
     """Format the acceptance of a step: the exact value for drafts, bounds on the lowest p5 for a
-    sparse actor, and an empty text for dense rollouts.
+    sparse actor, and an empty string for dense rollouts.
     """
     if "drafts" in metrics and metrics["dense_up_to"] is None:
         exact = metrics["drafts"].get("acceptance")
         return "" if exact is None else f"drafts accepted {exact:.3f}  "
     up_to = metrics["dense_up_to"]
     bins = [b for b in metrics["mismatch"]["bins"] if up_to is not None and b["end"] > up_to]
-    # Bins that few responses reach are left out because their p5 is noisy.
+    # Leave out bins that few responses reach, whose p5 is noisy.
     tails = [b for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"]]
     if not tails:
         return ""
@@ -252,8 +252,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     """Print a table that compares the modes.
 
     Args:
-        rows: for each mode, its name, the mean difference between a token's log-prob and the dense
-            policy's log-prob of it, and counts in the form of ``Counters.to_dict``.
+        rows: for each mode, its name, the mean difference between the tokens' log-probs and the
+            dense policy's, and counts as in ``Counters.to_dict``.
     """
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:

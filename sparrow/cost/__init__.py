@@ -1,4 +1,4 @@
-"""Predict the cost and speed-up of a schedule: for one engine, for lossless decoding, and for a
+"""Predict the cost and speed-up of a schedule for one engine, for lossless decoding, and for a
 cluster.
 """
 

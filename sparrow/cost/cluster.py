@@ -1,9 +1,9 @@
-"""Predict the cost of a whole run on several GPUs: the memory that the run needs and, for each
-decoding mode, the time of each phase of a step.
+"""Predict the cost of a whole run on several GPUs: the memory that it needs and, for each decoding
+mode, how long each phase of a step takes.
 
 ``sparrow.cost.roofline`` predicts the cost of one engine. Here, several engines (of one or more
 GPUs each) and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions.
-This module only does arithmetic; it measures nothing.
+Everything here is arithmetic; nothing is measured.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ GRADIENT_BYTES = 4
 # bytes of one chunk of logits in the log-prob pass: three float32 copies for 4096 tokens and a
 # vocabulary of 152K
 HEAD_BYTES = 7.5e9
-# bytes of activations, per token and unit of width, in the layer that is being computed; every
-# layer whose activations are kept adds 2
+# activation bytes per token and hidden unit in the layer being computed; every layer whose
+# activations are kept adds 2
 LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # bandwidth between GPUs of one host
 NETWORK_BYTES_S = 40e9  # bandwidth from a GPU to another host
 HOST_BYTES_S = 13e9  # bandwidth between a GPU and host memory, as measured in vLLM's sleep and wake
-# measured seconds per response token for sending tokens to all processes twice: once after the
-# rollout, and once with their log-probs
+# measured seconds per response token for sending every token to all processes twice: after the
+# rollout, and again with its log-probs
 GATHER_S = 1.4e-6
-# share of a GPU's memory that vLLM uses by default; MEMORY_FRACTION is the share for weights and KV
+# share of a GPU's memory that vLLM uses by default, of which MEMORY_FRACTION is for weights and KV
 # cache
 VLLM_SHARE = 0.9
-# share of a GPU's memory that an engine and the training state may use together; the driver and
-# NCCL need the rest
+# share of a GPU's memory that an engine and the training state may use together, leaving the rest
+# to the driver and NCCL
 MOST_SHARE = 0.97
 # seconds per all-reduce; each layer of a tensor-parallel engine needs two all-reduces per decode
 # step
@@ -57,7 +57,7 @@ class Cluster:
     """GPUs of one kind."""
 
     machine: Machine  # a single GPU
-    gpus: int  # number of GPUs; one host is filled before the next is used
+    gpus: int  # number of GPUs; each host is filled before the next is used
     tensor_parallel: int = 1  # number of GPUs per engine
     host: int = 8  # number of GPUs per host
 
@@ -74,8 +74,8 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """Bytes per second at which a GPU receives the shards of the other GPUs, within one host or
-        across hosts.
+        """The bandwidth, in bytes per second, at which a GPU receives the shards of the others,
+        within one host or across hosts.
         """
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
@@ -96,8 +96,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one RL step, by phase. ``imbalance`` is the rollout time of the slowest engine,
-    divided by the mean rollout time of all engines.
+    """Seconds of one RL step, by phase. ``imbalance`` is the rollout time of the slowest engine
+    divided by the mean over engines.
     """
 
     rollout: float
@@ -128,11 +128,11 @@ def fit(
     recompute: bool = True,
     engine_share: float | None = None,
 ) -> Memory:
-    """Compute the bytes needed per GPU. Weights, moments and gradients are sharded over all GPUs
-    (FSDP2), and vLLM sleeps during training.
+    """Compute the bytes needed per GPU, assuming that weights, moments and gradients are sharded
+    over all GPUs (FSDP2) and that vLLM sleeps during training.
 
     Args:
-        longest: number of tokens of the longest prompt and response together.
+        longest: number of tokens in the longest sequence, prompt and response together.
         token_budget: number of padded tokens per training pass.
         colocated: whether engines run on the training GPUs; if so, the sharded training state stays
             on these GPUs during rollouts.
@@ -147,8 +147,7 @@ def fit(
     width = shape.heads * shape.head_dim
     state = STATE_BYTES * parameters / cluster.gpus
     gradients = GRADIENT_BYTES * parameters / cluster.gpus
-    # Three layers in bf16: the current layer, the next layer, and the gradient of the previous
-    # layer.
+    # Three layers in bf16: the current one, the next one, and the gradient of the previous one.
     gathered = 3 * 2 * parameters / shape.layers
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
@@ -185,8 +184,8 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Return how many bytes of a GPU are not available to its engine. This is the size of the
-    training state, or the memory that ``gpu_memory_utilization`` leaves free, whichever is larger.
+    """Return how many bytes of a GPU its engine cannot use: the size of the training state or the
+    memory that ``gpu_memory_utilization`` leaves free, whichever is larger.
     """
     left = (
         0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
@@ -195,9 +194,7 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """Combine an engine's GPUs into one machine; ``reserved`` bytes of each GPU are not
-    available.
-    """
+    """Combine an engine's GPUs into one machine, without ``reserved`` bytes of each GPU."""
     m = cluster.machine
     n = cluster.tensor_parallel
     return Machine(
@@ -223,8 +220,8 @@ def plan(
     engine_share: float | None = None,
     acceptance: float | None = None,
 ) -> Plan:
-    """Predict one RL step over ``responses``, given as lengths in tokens. Responses are assigned to
-    the engines round-robin, as in the trainer.
+    """Predict one RL step over ``responses`` (lengths in tokens), assigned to the engines
+    round-robin as in the trainer.
 
     ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the acceptance of
     drafts, as in ``predict_lossless``.
@@ -279,15 +276,15 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict how many seconds it takes to compute log-probs of sequences, and to update on them.
-    Each of these times is the compute time (``roofline.train_seconds``) or the time to gather the
-    shards, whichever is longer. ``totals`` contains the number of tokens of each sequence.
+    """Predict how many seconds it takes to compute the log-probs of sequences and to update on
+    them. Each takes as long as the computation (``roofline.train_seconds``) or as gathering the
+    shards, whichever is longer. ``totals`` contains the length of each sequence in tokens.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
 
-    # bf16 weights are gathered once for the log-probs and twice for the update. The gradients of
-    # the update are reduced in float32.
+    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are
+    # reduced in float32.
     parameters = shape.weights + shape.embedding
     away = (cluster.gpus - 1) / cluster.gpus * parameters / cluster.exchange_bytes_s
     return (
@@ -297,9 +294,9 @@ def train_seconds(
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Predict how many seconds it takes to send new weights to every engine. The float32 shards are
-    gathered. If engines are colocated, vLLM's sleep mode also moves the engine's weights to host
-    memory and back.
+    """Predict how many seconds it takes to gather the float32 shards and send new weights to every
+    engine. If engines are colocated, this includes vLLM's sleep mode, which moves the engine's
+    weights to host memory and back.
     """
     parameters = shape.weights + shape.embedding
     gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
@@ -315,8 +312,8 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """Return a plan as (name, value) pairs for printing. If ``steps`` is given, include the hours
-    that a whole run takes.
+    """Return a plan as (name, value) pairs for printing, with the hours that a run takes if its
+    number of ``steps`` is given.
     """
     gib = 2**30
     m = planned.memory

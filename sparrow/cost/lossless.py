@@ -1,10 +1,10 @@
-"""Predict the speed-up of lossless decoding: find the best number and budget of drafts, and compare
+"""Predict the speed-up of lossless decoding: find the best draft length and budget, and compare
 dense, lossy and lossless rollouts.
 
 A cycle consists of k draft steps and one verification. The verification reads weights and cache
-like a dense step, but computes k more tokens per sequence; in a mixture of experts, these tokens
-use further experts. If drafts are accepted independently with probability a, a cycle yields (1 -
-a^(k+1)) / (1 - a) tokens (Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md``
+like a dense step, but computes k more tokens per sequence, which in a mixture of experts also
+activate more experts. If drafts are accepted independently with probability a, a cycle produces (1
+- a^(k+1)) / (1 - a) tokens (Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md``
 explains what is fitted and what is assumed.
 
 Shapes: B sequences, k drafts per cycle.
@@ -35,7 +35,7 @@ from sparrow.schedule import LandmarkDtype, SparsitySchedule
 REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which the acceptance is given
 WORTHWHILE = 1.15  # a smaller speed-up of the rollout is within the error of the predictions
 DRAFT_TOKENS = (2, 4, 8, 16)
-# number of pages of 16 tokens in every layer, in addition to the sink page and the two recent pages
+# pages of 16 tokens per layer, in addition to the sink page and the two recent pages
 DRAFT_PAGES = (
     29,
     61,
@@ -46,13 +46,12 @@ DRAFT_PAGES = (
 
 @dataclass(frozen=True)
 class Cycle:
-    """Costs of a cycle in addition to the bytes of its steps and the overheads of a dense step."""
+    """Costs of a cycle beyond the bytes that its steps read and the overheads of a dense step."""
 
-    # seconds per layer of a draft step; they replace all ``Overheads``, because a draft step is a
+    # seconds per layer of a draft step, in place of all ``Overheads``, because a draft step is a
     # single CUDA graph
     draft_layer_s: float
-    # share of the machine's peak FLOP/s that a verification reaches in computing its additional
-    # tokens
+    # share of the machine's peak FLOP/s at which a verification computes its additional tokens
     peak_share: float
     # additional seconds per layer of an fp8 draft step, which has to round its activations
     fp8_layer_s: float = 0.0
@@ -64,7 +63,7 @@ CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
-    """Return how many seconds a pass of ``tokens`` tokens through the weights takes at the
+    """Return how many seconds it takes to multiply ``tokens`` tokens by the weights at the
     machine's peak FLOP/s.
     """
     return 2 * shape.active_weights * tokens / machine.flops
@@ -85,7 +84,7 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return the additional seconds that a dense step of ``sequences`` sequences takes if it also
+    """Return how many seconds longer a dense step over ``sequences`` sequences takes if it also
     verifies ``further`` drafts.
     """
     read_s = expert_bytes(shape, sequences, further) / (
@@ -96,8 +95,8 @@ def verify_s(
 
 @dataclass(frozen=True)
 class Drafting:
-    """Description of a cycle's drafts: their number, the pages and weights that they read, and
-    their acceptance.
+    """How a cycle drafts: how many tokens, reading which pages and weights, and with what
+    acceptance.
     """
 
     tokens: int  # number of drafts per cycle (k); 0 means plain dense decoding
@@ -119,9 +118,9 @@ def lossless_step(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
-    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``. The cost is divided by the
-    number of tokens that the cycle yields per sequence, so that it can be compared with the cost of
-    a dense step. A cycle without drafts is a dense step.
+    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that
+    the cycle produces per sequence so that it can be compared with a dense step. A cycle without
+    drafts is a dense step.
 
     Raises ValueError, ConfigError: see ``decode_step``.
     """
@@ -137,8 +136,8 @@ def lossless_step(
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
 
-    # Fp8 saves only bytes. Its products are assumed to cost as much as 16-bit products, and the
-    # bytes of its scales are ignored.
+    # Fp8 saves only memory traffic: its products are assumed to cost as much as 16-bit products,
+    # and its scales are ignored.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
@@ -152,8 +151,8 @@ def lossless_step(
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # once per output token
-    # Host time is counted per token, as in dense steps, because the time that the host needs per
-    # cycle was not measured.
+    # Host time is counted per token, as in dense steps, because the host time of a cycle was not
+    # measured.
     host_s = overheads.host_s * length.size * given
     overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
     return StepCost(
@@ -184,8 +183,8 @@ def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
 def choices(
     acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
 ) -> list[Drafting]:
-    """List the combinations of a number of drafts and a budget to choose from, given the acceptance
-    of drafts that read ``REFERENCE_TOKENS``.
+    """List the combinations of draft length and budget to choose from, given the acceptance of
+    drafts that read ``REFERENCE_TOKENS``.
 
     Acceptance is assumed to be the same with 8-bit landmarks (``docs/selectors.md``).
     """
@@ -201,7 +200,7 @@ def choices(
 def typical_batch(
     dense: RolloutEstimate, responses: ArrayLike, prompt: int = 256
 ) -> tuple[int, float]:
-    """Return the mean batch size of a dense rollout, and the mean length at which a token is
+    """Return the mean batch size of a dense rollout and the mean length at which its tokens are
     sampled.
     """
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
@@ -233,12 +232,12 @@ def predict_lossless(
     landmark_dtype: LandmarkDtype = "auto",
     draft_weights: DraftWeights = "auto",
 ) -> LosslessPrediction:
-    """Find the best of ``choices`` for a rollout of these responses, and predict the rollout.
+    """Find the best of ``choices`` for a rollout of ``responses``, and predict that rollout.
 
     ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and use
     ``draft_weights``. If drafts use a separate copy of the weights, less memory is left for the
-    cache. Choices are compared for the mean batch size, at 0.5, 1 and 1.5 times the mean length at
-    which a token is sampled.
+    cache. Choices are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length
+    at which tokens are sampled.
 
     Raises ValueError: the acceptance is outside [0, 1]. Also raises the errors of
     ``simulate_rollout``.
@@ -270,8 +269,8 @@ def predict_lossless(
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
-    """Return a comparison of dense, lossy and lossless rollouts as (name, value) pairs for
-    printing, with a verdict on which mode to use.
+    """Compare dense, lossy and lossless rollouts in (name, value) pairs for printing, with a
+    verdict on which mode to use.
     """
     drafting = lossless.drafting
     kept = (

@@ -1,7 +1,7 @@
 """Predict the speed-up of a sparsity schedule with a byte-accurate roofline model of decoding.
 
-The predictions are computed from model shapes and machine figures. ``docs/cost.md`` explains what
-is exact, what is fitted and what is assumed.
+The predictions are computed from the shape of the model and the specifications of the machine.
+``docs/cost.md`` explains what is exact, what is fitted and what is assumed.
 
 Shapes: B sequences.
 """
@@ -19,26 +19,26 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-# share of device memory for weights and KV cache; with this value, the predicted KV capacities of
-# an H200 are within 4 % of the known ones
+# share of device memory for weights and KV cache; it puts predicted KV capacities of an H200 within
+# 4 % of the actual ones
 MEMORY_FRACTION = 0.85
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s that prefill reaches
 # shares of the peak FLOP/s that the trainer's log-prob passes and updates reach, as measured by
 # benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
-CHUNK = 256  # number of decode steps that are predicted together, at the length in their middle
+CHUNK = 256  # decode steps predicted together, all at the length halfway through
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or several that are treated as one by adding their figures (see
+    """One accelerator, or several combined into one by adding up their specifications (see
     ``sparrow.cost.cluster``).
     """
 
     name: str
     hbm_bytes_s: float  # bandwidth according to the data sheet
-    read_bytes_s: float  # bandwidth that a plain read of memory reaches
+    read_bytes_s: float  # bandwidth that a plain read of memory achieves
     # dense bf16 FLOP/s according to the data sheet, which is half of the figure "with sparsity"
     flops: float
     memory_bytes: float
@@ -57,18 +57,18 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """Costs of a decode step in addition to its bytes, as fitted by
+    """Costs of a decode step beyond the bytes it reads, as fitted by
     ``benchmarks/fit_roofline.py``.
     """
 
     layer_s: float = 0.0  # seconds per layer, independent of the bytes read
-    # additional seconds per layer, for layers that score and select pages
+    # additional seconds per layer that scores and selects pages
     sparse_layer_s: float = 0.0
     row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
-    # additional seconds per sequence, for the lists of the 20 most likely tokens
+    # additional seconds per sequence, for listing the 20 most likely tokens
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    # seconds that the host needs per sequence and its lists, while the device is running
+    # seconds per sequence that the host needs for these lists, while the device is running
     host_s: float = 0.0
 
 
@@ -77,7 +77,8 @@ VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of one token for each sequence of a batch: bytes read, and seconds by cause.
+    """The cost of decoding one token for each sequence of a batch: bytes read, and seconds by
+    cause.
 
     Time spent waiting for the host counts as overhead.
     """
@@ -103,8 +104,8 @@ def decode_step(
 
     A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
     the kept pages of sparse layers, and the landmarks of sequences that are not read in full.
-    Layers of linear attention read and write their state. The overheads include KV writes,
-    activations and logits.
+    Linear-attention layers read and write their state. KV writes, activations and logits are part
+    of the overheads.
 
     Raises ValueError: there are no sequences, or a sequence has no tokens. ConfigError: the
     schedule is for a different model.
@@ -159,7 +160,7 @@ class RolloutEstimate:
     attention_s: float
     prefill_s: float  # prefill of prompts, and of responses that are recomputed after preemption
     seconds: float  # sum of the seconds above
-    drain_s: float  # the part of ``seconds`` after the last response entered the batch
+    drain_s: float  # the part of ``seconds`` spent after the last response entered the batch
     tokens: int
     mean_batch: float
     preemptions: int
@@ -176,8 +177,8 @@ class RolloutEstimate:
 def response_lengths(
     median: float, cutoff: int, count: int, spread: float = 0.7, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Draw ``count`` log-normal response lengths, which are cut at ``cutoff`` tokens. ``spread`` is
-    the standard deviation of the logarithm.
+    """Draw ``count`` log-normal response lengths, cut off at ``cutoff`` tokens. ``spread`` is the
+    standard deviation of the logarithm.
     """
     return (
         np.random.default_rng(seed)
@@ -188,9 +189,7 @@ def response_lengths(
 
 
 def kv_capacity(shape: ModelShape, machine: Machine) -> int:
-    """Compute the number of tokens whose keys and values fit in memory together with the
-    weights.
-    """
+    """Compute how many tokens' keys and values fit in memory together with the weights."""
     weight_bytes = (shape.weights + shape.embedding) * shape.weight_bytes
     free = MEMORY_FRACTION * machine.memory_bytes - weight_bytes
     return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
@@ -207,15 +206,13 @@ def simulate_rollout(
     *,
     price: Callable[[NDArray[np.int64]], StepCost] | None = None,
 ) -> RolloutEstimate:
-    """Simulate continuous batching of ``responses`` on one machine, with batches limited by the
-    memory for keys and values. ``responses`` contains lengths in tokens, in the order in which
-    responses are served.
+    """Simulate continuous batching of ``responses`` on one machine, whose KV memory limits the
+    batch. ``responses`` contains lengths in tokens, in the order in which the responses are served.
 
-    A response enters the batch when its present tokens fit and leave room for the batch to grow.
-    When memory runs out, the response that entered last is preempted and recomputed later. Sparse
-    reading does not make the cache smaller, so dense and sparse rollouts are batched in the same
-    way. ``price`` is the function from lengths to the cost of a step; by default, this is
-    ``decode_step``.
+    A response enters the batch once its tokens so far fit and leave room for the batch to grow.
+    When memory runs out, the response that entered last is preempted and recomputed later. Reading
+    fewer pages does not make the cache smaller, so dense and sparse rollouts are batched alike.
+    ``price`` maps lengths to the cost of a step, and is ``decode_step`` by default.
 
     Raises ConfigError: a single response does not fit in memory. ValueError: there are no
     responses, or a response is empty.
@@ -227,7 +224,9 @@ def simulate_rollout(
         )
     capacity = kv_capacity(shape, machine)
     if prompt + final.max() > capacity:
-        need = f"{prompt + final.max()} tokens do not fit beside {shape.name} on one {machine.name}"
+        need = (
+            f"{prompt + final.max()} tokens do not fit next to {shape.name} on one {machine.name}"
+        )
         raise ConfigError(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )
@@ -280,7 +279,8 @@ def simulate_rollout(
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Predict how many seconds it takes to compute log-probs of sequences, and to update on them.
+    """Predict how many seconds it takes to compute the log-probs of sequences and to update on
+    them.
 
     Log-probs take one forward pass. An update takes two forward passes, one of which recomputes
     activations, and a backward pass, which costs as much as two forward passes. The FLOPs of a pass
@@ -322,7 +322,7 @@ def predict(
     """Predict the speed-up of a rollout, and of an RL step on the same machine. Raises the errors
     of ``simulate_rollout``.
 
-    ``rollout_share`` is the share of the rollout in the time of a dense RL step. If it is not
+    ``rollout_share`` is the share of a dense RL step's time that the rollout takes. If it is not
     given, the training time is predicted from FLOPs.
     """
     batching = (prompt, max_batch, overheads)

@@ -31,22 +31,22 @@ class Experts:
 
     layers: int  # number of layers with experts
     count: int  # number of experts per layer
-    per_token: int  # number of experts, per layer, to which a token is routed
+    per_token: int  # number of experts per layer that a token is routed to
     weights: int  # number of parameters of one expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected number of parameters in those experts to which none of ``tokens``
-        tokens is routed.
+        """Return the expected number of parameters in the experts that none of ``tokens`` tokens is
+        routed to.
 
-        Routing is assumed to be uniform and independent. Real routers prefer some experts, so a
-        pass reads fewer experts than this predicts.
+        Routing is assumed to be uniform and independent. Real routers favour some experts, so a
+        pass reads fewer experts than predicted.
         """
         missed = (1 - self.per_token / self.count) ** tokens
         return missed * self.layers * self.count * self.weights
 
     @property
     def inactive(self) -> int:
-        """Number of parameters in the experts to which a token is not routed."""
+        """Number of parameters in the experts that a token is not routed to."""
         return self.layers * (self.count - self.per_token) * self.weights
 
 
@@ -92,9 +92,7 @@ class ModelShape:
         return self.weights - (0 if self.experts is None else self.experts.inactive)
 
     def weights_read(self, tokens: int) -> float:
-        """Return the number of parameters that a pass over ``tokens`` tokens is expected to
-        read.
-        """
+        """Return how many parameters a pass over ``tokens`` tokens is expected to read."""
         return self.weights - (0 if self.experts is None else self.experts.unread(tokens))
 
     @classmethod
@@ -178,7 +176,7 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int) -> int:
-    """Count the parameters of a layer's attention and of its two norms."""
+    """Count the parameters of a layer's attention and two norms."""
     hidden = config["hidden_size"]
     kind = config["model_type"]
     qkv = (heads + 2 * kv_heads) * head_dim
@@ -195,13 +193,13 @@ def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, hea
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the config's fields for the number of experts, the number of experts per
-    token, and the width of an expert. Return an empty tuple for a dense model.
+    """Return the names of the config fields for the number of experts, the experts per token, and
+    the width of an expert; empty for a dense model.
     """
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()
-    # For some models, the name that transformers saves differs from the name in published configs.
+    # For some models, transformers saves this field under a different name from published configs.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if config.get(name) is not None), names[0])
     width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"

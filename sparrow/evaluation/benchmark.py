@@ -26,14 +26,14 @@ from sparrow.tasks import Problem
 from sparrow.tasks.prompts import encode
 from sparrow.tasks.verify import TIME_LIMIT, verify_all
 
-CHUNK = 32  # number of problems sampled between two writes to disk
+CHUNK = 32  # number of problems sampled between writes to disk
 
 
 @dataclass(frozen=True)
 class BenchmarkResult:
     """Scores on one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
-    is the number of tokens sampled per second; it is nan if some of the samples come from an older
-    version of Sparrow, which did not time them.
+    is in tokens sampled per second, and is nan if some of the samples come from an older version of
+    Sparrow, which did not time them.
     """
 
     benchmark: str
@@ -76,8 +76,8 @@ def sample(
     asked: Asked,
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response for each pair in ``asked``. The response's seed is derived from the pair
-    and the seed of ``sampling``. Raises the errors of ``respond``.
+    """Sample one response for each pair in ``asked``. Its seed is derived from the pair and the
+    seed of ``sampling``. Raises the errors of ``respond``.
     """
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
     return respond(
@@ -113,14 +113,14 @@ def run_benchmark(
     source: Mapping[str, Any],
 ) -> BenchmarkResult:
     """Evaluate the engine under its current schedule. Samples are stored in ``folder`` as JSON
-    lines, and reused by later calls.
+    Lines and reused by later calls.
 
-    Next to each file of samples, a ``.json`` file records everything that the samples depend on:
+    Next to each file of samples, a ``.json`` file records everything that they depend on:
     ``source``, benchmark, temperature, truncation, maximum response length and seed. Within the
     file, a sample is identified by the index and id of its problem, the token ids of the prompt,
-    and the sample's number; index and number determine its seed. A call with fewer problems or
-    responses therefore reuses part of the file, a call with more adds to it, and an interrupted
-    evaluation continues.
+    and its own number; its seed is derived from the index and the number. A call with fewer
+    problems or responses therefore reuses part of the file, a call with more adds to it, and an
+    interrupted evaluation picks up where it left off.
 
     Args:
         engine: samples the responses.
@@ -131,7 +131,7 @@ def run_benchmark(
         folder: the folder in which samples are stored.
         benchmark: the benchmark's name in the table.
         schedule: the schedule's name in the table.
-        source: where the samples come from, in JSON types: model, weights (``weights_digest``),
+        source: the origin of the samples, as JSON types: model, weights (``weights_digest``),
             engine and schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,8 +212,8 @@ def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters as 16 hex digits. The digest is computed from one sum per
-    parameter, over the bit patterns of its values read as integers.
+    """Return a digest of the parameters as 16 hex digits, computed from one sum per parameter over
+    the bit patterns of its values read as integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
@@ -237,8 +237,8 @@ COLUMNS = (
 
 
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:
-    """Format the ``COLUMNS`` of each benchmark and schedule, with 95 % intervals over problems, as
-    a Markdown table.
+    """Format the ``COLUMNS`` of each benchmark and schedule as a Markdown table, with 95 %
+    intervals over problems.
     """
     rows = [
         (
@@ -259,8 +259,8 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read samples by index, problem, prompt and number. A line is skipped if the process was
-    killed before it was written completely; its sample is drawn again.
+    """Read samples by index, problem, prompt and number. A line that was cut off when the process
+    was killed is skipped, so its sample is drawn again.
     """
     if not path.exists():
         return {}

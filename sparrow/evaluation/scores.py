@@ -33,8 +33,8 @@ def mean_at_k(rewards_Nk: ArrayLike) -> Score:
 
 
 def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
-    """Estimate, without bias, the probability that at least one of ``k`` responses is right, from
-    n >= k responses.
+    """Compute an unbiased estimate, from n >= k responses, of the probability that at least one of
+    ``k`` is right.
 
     The estimate is 1 - C(n - c, k) / C(n, k), where c of n responses are right (a reward of at
     least 1): Chen et al., arXiv 2107.03374, equation 1.
@@ -51,8 +51,8 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
-    """Score the most frequent answer to each problem. None never wins, and a tie scores the mean
-    over the tied answers.
+    """Score the most frequent answer to each problem. None never wins, and a tie is scored as the
+    mean over the tied answers.
 
     Raises ValueError: the number of answers differs from the number of rewards.
     """
@@ -68,8 +68,7 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
         # Responses with equal answers may have different rewards, for example because one has the
-        # wrong format. The score of an answer is therefore the mean reward of the responses that
-        # give it.
+        # wrong format, so an answer scores the mean reward of the responses that give it.
         means = []
         for winner in winners:
             of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]
@@ -93,9 +92,8 @@ def _over_problems(values: np.ndarray) -> Score:
     low, high = np.percentile(means, [2.5, 97.5])
     value = float(values[0])
     if (values == value).all() and 0 <= value <= 1:
-        # If all values are equal, resampling yields no interval. With 97.5 % confidence, at most
-        # this share of all problems would score differently from those drawn; such problems may
-        # score 0 or 1.
+        # Resampling equal values gives no interval. With 97.5 % confidence, at most this share of
+        # all problems would score differently from those drawn, anywhere from 0 to 1.
         unseen = 1 - 0.025 ** (1 / len(values))
         low = value * (1 - unseen)
         high = value + (1 - value) * unseen

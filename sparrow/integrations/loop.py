@@ -1,4 +1,4 @@
-"""Measure p5 in your own training loop with a single call, which returns scalars to log."""
+"""Measure p5 in your own training loop with a single call that returns scalars to log."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def measured(
 
         logger.log(measured(model, tokenizer, prompts, "qwen3-4b-0.86", max_new_tokens=4096), step)
 
-    The names of the scalars are listed in ``sparrow.mismatch.metrics``. The call leaves the model's
-    attention, training modes and gradients as they were before.
+    The names of the scalars are listed in ``sparrow.mismatch.metrics``. The model's attention,
+    training modes and gradients are left as they were.
 
     Args:
         model: a transformers model, entirely on one device.
         tokenizer: the model's tokenizer.
-        prompts: token ids, in the form in which the loop passes them to the model.
+        prompts: token ids, as the loop passes them to the model.
         schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``
-            measures the ceiling, the highest p5 that lists of ``top_n`` tokens can show.
+            measures the ceiling, the highest p5 that can be shown with lists of ``top_n`` tokens.
         max_new_tokens: the maximum length of a response, in tokens.
         temperature: the sampling temperature of the loop's rollouts, above 0.
-        top_n: length of the lists that give bounds on the acceptance rate.
+        top_n: number of top tokens per position from which the acceptance rate is bounded.
         seed: the seed of the samples.
 
     Raises ConfigError: there are no prompts, a prompt leaves no room for a response, or the

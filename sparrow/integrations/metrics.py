@@ -1,7 +1,8 @@
-"""Metrics that the adapters log in addition to ``sparrow.mismatch.mismatch_metrics``. Their names
-are the same in every trainer.
+"""Metrics that the adapters log in addition to ``sparrow.mismatch.mismatch_metrics``, under the
+same names in every trainer.
 
-All values cover the time since the last log. ``sparrow/drafts/*`` is logged only in lossless mode.
+All values cover the time since they were last logged. ``sparrow/drafts/*`` is logged only in
+lossless mode.
 
 sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if
                                  drafts cost more reads than they save
@@ -20,9 +21,7 @@ from sparrow.engines.base import Counters
 
 
 def counter_metrics(counters: Counters) -> dict[str, float]:
-    """Convert the counts of vLLM's workers to flat scalars. The result is empty if no worker has
-    decoded.
-    """
+    """Convert the counts of vLLM's workers to flat scalars; empty if no worker has decoded."""
     metrics = {}
     if counters.tokens_held:
         metrics["sparrow/tokens_read"] = counters.read_fraction

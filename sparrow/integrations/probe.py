@@ -1,16 +1,15 @@
-"""A probe that measures the acceptance of a sparse actor in another trainer's vLLM. It uses only
+"""A probe that measures the acceptance of a sparse actor in another trainer's vLLM, using only
 vLLM's OpenAI-compatible HTTP interface.
 
 The probe is meant for trainers that request only the log-probs of sampled tokens but whose vLLM
-server can be reached over HTTP. Responses are sampled under the server's schedule, with the actor's
-top-n lists. Each prompt and its response are then sent to the server again as one prompt, with a
-request for the prompt's log-probs. vLLM prefills this prompt densely and without its prefix cache,
-so the answer contains the policy's top-n lists, from the same weights in the same precision. The
-lists of actor and policy give bounds on the acceptance rate (``acceptance_bounds``). vLLM returns a
-prompt's log-probs only at temperature 1, so responses are sampled at that temperature.
+server can be reached over HTTP. It samples responses under the server's schedule, which yields the
+actor's top-n lists. It then sends each prompt together with its response as a new prompt, and asks
+for the log-probs of that prompt. vLLM prefills it densely and without its prefix cache, so the
+answer contains the policy's top-n lists, computed from the same weights in the same precision. The
+two lists bound the acceptance rate (``acceptance_bounds``). Responses are sampled at temperature 1,
+the only one at which vLLM returns the log-probs of a prompt.
 
-``Probe`` returns the results as scalars for any trainer's logger, together with the servers'
-counters.
+``Probe`` returns these measurements and the servers' counters as scalars for any trainer's logger.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -47,8 +46,8 @@ DRAFTS = (
 
 
 class Probe:
-    """Metrics of vLLM servers that decode with Sparrow, as scalars with stable names for any
-    trainer's logger.
+    """Collects metrics of vLLM servers that decode with Sparrow, as scalars with stable names for
+    any trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         # at every step: costs a request or two
@@ -56,11 +55,11 @@ class Probe:
         # now and then: takes as long as one or two rollouts
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
-    The names are listed in ``sparrow.integrations.metrics``. Servers started with
-    ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. Other servers report neither Sparrow's
-    counters nor the ceiling, and require ``schedule``. Of the drafts, they report only the token
-    counts that vLLM keeps for Prometheus, and not even those if they were started with
-    ``--disable-log-stats``.
+    The names are listed in ``sparrow.integrations.metrics``. Only servers started with
+    ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. For other servers, ``schedule`` is
+    required, and there are no counters of Sparrow and no ceiling; the metrics of drafts are limited
+    to the token counts that vLLM keeps for Prometheus, unless ``--disable-log-stats`` turns them
+    off.
 
     Args:
         urls: addresses of servers with the same weights and the same settings.
@@ -97,8 +96,8 @@ class Probe:
             self.mode = "unknown"
 
     def counted(self) -> dict[str, float]:
-        """Return the metrics of all decode steps since the last call: the share of cached tokens
-        read and, in lossless mode, the metrics of drafts.
+        """Return metrics of all decode steps since the last call: the share of cached tokens read
+        and, in lossless mode, the metrics of drafts.
 
         Servers in development mode reset their counts whenever any client reads them.
         """
@@ -115,13 +114,13 @@ class Probe:
     def measured(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
     ) -> dict[str, float]:
-        """Measure p5 of acceptance by length from one response to each prompt. Also measure the
-        ceiling, which is the p5 of dense rollouts.
+        """Measure the p5 of acceptance by length, and its ceiling (the p5 of dense rollouts), from
+        one response to each prompt.
 
         The servers must not serve other requests meanwhile. In lossy mode, the first call also
-        samples densely, for the ceiling, if the servers allow a change of schedule. In lossless
-        mode, samples follow the dense policy, so p5 is its own ceiling. If the servers are in
-        development mode, the next call of ``counted`` does not include this measurement.
+        samples densely to measure the ceiling, if the servers allow the schedule to be changed. In
+        lossless mode, samples follow the dense policy, so p5 is its own ceiling. For servers in
+        development mode, the next call of ``counted`` excludes this measurement.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -167,7 +166,7 @@ def probe(
     max_new_tokens: int,
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
-    """Sample one response per prompt, distributed over the servers, and compute bounds on the
+    """Sample one response per prompt, distributing prompts over the servers, and bound the
     acceptance rate of every token.
 
     Args:
@@ -186,7 +185,7 @@ def probe(
         prompt = [int(token) for token in prompts[i]]
         common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
 
-        # The actor samples a response and returns lists of its most likely tokens.
+        # The actor samples a response and lists its most likely tokens.
         sampled = _choice(
             url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n}
         )
@@ -194,7 +193,7 @@ def probe(
         response = [_token(text) for text in logprobs["tokens"]]
         actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
 
-        # Prefill is dense, so the policy's lists are obtained as the log-probs of a prompt.
+        # Prefill is dense, so the log-probs of a prompt are the policy's.
         scored = _choice(
             url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
         )
@@ -221,8 +220,8 @@ def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. vLLM adds
-    the sampled token to a list if it is not among these; it is left out here.
+    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. The
+    sampled token, which vLLM appends to a list that does not contain it, is left out.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)

@@ -8,9 +8,9 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-The trainer is written for TRL 1.16. It replaces only one part of TRL: the trainer's
-``vllm_generation`` becomes a wrapper that forwards every call. The trainer overrides the methods
-``compute_loss`` and ``log``, which transformers allows.
+Written for TRL 1.16. The only part of TRL that is replaced is the trainer's ``vllm_generation``,
+which becomes a wrapper that forwards every call. The trainer also overrides ``compute_loss`` and
+``log``, as transformers allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
     Trainer = GRPOTrainer
 
-CHUNK_TOKENS = 1024  # response tokens per chunk, which limits the memory for the log-softmax
+CHUNK_TOKENS = 1024  # response tokens per chunk, to limit the memory of the log-softmax
 
 
 class SparseGRPOTrainer(Trainer):
@@ -54,24 +54,24 @@ class SparseGRPOTrainer(Trainer):
 
     In colocate mode, the schedule is passed to vLLM in environment variables, which are set only
     while the engine starts. In server mode, the server must have been started with a schedule. In
-    lossless mode, samples follow the dense policy, so the measurement shows how close vLLM's
-    log-probs are to the trainer's. No schedule can have a higher p5.
+    lossless mode, samples follow the dense policy, so the measured p5 reflects only how close
+    vLLM's log-probs are to the trainer's, and no schedule can exceed it.
 
-    Every ``measure_every`` optimizer steps, there is a measurement. vLLM returns top-n lists, and
-    some of the responses, at least one per process, get an additional dense forward pass. The lists
-    and the pass give bounds on every token's acceptance rate. The results are pooled over processes
-    and logged under the names listed in ``sparrow.integrations.metrics``, which begin with
-    ``sparrow/``. Every log also contains the share of cached tokens that was read and, in lossless
-    mode, the metrics of drafts. The last measurement is stored as ``report``, for a controller that
-    calls ``set_schedule``. To measure the ceiling of p5, responses to the first batch's prompts are
-    sampled densely before the batch itself is sampled.
+    Every ``measure_every`` optimizer steps, the mismatch is measured: vLLM returns top-n lists, and
+    some of the responses, at least one per process, are scored in an additional dense forward pass.
+    The lists and the scores bound every token's acceptance rate. The results are pooled over
+    processes and logged under the names listed in ``sparrow.integrations.metrics``, which begin
+    with ``sparrow/``. Every log also contains the share of cached tokens that was read and, in
+    lossless mode, the metrics of drafts. The last measurement is stored as ``report``, for a
+    controller that calls ``set_schedule``. To measure the ceiling of p5, the prompts of the first
+    batch are also sampled densely, before the batch itself.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
         schedule: the actor's schedule, ``"lossless"``, or a mapping of settings, in any form that
             ``Decoding.load`` accepts. The default is the schedule with which vLLM was started.
-        measure_every: number of optimizer steps per measurement; the first step is measured.
-        sequences: number of responses per process that are measured, spread evenly over the batch.
+        measure_every: number of optimizer steps between measurements, starting with the first step.
+        sequences: number of responses to measure per process, spread evenly over the batch.
         top_n: length of the actor's lists.
 
     Raises ConfigError: TRL generates without vLLM; vLLM decodes densely or in another mode; or vLLM
@@ -122,8 +122,7 @@ class SparseGRPOTrainer(Trainer):
         self._counted()  # to reset the counts of vLLM's own warm-up
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the page counts, starting with the next rollout. Call this method on every
-        process.
+        """Change the page counts from the next rollout on. Call this method on every process.
 
         Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
         was started.
@@ -137,7 +136,7 @@ class SparseGRPOTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer``. The first call after a rollout also measures the recorded
-        responses, while ``model`` still has the actor's weights.
+        responses, as ``model`` still has the actor's weights at that point.
         """
         generation = self.vllm_generation
         for recorded, measured in (
@@ -152,7 +151,7 @@ class SparseGRPOTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """See ``transformers.Trainer``. Also add the measurements since the last training log."""
+        """See ``transformers.Trainer``. Also logs what was measured since the last training log."""
         if self.model.training:
             logs |= self._counted()
             if self._measured:
@@ -171,8 +170,8 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """Return the metrics of vLLM's workers since the last call, summed over all workers: those
-        of all processes, or those of the server.
+        """Return the metrics of vLLM's workers since the last call, summed over the workers of all
+        processes or those of the server.
         """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
@@ -182,8 +181,8 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Let vLLM decode densely inside the context, and yield True. If its responses are dense
-        anyway, or dense responses have been sampled before, change nothing and yield False.
+        """Make vLLM decode densely inside the context, and yield True. If it reads everything
+        anyway, or dense responses have already been sampled, change nothing and yield False.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
@@ -201,8 +200,8 @@ class SparseGRPOTrainer(Trainer):
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on the vLLM workers. In colocate mode, these are the workers of this
-        process. Otherwise, they are the server's workers, and every process receives their answer.
+        """Call a method on the vLLM workers: those of this process in colocate mode, and otherwise
+        those of the server, whose answer every process receives.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
@@ -227,7 +226,7 @@ def _check_sampling(config: GRPOConfig) -> None:
     """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError: a
     setting changes the distribution.
     """
-    further: Any = config.generation_kwargs or {}  # which override the config's fields
+    further: Any = config.generation_kwargs or {}  # these override the config's fields
     fields = {name: getattr(config, name, None) for name in NEUTRAL}
     fields["structured_outputs"] = config.vllm_structured_outputs_regex
     check_whole_softmax({**fields, **further}, "GRPOConfig: ")
@@ -242,8 +241,7 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
     """Set vLLM's environment variables for ``decoding`` inside the context, because TRL has no
     field for the schedule.
 
-    An engine keeps the settings with which it was started, so other engines of this process are not
-    affected.
+    Engines keep the settings they were started with, so others in this process are not affected.
     """
     if decoding is None:
         return nullcontext()
@@ -254,10 +252,10 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
 
 
 class Recording:
-    """A wrapper around TRL's ``VLLMGeneration``. For a measurement, it requests the actor's top-n
-    lists and records some of the responses.
+    """A wrapper around TRL's ``VLLMGeneration`` that, when a measurement is due, requests the
+    actor's top-n lists and records some of the responses.
 
-    TRL itself receives only what it requested: the log-probs of the sampled tokens.
+    TRL itself receives only what it asked for: the log-probs of the sampled tokens.
     """
 
     def __init__(
@@ -282,8 +280,8 @@ class Recording:
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError: there are images, which the
-        measurement's forward pass would not see.
+        """See ``VLLMGeneration.generate``. Raises ConfigError: there are images, which the forward
+        pass of a measurement would not see.
         """
         generation = self._generation
         if not self._wanted():
@@ -307,7 +305,7 @@ class Recording:
         return prompts, responses, sampled, sampled_ids
 
     def _listed(self, prompts: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
-        """Generate with TRL, with top-n lists in the result."""
+        """Generate with TRL, but with top-n lists in the result."""
         previous = self._generation.logprobs
         self._generation.logprobs = self._top_n
         try:

@@ -1,5 +1,5 @@
-"""verl's synchronous PPO trainer with sparse rollouts. It logs the tail of the acceptance rate in
-addition to verl's ``rollout_corr/*``.
+"""verl's synchronous PPO trainer with sparse rollouts, which logs the tail of the acceptance rate
+in addition to verl's ``rollout_corr/*``.
 
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
@@ -7,7 +7,7 @@ addition to verl's ``rollout_corr/*``.
 The trainer is written for verl 0.9.1 and is added to verl's registry of trainers. Every step logs
 what vLLM's workers counted during its rollout, under the names listed in
 ``sparrow.integrations.metrics``: the share of cached tokens that was read and, in lossless mode,
-the metrics of drafts. From vLLM, verl only requests the log-probs of sampled tokens. Every step
+the metrics of drafts. verl requests only the log-probs of sampled tokens from vLLM, so every step
 also logs metrics that can be computed from these alone (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
@@ -16,12 +16,12 @@ sparrow/sampled/p5_floor           a lower bound on the 5th percentile of accept
 sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval,
                                    resampled by sequence, if at least two sequences reach the bin
 
-p5 itself is measured by a probe (``probe``). Once verl's vLLM servers have the step's weights, the
-probe samples additional responses from them over HTTP, with top-20 lists. A probe runs every
-``+trainer.v1.sparrow.probe_every`` steps (never, if this is unset), and samples
+p5 itself is measured by a probe (``probe``), which samples additional responses with top-20 lists
+over HTTP once verl's vLLM servers have the step's weights. A probe runs every
+``+trainer.v1.sparrow.probe_every`` steps (never if unset) and samples
 ``+trainer.v1.sparrow.sequences`` responses (32 by default). The names of its metrics are listed in
-``sparrow.integrations.metrics``. Before the first probe, the same number of responses is sampled
-densely, for the ceiling of p5.
+``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely to
+measure the ceiling of p5.
 
 Shapes: B responses, T tokens.
 """
@@ -68,7 +68,7 @@ else:
 
 FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 POLL_S = 0.01
-"""Seconds to wait before asking a server again whether its workers have answered."""
+"""Seconds to wait before asking the servers again whether their workers have answered."""
 
 
 @register_trainer("sparrow")
@@ -79,12 +79,12 @@ class SparsePPOTrainer(Trainer):
     The result of the last probe is stored as ``report``, for a controller that calls
     ``set_schedule``.
 
-    The schedule is the one that is passed to vLLM, either as
+    The schedule is the one passed to vLLM, either as
     ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
     ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError: there is no schedule; vLLM decodes densely or in another mode; or verl's
-    configuration does not compute the log-probs to be compared.
+    Raises ConfigError: there is no schedule; vLLM decodes densely or in another mode; or verl is
+    not configured to compute the log-probs that are compared.
     """
 
     schedule: SparsitySchedule
@@ -99,13 +99,12 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        # This trainer is synchronous, and the rest of verl recognises a synchronous trainer by this
-        # name.
+        # The rest of verl recognises a synchronous trainer, such as this one, by this name.
         config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
     def on_init_end(self) -> None:
-        """See ``PPOTrainer``. Also ensure that every replica decodes under the schedule."""
+        """See ``PPOTrainer``. Also ensures that every replica decodes under the schedule."""
         decoding = requested(OmegaConf.to_container(self.config, resolve=True))
         self.schedule = decoding.schedule
         self._is_lossless = decoding.is_lossless
@@ -114,10 +113,10 @@ class SparsePPOTrainer(Trainer):
         self._described = call(replicas, "sparrow_describe")
         check_mode(self._described, decoding.mode)
         self.set_schedule(self.schedule)
-        self._counted()  # reset the counts of vLLM's own warm-up
+        self._counted()  # to reset the counts of vLLM's own warm-up
 
     def on_sample_end(self) -> None:
-        """See ``PPOTrainer``. Also read the replicas' counts before the replicas go to sleep.
+        """See ``PPOTrainer``. Also reads the replicas' counts before the replicas go to sleep.
 
         Raises ConfigError: in lossless mode, no replica has verified any token.
         """
@@ -131,7 +130,7 @@ class SparsePPOTrainer(Trainer):
         super().on_sample_end()
 
     def on_step_end(self) -> None:
-        """See ``PPOTrainer``. Also probe the replicas, which are awake and have this step's
+        """See ``PPOTrainer``. Also probes the replicas, which are awake and have this step's
         weights.
         """
         super().on_step_end()
@@ -174,8 +173,7 @@ class SparsePPOTrainer(Trainer):
             push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the page counts of every replica. Call this method while the replicas are awake
-        and idle.
+        """Change the page counts of every replica, which must be awake and idle.
 
         Raises ConfigError: a replica decodes densely, or was started with a different page layout
         or different dense layers.
@@ -184,8 +182,8 @@ class SparsePPOTrainer(Trainer):
         self.schedule = schedule
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # As in verl's own subclasses, metrics are computed here, before rejection sampling
-        # (rollout_rs) masks any tokens.
+        # As in verl's own subclasses, compute metrics here, before rejection sampling (rollout_rs)
+        # masks any tokens.
         batch = super()._compute_old_log_prob(batch, metrics)
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
@@ -255,7 +253,7 @@ def call_one(replica: Any, method: str) -> Any:
 
 def call(replicas: Sequence[Any], method: str) -> list[Any]:
     """Call a method on every vLLM worker of verl's replicas, and return the workers' results for
-    each replica. This function exists because the servers' own ``collective_rpc`` returns nothing.
+    each replica. The servers' own ``collective_rpc`` cannot be used, because it returns nothing.
 
     Raises ConfigError: a worker refuses the call.
     """
@@ -273,8 +271,8 @@ def call(replicas: Sequence[Any], method: str) -> list[Any]:
 
 
 def _start(server: Any, method: str) -> None:
-    """Start a call inside a server. This function must not wait, because some versions of Ray run
-    it in the thread of the server's event loop (others in a separate thread).
+    """Start a call inside a server without waiting for it, because some versions of Ray run this
+    function in the thread of the server's event loop.
     """
     loop = server._server_task.get_loop()
     server.sparrow_call = asyncio.run_coroutine_threadsafe(
@@ -283,12 +281,12 @@ def _start(server: Any, method: str) -> None:
 
 
 def _answer(server: Any) -> Any:
-    """Return the result of the call that ``_start`` started; None if it is not available yet."""
+    """Return the result of the call that ``_start`` started, or None if there is none yet."""
     return server.sparrow_call.result() if server.sparrow_call.done() else None
 
 
 def _reason(error: Exception) -> str:
-    # the lines before are the other process's traceback
+    # the preceding lines are the other process's traceback
     return str(error).strip().splitlines()[-1]
 
 
@@ -333,7 +331,7 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """Compute metrics from the prompts of ``B`` responses, the masks of their sampled tokens, and
+    """Compute metrics of ``B`` responses from their prompts, the masks of their sampled tokens, and
     the log-probs of actor and policy.
 
     A token's position is the length for which the schedule was looked up when the token was

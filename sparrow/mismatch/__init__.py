@@ -1,4 +1,4 @@
-"""The distance between the sparse actor and the dense policy: acceptance per token, its tail by
+"""Measure how far the sparse actor is from the dense policy: acceptance per token, its tail by
 length, confidence intervals, and a report.
 """
 

@@ -1,5 +1,5 @@
-"""The acceptance rate of each token, computed from the distributions of actor and policy: exact, or
-bounds from top-n lists.
+"""Compute the acceptance rate of each token from the distributions of actor and policy: exactly, or
+as bounds from top-n lists.
 
 alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, where p is the distribution of
 the dense policy and q that of the sparse actor, after the same prefix and at the same sampling
@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# A probability, or the sum over a list, may exceed 1 by this much because of rounding. With
-# bfloat16 log-probs, the probabilities of a broad distribution sum to 1 within this tolerance.
+# Rounding may make a probability, or the sum over a list, exceed 1 by this much, even with bfloat16
+# log-probs of a broad distribution.
 ROUNDING = 5e-3
 
 
@@ -31,7 +31,7 @@ class AcceptanceBounds(NamedTuple):
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
     """Compute the exact acceptance rate of two full distributions [..., V]. The result is float64
-    [...] in [0, 1], and does not depend on the order of the arguments.
+    [...] in [0, 1], and is symmetric in the arguments.
 
     Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
@@ -61,11 +61,11 @@ def acceptance_bounds(
     policy_logprobs: ArrayLike,
     policy_ids: ArrayLike | None = None,
 ) -> AcceptanceBounds:
-    """Compute bounds on the acceptance rate if only the most probable tokens are known (Sparrow,
+    """Compute bounds on the acceptance rate when only the most probable tokens are known (Sparrow,
     arXiv 2606.08446, section 3).
 
-    If a token's probability is known under both actor and policy, min(p, q) is exact. All other
-    tokens together can add at most the smaller of the two remaining masses.
+    For a token whose probability is known under both actor and policy, min(p, q) is exact. All
+    other tokens together add at most the smaller of the two remaining masses.
 
     Args:
         actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
@@ -79,8 +79,8 @@ def acceptance_bounds(
             `policy_logprobs` marks padding. The tokens known on both sides are then the
             intersection of the lists.
 
-    The bounds, float64 [...], are equal if the lists cover the vocabulary. Their resolution is that
-    of the given log-probs: about 1e-6 for float32.
+    The bounds, float64 [...], are equal if the lists cover the vocabulary. They are as precise as
+    the given log-probs: about 1e-6 for float32.
 
     Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row;
     a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
@@ -98,7 +98,7 @@ def acceptance_bounds(
             )
         p = np.zeros_like(q)
         matched = np.zeros_like(known)
-        # Match one entry at a time, because an array of all pairs, [T, n, m], might not fit in
+        # Match one entry at a time, because an array of all pairs [T, n, m] might not fit in
         # memory.
         for entry in range(listed.shape[-1]):
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
@@ -135,7 +135,7 @@ def _read_list(
             f"The {side}'s ids contain {ids[listed].min()}, but ids "
             "start at 0; mark padding with log-probs of -inf."
         )
-    # Padding gets distinct negative ids. Its original ids could otherwise count as repeated.
+    # Padding gets distinct negative ids, so that its original ids do not count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():

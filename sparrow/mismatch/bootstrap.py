@@ -1,13 +1,13 @@
-"""Compute confidence intervals for statistics of tokens by resampling sequences, and build the
-mismatch report from them.
+"""Compute confidence intervals for token statistics by resampling sequences, and build the mismatch
+report from them.
 
 Tokens of the same sequence are correlated, so resampling individual tokens would produce intervals
 that are far too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their
 Application", 1997, section 3.8) draws whole sequences with replacement. The tokens of a resample
-are never copied. A resample is represented by one weight per sequence: the number of times the
+are never copied: a resample is represented by one weight per sequence, which is how often the
 sequence was drawn. A statistic receives the weights of all resamples at once.
 
-As in numpy, percentiles interpolate linearly between order statistics. They are those of the sample
+As in numpy, percentiles interpolate linearly between order statistics. They are taken over a sample
 in which each token occurs as often as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
@@ -33,8 +33,8 @@ from sparrow.mismatch.tail import (
 )
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
-"""A function from (values [T], sequence of each token as 0..B-1 [T], weights [R, B]) to the
-statistic of each resample [R].
+"""Maps (values [T], sequence of each token as 0..B-1 [T], weights [R, B]) to the statistic of each
+resample [R].
 """
 
 
@@ -65,8 +65,8 @@ class PercentileInterval:
 
 @dataclass(frozen=True)
 class BinMismatch:
-    """Mismatch at start <= position < end. The true percentile lies between the percentile of the
-    lower bound and that of the upper bound.
+    """Mismatch at start <= position < end. The true percentile lies between that of the lower bound
+    and that of the upper bound.
     """
 
     bin: int
@@ -148,11 +148,11 @@ def weighted_percentile(
     """Compute the exact percentile of each resample, float64 [R]. With a fixed `percentile`
     (functools.partial), this function is a Statistic.
 
-    The result equals np.percentile if each value is repeated as often as the weight of its sequence
+    The result equals np.percentile of the values, each repeated as often as its sequence's weight
     (a whole number) says. The values are sorted once and divided into blocks. An order statistic of
-    a resample is then found in two steps. The first finds the block that contains it, from the
-    sequences' weights and their token counts in each block. The second finds the token within that
-    block. Memory: O(T + R (B + sqrt T)).
+    a resample is then found in two steps: the sequences' weights and their token counts per block
+    locate the block that contains it, and a search of that block finds the token. Memory: O(T + R
+    (B + sqrt T)).
 
     Raises ValueError: the percentile is out of range, or a resample contains no tokens.
     """
@@ -213,7 +213,7 @@ def sequence_bootstrap(
     seed: int | np.random.Generator = 0,
 ) -> Interval:
     """Compute the 95 % interval of a statistic of `values` [T], T >= 1, by resampling whole
-    sequences with replacement. `sequence` contains the tokens' sequence ids [T].
+    sequences with replacement. `sequence` [T] contains the sequence id of each token.
 
     The interval contains the middle 95 % of the resampled statistics (the percentile bootstrap).
     With fewer than about 20 sequences, it is too narrow.
@@ -248,8 +248,8 @@ def interval_by_bin(
     statistic: Statistic,
     seed: int | np.random.Generator,
 ) -> list[PercentileInterval]:
-    """Compute a statistic of acceptance per bin of positions. The other arguments and the result
-    are those of `percentile_by_bin_interval`.
+    """Compute any statistic of acceptance for each bin of positions. The remaining arguments and
+    the result are as in `percentile_by_bin_interval`.
     """
     values = check_acceptance(alpha, position=position, sequence=sequence)
     sequences = np.asarray(sequence)
@@ -276,8 +276,8 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a percentile of acceptance for each bin of positions, in ascending order, with a 95 %
-    interval from resampling sequences.
+    """Compute a percentile of acceptance, with a 95 % interval from resampling sequences, for each
+    bin of positions in ascending order.
 
     In each bin, only the sequences that reach the bin are resampled, so intervals are wide at
     lengths that few responses reach.
@@ -287,7 +287,7 @@ def percentile_by_bin_interval(
         position: 0-based token positions, [T].
         sequence: ids of the tokens' sequences, [T].
         percentile: the percentile, in 0..100.
-        seed: an int, or a Generator that belongs to the caller.
+        seed: an int, or a Generator to draw from.
 
     Raises ValueError: shapes differ, or an argument is out of range.
     """

@@ -1,9 +1,8 @@
-"""The ceiling of p5, which is the p5 of dense rollouts.
+"""The ceiling of p5: the p5 that dense rollouts have.
 
-The ceiling is below 1, because the sampler and the trainer round differently, and because the lists
-of likely tokens are incomplete. To see the effect of sparsity, a p5 must be compared with the p5 of
-dense rollouts from the same engines, with lists of the same length and at the same response
-lengths.
+The ceiling is below 1 because the sampler and the trainer round differently and because top-n lists
+do not cover the vocabulary. To isolate the effect of sparsity, a p5 must be compared with that of
+dense rollouts from the same engine and trainer, with the same n and at the same lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
 """
@@ -21,8 +20,7 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-# maximum number of responses that are sampled densely if nothing else measures the ceiling; it
-# never exceeds the number of measured responses
+# maximum number of responses sampled densely when nothing else measures the ceiling
 CEILING_RESPONSES = 64
 
 ENOUGH = 8  # minimum number of responses in a bin for a reliable ceiling
@@ -31,15 +29,15 @@ LEAST = -100.0  # the log-prob given to impossible tokens, including padding
 
 
 class Ceiling:
-    """The most recently measured tail of dense rollouts, by length."""
+    """The tail of dense rollouts by length, as last measured."""
 
     def __init__(self) -> None:
         # maps the (start, end) of a bin to its statistics
         self._bins: dict[tuple[int, int], dict[str, float]] = {}
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Record the bins of a report that end at or before ``up_to`` tokens. Up to that length,
-        the actor read everything.
+        """Record the bins of a report that end at or before ``up_to`` tokens, the length up to
+        which the actor read everything.
 
         A measurement from fewer than ``ENOUGH`` responses does not replace one from more responses.
         """
@@ -57,11 +55,10 @@ class Ceiling:
             }
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Return the bins, each with the ceiling of the measured bin that is nearest in length. If
-        nothing has been measured, return the bins unchanged.
+        """Give each bin the ceiling of the measured bin nearest in length, and return the bins;
+        unchanged if nothing has been measured.
 
-        Measured bins that fewer than ``ENOUGH`` responses reached are used only if all measured
-        bins are such bins.
+        Bins measured from fewer than ``ENOUGH`` responses are used only if there are no others.
         """
         reached = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH}
         measured = reached or self._bins
@@ -83,7 +80,7 @@ class Ceiling:
         return bool(self._bins)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state for ``load``, in JSON types."""
+        """Return the state for ``load``, as plain JSON types."""
         return [
             {
                 "start": start,
@@ -106,7 +103,7 @@ class Ceiling:
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
     """Measure how much a sampler's numerics shift log-probs, float64 ``[T, n + 1]``. The last
-    column is the shift for all tokens outside the list together.
+    column is the shift of the total mass outside the list.
 
     Args:
         sampled_Tn: the sampler's natural log-probs of the listed tokens; -inf is padding.
@@ -120,8 +117,8 @@ def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
     """Convert log-probs that were scored under any schedule to the log-probs that the sampler would
     have computed, float64 ``[T, n]``.
 
-    The noise is assumed to be the same under every schedule. Because it affects logits, the
-    probabilities are normalised again.
+    The noise is assumed to be the same under every schedule and to act on logits, so the
+    probabilities are renormalised.
     """
     disturbed = _with_rest(scored_Tn) + noise
     normalized = disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True)
@@ -129,8 +126,8 @@ def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
 
 
 def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
-    """Append a column to log-probs: the log of the remaining mass, which is taken to be at least
-    the resolution of float32 log-probs.
+    """Append the log of the remaining mass to log-probs as a column. The mass is taken to be at
+    least the resolution of float32 log-probs.
     """
     logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
     rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)

@@ -1,9 +1,9 @@
-"""Acceptance of drafts by length. It is stored as counts, which are small enough to keep on a
-device and can be summed over engines and steps.
+"""Acceptance of drafts by length, stored as counts, which are small enough to keep on a device and
+can be summed over engines and steps.
 
 A draft's acceptance, sum_v min(p(v), q(v)), is exact, because verification has both distributions.
-It is measured on a cache that the dense policy has written. In a lossy rollout, the actor reads a
-cache that it has written itself, and acceptance is slightly lower.
+Drafts read a cache written by the dense policy. In a lossy rollout, where the actor reads a cache
+that it wrote itself, acceptance is slightly lower.
 
 Shapes: T drafts, N length bins, counted from length 0.
 """
@@ -46,13 +46,12 @@ class DraftAcceptance:
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """Return counts of no drafts, which can be added to counts in bins of any width."""
+        """Return counts without any drafts, which can be added to counts in bins of any width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod
     def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
-        """Count drafts. Their acceptance rates are ``alpha`` ``[T]``, and their lengths are
-        ``position`` ``[T]``.
+        """Count drafts with acceptance rates ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
 
         Raises ValueError: the acceptance is outside [0, 1], or the shapes differ.
         """
@@ -74,9 +73,7 @@ class DraftAcceptance:
         return cls(plain["bin_tokens"], counts, np.asarray(plain["sums"], np.float64))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain JSON types. For each bin, only the buckets that are not empty are
-        included.
-        """
+        """Convert to plain JSON types, with only the non-empty buckets of each bin."""
 
         def filled(row: IntArray) -> list[list[int]]:
             return [[int(bucket), int(row[bucket])] for bucket in np.flatnonzero(row)]

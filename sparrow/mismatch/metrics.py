@@ -1,5 +1,4 @@
-"""Convert a mismatch report to scalars for trackers, which have the same names wherever they are
-logged.
+"""Convert a mismatch report to scalars for trackers, under the same names wherever they are logged.
 
 sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
                                bins; sparrow/p5/upper is the same for the upper bound
@@ -25,7 +24,7 @@ from sparrow.mismatch.tau import relative
 def mismatch_metrics(report: MismatchReport, dense_up_to: float = 0) -> dict[str, float]:
     """Convert a report to flat scalars; unknown values (nan) are omitted.
 
-    Up to the length ``dense_up_to``, samples come from the dense policy; infinity if all samples
+    ``dense_up_to`` is the length up to which samples come from the dense policy; infinity if all
     do.
     """
     name = f"sparrow/p{report.percentile:g}"

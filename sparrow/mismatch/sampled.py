@@ -1,20 +1,20 @@
-"""Estimate acceptance from the log-probs of the sampled tokens alone: its mean, and a lower bound
-on its tail.
+"""Estimate the mean of acceptance, and a lower bound on its tail, from the log-probs of the sampled
+tokens alone.
 
 For a token y drawn from the actor q, let s = min(1, p(y) / q(y)). The expectation of s over y is
 sum_v min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the
-mean of alpha. A percentile of s does not estimate the percentile of alpha, because s also scatters
-around alpha. But this scatter can only make the tail lower. For any level z and c = percentile /
-100, Jensen's inequality for the convex function (z - x)+ implies
+mean of alpha. A percentile of s does not estimate that of alpha, because s scatters around alpha,
+but the scatter can only lower the tail. For any level z and c = percentile / 100, Jensen's
+inequality for the convex function (z - x)+ implies
 
     z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c
                         <=  mean of the lowest c of alpha
                         <=  percentile of alpha
 
 (for the second step see Rockafellar and Uryasev, "Optimization of conditional value-at-risk",
-2000). The left side is largest if z is the percentile of s, and is then the mean of the lowest c of
-s. Sampled tokens alone can therefore show that a tail is above a target. To show that a tail is
-below a target, top-n lists are needed (`acceptance.py`).
+2000). The left side is largest when z is the percentile of s, where it is the mean of the lowest c
+of s. Sampled tokens alone can therefore prove that a tail is above a target; proving that it is
+below one takes top-n lists (`acceptance.py`).
 
 Shapes: T tokens.
 """
@@ -60,8 +60,8 @@ def tail_floor_by_bin(
     interval from resampling sequences.
 
     Arguments, result and errors are as in `percentile_by_bin_interval`, except that `sampled` [T]
-    comes from `sampled_acceptance`, the percentile is above 0, and the estimate is the mean of the
-    lowest `percentile` % of `sampled`.
+    is the result of `sampled_acceptance`, the percentile must be above 0, and the estimate is the
+    mean of the lowest `percentile` % of `sampled`.
     """
     share = check_percentile(percentile) / 100
     if not share:

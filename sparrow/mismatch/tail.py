@@ -1,10 +1,10 @@
-"""Divide positions into bins, in which the tail of the acceptance rate is measured, and check rates
-and percentiles.
+"""Divide positions into the bins in which the tail of the acceptance rate is measured, and check
+rates and percentiles.
 
 The mean acceptance hardly differs between a stable and a collapsing run, but the 5th percentile of
 acceptance in 2,000-token bins does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based
-indices of the scored tokens. They count from the start of either the response or the whole
-sequence; the caller decides, and must be consistent.
+indices of the scored tokens. The caller may count them from the start of the response or of the
+whole sequence, but must be consistent.
 
 Shapes: T tokens.
 """
@@ -44,7 +44,7 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
 
 
 def between(low: float, high: float, digits: int = 3) -> str:
-    """Write two bounds as text, or as one number if they are equal after rounding."""
+    """Format two bounds as text, or as one number if they round to the same."""
     ends = [f"{x:.{digits}f}" if np.isfinite(x) else "n/a" for x in (low, high)]
     return ends[0] if ends[0] == ends[1] else f"between {ends[0]} and {ends[1]}"
 

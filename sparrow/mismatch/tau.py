@@ -1,15 +1,15 @@
-"""The target for p5, either absolute or relative to the ceiling, and how to remove the effect of
-the ceiling from a measured p5.
+"""The target for p5, absolute or relative to the ceiling, and how to remove the effect of the
+ceiling from a measured p5.
 
-The errors from numerics and from sparsity are independent, so their effects on the rejected share
-add in quadrature. Let c be the ceiling, which is the p5 of dense rollouts. The **relative p5** is
-the p5 that sparsity alone would cause:
+Numerical errors and errors due to sparsity are independent, so their effects on the rejected share
+add in quadrature. If c is the ceiling, the p5 of dense rollouts, the **relative p5** is the p5 that
+sparsity alone would cause:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-Short top-n lists omit probability mass of both actor and policy. The relative p5 is then too low,
-which leads to more pages, never to fewer. docs/calibration.md derives the formula and compares it
-with alternatives.
+If short top-n lists omit probability mass of actor and policy, the relative p5 is too low, which
+leads to more pages, never to fewer. docs/calibration.md derives the formula and compares it with
+alternatives.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Tau(NamedTuple):
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Return the bins with p5, its interval and its upper bound converted to the scale of
-        ``value``. If tau is relative, they are nan in bins without a ceiling.
+        """Convert p5, its interval and its upper bound in every bin to the scale of ``value``. If
+        tau is relative, they are nan in bins without a ceiling.
 
         Ceilings are not changed.
         """
         return tuple(map(relative, bins)) if self.relative else tuple(bins)
 
     def level(self, ceiling: float) -> float:
-        """Return the measured p5 that is needed to reach tau. ``ceiling`` is the p5 of dense
+        """Return the measured p5 needed to reach tau, where ``ceiling`` is the p5 of dense
         rollouts.
         """
         if not self.relative:
@@ -73,11 +73,11 @@ class Tau(NamedTuple):
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """Return a message about lengths at which even dense rollouts do not reach tau, or cannot
-        be shown to reach it; None if there are no such lengths.
+        """Return a message naming lengths at which even dense rollouts do not reach tau or cannot
+        be shown to reach it, or None if there are none.
 
-        The relative p5 of dense rollouts is 1, which reaches any relative tau. But an actor's
-        distance from the ceiling cannot be known more precisely than the ceiling itself.
+        The relative p5 of dense rollouts is 1, which reaches any relative tau, but an actor's
+        distance from the ceiling is known no more precisely than the ceiling itself.
         """
 
         def best(b: BinMismatch) -> float:
@@ -110,15 +110,14 @@ def relative_p5(p5: float, ceiling: float) -> float:
 
 
 def relative_span(p5: Span, ceiling: Span) -> Span:
-    """Compute the relative p5 and its interval. The intervals of ``p5`` and ``ceiling`` are assumed
-    to be independent.
+    """Compute the relative p5 and its interval, assuming that the intervals of ``p5`` and
+    ``ceiling`` are independent.
 
     The interval of a difference (here, of two squares) is computed from the intervals of both terms
     (Zou and Donner, "Construction of confidence limits about effect measures: a general approach",
     Statistics in Medicine 2008). The result is too wide if both terms come from the same tokens.
     """
-    # These are squares of rejected shares, so the low end of a p5 becomes the high end of its
-    # square.
+    # Squaring the rejected shares 1 - p5 turns the low end of a p5 into the high end of its square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
 
     # The maxima are needed because a bootstrap interval may not contain its estimate.
@@ -130,8 +129,8 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """Return a bin whose p5, interval and upper bound are relative to its ceiling; they are nan if
-    the ceiling was not measured.
+    """Make a bin's p5, interval and upper bound relative to its ceiling; nan if that was not
+    measured.
     """
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
     upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)

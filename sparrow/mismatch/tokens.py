@@ -1,5 +1,5 @@
-"""Compute the acceptance of rollouts' tokens, for a trainer or a probe, and pool it into one
-report.
+"""Compute the acceptance of each token of a rollout, for a trainer or a probe, and pool tokens into
+one report.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -37,11 +37,11 @@ def token_acceptance(
     """Compute the acceptance of one response from the policy's log-probs ``[T, n]`` of the tokens
     in the rollout's top-n lists.
 
-    By default, the actor's log-probs are those in the rollout. ``actor_top_logprobs`` replaces
-    them, for example with log-probs from teacher forcing under another schedule. A token's position
-    is the length for which the schedule was looked up when the token was sampled: the number of
-    cached tokens, rounded up to the end of their last page. The bins of a report are therefore the
-    schedule's bins.
+    The actor's log-probs are those in the rollout unless ``actor_top_logprobs`` replaces them, for
+    example with log-probs from teacher forcing under another schedule. A token's position is the
+    length for which the schedule was looked up when the token was sampled, which is the number of
+    cached tokens rounded up to the end of their last page, so the bins of a report are the
+    schedule's.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -62,21 +62,21 @@ def flatten(
 
 
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
-    """Compute one report over many responses; the bootstrap resamples whole responses."""
+    """Compute one report on all responses, resampling whole responses for its intervals."""
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
 
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
-    """Return a message about a bin in which the actor's lists are too short to show whether p5
-    reaches ``tau``; None if there is no such bin.
+    """Return a message naming a bin in which the actor's top-n lists are too short to decide
+    whether p5 reaches ``tau``, or None if there is no such bin.
 
-    If there are several such bins, the message is about the one with the lowest p5.
+    If there are several, the one with the lowest p5 is named.
 
     Args:
         bins: the bins of a report.
         tau: the required p5.
         top_n: length of the lists.
-        option: the name of the setting for the length of the lists.
+        option: the name of the setting for ``top_n``.
     """
     still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
     b = min(still, key=lambda b: b.lower_bound, default=None)

@@ -1,4 +1,4 @@
-"""Reports on a run: the table that is printed at its end, and an HTML page with figures."""
+"""Reports on a run: the table printed at its end, and an HTML page with figures."""
 
 from sparrow.report.calibration import draw_calibration
 from sparrow.report.measurement import draw_measurement, read_measurement

@@ -14,8 +14,8 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
-    """Draw a schedule from ``sparrow calibrate`` as a PNG, which is written to ``out`` or next to
-    the schedule.
+    """Draw a schedule from ``sparrow calibrate`` as a PNG, written to ``out`` or next to the
+    schedule.
 
     Raises ConfigError: the schedule has no measurements from a calibration.
     """
@@ -50,8 +50,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        # The curves show the measured p5. If the target is relative, the p5 that a bin needs
-        # depends on the bin's ceiling.
+        # The curves show the measured p5, so a relative target is drawn as the p5 that each bin
+        # needs, given its ceiling.
         if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
@@ -83,7 +83,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
 
 
 def _spread(p5: Any) -> Any:
-    """Map acceptance to the negative logarithm of the rejected share, a scale on which values near
-    1 are far apart.
+    """Map acceptance to the negative logarithm of the rejected share, which spreads out values near
+    1.
     """
     return -np.log10(1 - np.clip(p5, 0, 0.9995))

@@ -1,4 +1,4 @@
-"""Draw the series of a run by step. docs/run-directory.md explains the series.
+"""Draw the series that a run logs at every step. docs/run-directory.md explains them.
 
 Shapes: S steps.
 """
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 RUNS = "AB"  # letters that name the two runs
 DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
-# markers of the runs. The second run's markers are hollow, so that its dashes remain visible.
+# markers of the runs; the second run's are hollow, so that its dashes remain visible
 MARKERS = ("o", "D")
 MARKS = 12  # maximum number of markers on a curve
 UNSMOOTHED_STEPS = 60  # for longer runs, a rolling mean is also drawn, in bold
 
 
 class Panel(NamedTuple):
-    """A set of series that share an axis. A series has the same colour in both runs; the second
-    run's curves are dashed.
+    """A set of series that share an axis. A series has the same colour in both runs, and is dashed
+    in the second.
     """
 
     title: str
@@ -114,7 +114,7 @@ PANELS: dict[str, list[Panel]] = {
             _rewards,
             meaning=(
                 "mean over the responses sampled in a step, including those that were replaced; "
-                "with several datasets, also the mean of each dataset"
+                "with several datasets, also the mean of each"
             ),
         ),
         Panel("Response length", "tokens", of(mean="response.mean", longest="response.max"), 0),
@@ -186,10 +186,10 @@ def line(
     label: str | None = None,
     marked: bool = False,
 ) -> None:
-    """Draw one series ``[S]`` by step, in the style of the run with the index ``run``.
+    """Draw one series ``[S]`` over steps, in the style of run ``run``.
 
-    The rolling mean of a long series is drawn as well, in bold. Short series and ``marked`` series
-    have markers.
+    A long series is drawn together with its rolling mean, in bold. Short or ``marked`` series have
+    markers.
     """
     if len(values) > UNSMOOTHED_STEPS:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
@@ -215,8 +215,8 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Compute the mean of the finite values in a centred window; nan if none is finite. Near the
-    ends, the window has fewer than ``window`` values.
+    """Compute the mean of the finite values in a centred window, which is cut off at the ends of
+    the series; nan if no value is finite.
     """
     finite = np.isfinite(values)
     ones = np.ones(window)

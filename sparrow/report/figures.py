@@ -1,4 +1,4 @@
-"""Figures for a report on one run, or on two runs, which share axes or scales. matplotlib is
+"""Figures for a report on one run, or on two runs with shared axes or scales. matplotlib is
 imported only when a figure is drawn.
 
 Shapes: S steps, N length bins.
@@ -92,7 +92,7 @@ def _acceptance(logs: Logs) -> list[Figure]:
         partial(draw_last_tail, logs=logs),
         "dots (diamonds for a second run): lower bounds with their 95 % interval from resampling "
         "responses; triangles: upper bounds; grey: the ceiling (p5 of dense rollouts with the "
-        "same pair of engines), which is the noise floor",
+        "same engine and trainer)",
     )
     distribution = Figure(
         "Distribution of acceptance",
@@ -104,7 +104,7 @@ def _acceptance(logs: Logs) -> list[Figure]:
 
 
 def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None:
-    """Draw a value by step and bin. A bin has the same colour in every figure."""
+    """Draw one line per bin over steps. A bin has the same colour in every figure."""
     width = log.bin_tokens
     colors = _colors(logs)
     for n in np.flatnonzero(np.isfinite(values_SN).any(0)).tolist():
@@ -119,7 +119,7 @@ def _colors(logs: Logs) -> list[str]:
 
 
 def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Draw the p5 of ``log`` by step and bin, on a scale that all ``logs`` share."""
+    """Draw the p5 of ``log`` by step and bin, on a scale shared by all ``logs``."""
     lower_SN = log.tail_by_step()
     upper_SN = log.upper_tail_by_step()
     _bin_lines(ax, logs, log, lower_SN)
@@ -139,8 +139,8 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw the bounds, the interval and the ceiling of each bin at the last step. Two runs are
-    drawn side by side.
+    """Draw the bounds, the interval and the ceiling of each bin at the last step, with two runs
+    side by side.
     """
     for i, log in enumerate(logs):
         for b in log.sparse_bins():
@@ -155,8 +155,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
                 lw=0,
             )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
-            # Draw lines instead of error bars, because a bootstrap interval may not contain its
-            # estimate.
+            # Draw lines, not error bars, because a bootstrap interval may not contain its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
@@ -178,8 +177,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
-    """Draw the histogram of acceptance at the last step of each run. If there is only one run, also
-    draw the histogram at its first step. Steps without a sparse actor are omitted.
+    """Draw the histogram of acceptance at the last step of each run and, if there is only one run,
+    at its first step. Steps without a sparse actor are omitted.
     """
     steps = [
         (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
@@ -220,8 +219,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache that is read, by length. If a run's schedule changed, also draw
-    its initial share.
+    """Draw the share of the cache that is read, by length. If the schedule of a run changed, draw
+    it both at the start and at the last step.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
@@ -249,9 +248,9 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Draw, by step, the share of the cache that is read at the end of each bin."""
+    """Draw the share of the cache that is read at the end of each bin, over steps."""
     tail_SN = log.tail_by_step()
-    # The last length of each bin. One more token would start a page of the next bin.
+    # The last length of each bin: one more token would start a page of the next bin.
     ends = np.maximum(
         log.bin_tokens * np.arange(1, tail_SN.shape[1] + 1) - log.schedules[0].page_size, 1
     )

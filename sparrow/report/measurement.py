@@ -1,6 +1,4 @@
-"""Draw a report from ``sparrow measure``: the tail of acceptance by length, and the distribution of
-acceptance.
-"""
+"""Draw a report from ``sparrow measure``: acceptance by length, and its distribution."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
-    """Read a report from ``sparrow measure --out``; None if the file is not such a report."""
+    """Read a report from ``sparrow measure --out``. Return None if the file is not one."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -44,8 +42,8 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
 
 
 def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
-    """Draw the mean of each length bin, its p5 with interval, and its ceiling. Unknown values
-    (None) are not drawn.
+    """Draw the mean, the p5 with its interval, and the ceiling of each length bin. Unknown values
+    (None) are omitted.
     """
     rows = np.array(
         [

@@ -1,4 +1,4 @@
-"""The report of one run, or of two runs side by side: a single HTML page without scripts or
+"""The report on one run, or on two runs side by side: a single HTML page without scripts or
 external resources.
 """
 
@@ -28,15 +28,14 @@ def write_report(
     Args:
         run_dirs: directories of the runs.
         out: folder for the page; by default ``report`` in the first run's directory.
-        steps: the steps whose responses are shown; by default, up to 40 steps spread over the whole
-            run.
+        steps: the steps whose responses are shown; by default, up to 40 spread over the whole run.
 
     Returns:
-        The path of the page: ``index.html``, or ``against-NAME.html`` with the name of the second
+        The path of the page: ``index.html``, or ``against-NAME.html``, where NAME is the second
         run.
 
     Raises ConfigError: a folder is not a run directory, a run has no finished step, a file is
-    damaged, two runs have different length bins, or a step is not in the log.
+    damaged, the two runs have different length bins, or a step is not in the log.
     """
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
@@ -51,7 +50,7 @@ def write_report(
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
-    # A tokenizer may decode part of a character to text that cannot be encoded as UTF-8.
+    # A token may be part of a character, whose text cannot be encoded as UTF-8.
     page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
@@ -94,7 +93,7 @@ def _name(log: RunLog) -> str:
 
 
 def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
-    """Build one row of the table of tails, as texts by column."""
+    """Build one row of the table of tails, as a mapping from columns to text."""
     known = isfinite(b.interval_low)
     return {
         "length": bin_name(b.start, b.end),

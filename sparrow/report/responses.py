@@ -14,7 +14,7 @@ from sparrow.report import theme
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog
 
-# A page with more tokens is slow to open, so the middle of long responses is omitted.
+# tokens per page; more make it slow to open, so the middle of long responses is omitted
 MOST_TOKENS = 100_000
 MOST_STEPS = 40  # maximum number of steps shown, unless the steps are specified
 
@@ -35,8 +35,8 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """Choose the steps whose responses the page shows. These are the steps in ``wanted`` or, if
-    none are given, up to ``MOST_STEPS`` steps spread over the whole run.
+    """Choose the steps whose responses are shown: those in ``wanted`` or, if that is empty, up to
+    ``MOST_STEPS`` steps spread over the whole run.
 
     Raises ConfigError: a step in ``wanted`` was not finished by any run.
     """
@@ -55,8 +55,8 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 def show(
     logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]
 ) -> dict[int, list[Shown]]:
-    """Prepare the logged responses of these steps, by step. If two runs answered the same problem,
-    their responses are next to each other.
+    """Prepare the logged responses of ``steps``, by step. Responses of two runs to the same problem
+    are placed next to each other.
     """
     entries = []
     for name, log in zip(names, logs, strict=True):
@@ -78,7 +78,9 @@ def show(
 
 
 def _without_acceptance(row: LoggedResponse) -> LoggedResponse:
-    """Remove the acceptance rates from a dense policy's response, as in newer versions' logs."""
+    """Remove the acceptance rates of a response that the dense policy sampled, which newer versions
+    no longer log.
+    """
     return replace(row, acceptance=[None] * len(row.tokens), acceptance_upper=None)
 
 

@@ -1,4 +1,4 @@
-"""Build the table of results, as text, that closes a run."""
+"""Build the table of results that is printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """List the setup of a run: the model, task, datasets and engine from the command line, the mode
-    if it is dense, lossless or auto, and the schedule if it is not dense.
+    """Describe the setup of a run: the model, task, datasets and engine from the command line, the
+    mode if it is dense, lossless or auto, and the schedule if it is not dense.
 
     In lossless mode, the schedule is the draft schedule.
     """
@@ -69,8 +69,8 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """List the results of a run: steps, first and last reward, evaluations, response tokens and the
-    share of them that is in the loss, KV read, drafts, dial and guard.
+    """Describe the results of a run: steps, first and last reward, evaluations, response tokens and
+    the share of them in the loss, KV read, drafts, dial and guard.
     """
     alarms = log.steps[log.series("guard", "alarm") == 1]
     kept = log.tokens_kept()
@@ -126,7 +126,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """Format the mean@k of the last evaluation, with its interval, and of the best evaluation."""
+    """Format the mean@k of the last evaluation, with its interval, and that of the best one."""
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
@@ -143,9 +143,7 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """Format the bounds on p5, the interval of the lower bound, and the result of the comparison
-    with ``tau``.
-    """
+    """Format the bounds on p5, the interval of the lower bound, and the verdict against ``tau``."""
     interval = (
         f" [{number(b.interval_low)}, {number(b.interval_high)}]"
         if isfinite(b.interval_low)
@@ -173,7 +171,7 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
             f", dense in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"
         )
     if schedule.head_budgets:
-        text += ", shared unevenly by layers and kv heads"
+        text += ", divided unevenly among layers and kv heads"
     preset = schedule.provenance.get("preset")
     return f"{preset}: {text}" if preset else text
 

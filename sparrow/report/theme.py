@@ -1,5 +1,5 @@
-"""Colours of the report and its figures. Colours that appear together can be told apart by
-colour-blind readers.
+"""Colours of the report and its figures, chosen so that colour-blind readers can tell apart those
+that appear together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DARK = {
     "above": "#6db3f2",
     "below": "#f2955b",
 }
-"""The page's colours in dark mode. There, the colours of figures are inverted."""
+"""The page's colours in dark mode, in which figures are inverted."""
 # colours of tails below and above tau
 BELOW = "#c2500a"
 ABOVE = "#1f6fb5"
@@ -33,9 +33,9 @@ BINS = (
     "#2d2a7a",
 )
 
-# Tokens are coloured by ranges of acceptance; these are the lower ends of the ranges. The ranges
-# become narrower towards 1, because most acceptance rates are close to 1. All colours have the same
-# hue; the lower the acceptance, the more they differ from the background.
+# The lower ends of the ranges of acceptance by which tokens are coloured. Ranges are narrower
+# towards 1, where most acceptance rates are. All colours have the same hue; the lower the
+# acceptance, the more they stand out from the background.
 LEVELS = (
     0.999,
     0.99,
@@ -82,9 +82,7 @@ MATPLOTLIB: dict[Any, Any] = {
 
 
 def bin_colors(count: int) -> list[str]:
-    """Choose colours for ``count`` length bins, shortest first. They are evenly spaced along
-    ``BINS``.
-    """
+    """Choose colours for ``count`` length bins, shortest first, evenly spaced along ``BINS``."""
     stops = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in BINS])
     places = np.linspace(0, len(BINS) - 1, count)
     channels = np.stack(

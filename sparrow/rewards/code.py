@@ -1,4 +1,4 @@
-"""Extract programs from responses, and judge them by unit tests (``sandbox.judge``)."""
+"""Extract programs from responses, and judge them by running tests (``sandbox.judge``)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 
 
 def extract_code(response: str) -> str | None:
-    """Extract the last fenced block after the reasoning, and prefer blocks marked as Python; None
+    """Extract the last fenced block after the reasoning, preferring blocks marked as Python; None
     if there is no block.
 
-    Fences are those of Markdown: backticks or tildes, which may be indented in a list. The fence's
-    indent is removed from the code. A block that is never closed ends with the response. A closing
-    fence may also be at the end of a line of code. If there is no fence, the last block that is
-    indented by four spaces or a tab is used.
+    Fences are those of Markdown: backticks or tildes, possibly indented in a list, in which case
+    the fence's indentation is removed from the code. A block that is never closed ends with the
+    response. A closing fence may also end a line of code. If there are no fences, the last block
+    that is indented by four spaces or a tab is used.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None
     lines: list[str] = []
-    quoted = False  # whether the line is in a multi-line string, judging by the number of quotes
+    quoted = False  # whether the line is inside a multi-line string, judging by the quotes so far
     text = response.rpartition("</think>")[2]
 
     def close() -> None:
@@ -67,9 +67,7 @@ def extract_code(response: str) -> str | None:
 
 
 def _unindented(line: str, indent: str) -> str:
-    """Remove the fence's indent from a line; if the line is indented less, remove all of its
-    indent.
-    """
+    """Remove the fence's indentation from a line, or all of its own if that is less."""
     return line[min(len(indent), len(line) - len(line.lstrip())) :]
 
 
@@ -118,11 +116,11 @@ def verify_code(
 ) -> float:
     """Return 1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
 
-    Among calls with the same limits and isolation, at most as many programs run at a time as there
+    Calls with the same limits and isolation together run at most as many programs at once as there
     are processors.
 
     Raises RewardError: programs cannot be run on this machine with the requested isolation.
-    ValueError: the tests are not of one of the three kinds.
+    ValueError: the tests are of none of the three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

@@ -4,8 +4,8 @@ Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in wor
 because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}`` and can then only be stopped
 by killing its process. A worker (``math_worker``) is a fresh interpreter: it never imports torch,
 shares nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
-``multiprocessing`` would. A worker forks the process that compares. The kernel ends that process at
-its limit, and the next fork does not have to import anything.
+``multiprocessing`` would. The worker forks a process to do the comparing. When the kernel kills
+that process at its limit, the next fork does not have to import anything.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from sparrow.errors import RewardError
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
-"""Seconds that a worker may take to import its libraries. The limit is generous, because imports
-are slow on a busy machine.
+"""Seconds that a worker may take to import its libraries: a generous limit, because imports are
+slow on a busy machine.
 """
-# number of comparisons after which a worker is replaced, because caches in libraries grow without
+# number of comparisons after which a worker is replaced, because its libraries' caches grow without
 # bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# number of characters at the end of a response in which a cut-off box command is searched for
+# number of characters at the end of a response that are searched for a cut-off box command
 CUT_OFF_CHARS = 40
-PATIENCE_S = 0.5  # seconds after which a comparison no longer makes other comparisons wait
-# A comparison that gets no processor time is abandoned after its limit times this factor.
+PATIENCE_S = 0.5  # seconds after which a comparison stops keeping others waiting
+# A comparison is abandoned after this many times its limit in wall-clock time, even if it got no
+# processor time.
 WALL_LIMITS = 2.5
-GRACE_S = 0.5  # seconds after which a process is killed if it should have ended by itself
+GRACE_S = 0.5  # extra seconds for a process to end by itself at its limit before it is killed
 BUDGET_S = 20.0
 """Processor seconds that comparisons without a result may use within ``WINDOW_S``. While they use
-more, every comparison gets only a quarter of its limit. A step with many hanging answers therefore
+more, every comparison gets only a quarter of its limit, so that a step with many hanging answers
 still makes progress.
 """
 WINDOW_S = 60.0
 HUNG_PAIRS = 1000  # number of hanging comparisons to remember
 MAX_ANSWER_CHARS = 2000
-"""Longer answers count as wrong unless they are identical to the reference. This limit also keeps a
-request smaller than a pipe's buffer.
+"""Longer answers count as wrong unless they are identical to the reference. The limit also keeps
+requests smaller than a pipe's buffer.
 """
 
 _log = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Marks around the thinking in the output of Qwen, DeepSeek and others (tags), and of Magistral,
-# Kimi and Sky-T1.
+# Marks around the thinking in the output of Qwen, DeepSeek and others (tags), Magistral, Kimi and
+# Sky-T1.
 _THOUGHT = re.compile(
     r"(<(?:think|thinking|thought|reasoning|seed:think)>"
     r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
@@ -79,8 +80,8 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]] | None:
-    """Find the start, end and content of every outermost box; None if the last box is incomplete.
-    One pass is enough, even if braces are badly nested.
+    """Find the start, end and content of every outermost box in one pass, even if braces are badly
+    nested; None if the last box is incomplete.
     """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
@@ -107,9 +108,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
-    """Join the last box with the boxes before it, as long as only commas, "and" or "or" are between
-    them.
-    """
+    """Join the last box with those before it that are separated only by commas, "and" or "or"."""
     parts: list[str] = []
     after = len(text)
     for start, end, content in reversed(boxes):
@@ -122,7 +121,7 @@ def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
 
 
 def extract_answer(response: str, *, last_number: bool = False) -> str | None:
-    r"""Extract the final answer that a response states, as text; None if it states none.
+    r"""Extract the final answer that a response states, as text, or None if it states none.
 
     The answer is the last ``\boxed{...}``; several boxes joined by commas, "and" or "or" are one
     answer with several parts. If there is no box, the answer is the rest of the line after the last
@@ -130,7 +129,7 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
     the last number in the response.
 
     A response that was cut off during the thinking or in the middle of a box has no answer. An
-    answer that is stated after the thinking takes precedence over one stated during the thinking.
+    answer stated after the thinking takes precedence over one stated during it.
     """
     marks = list(_THOUGHT.finditer(response))
     if marks and marks[-1][1]:
@@ -143,7 +142,7 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _stated(response: str, *, last_number: bool) -> str | None:
-    """Extract the answer from a text, without regard to marks of thinking."""
+    """Extract the answer from a text, ignoring any marks of thinking."""
     boxes = _boxes(response)
     if boxes is None:
         return None
@@ -156,8 +155,8 @@ def _stated(response: str, *, last_number: bool) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """Normalise the spaces in an answer, and remove what has no meaning: dollar signs, sizes of
-    brackets, and a full stop.
+    """Normalise the spaces in an answer, and remove what does not affect its meaning: dollar signs,
+    sizes of brackets, and a full stop.
     """
     text = answer.replace("{,}", ",")
     text = _THIN.sub(" ", text)
@@ -166,8 +165,8 @@ def _unmarked(answer: str) -> str:
 
 
 def _squeezed(answer: str) -> str:
-    """Remove spaces from an unmarked answer, except between digits, and write all fractions with
-    the same command.
+    """Remove spaces from an unmarked answer, except between digits, and use one command for all
+    fractions.
     """
     return _SPACE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
@@ -196,7 +195,7 @@ class _Worker(Child):
 
     def __init__(self) -> None:
         # The worker is imported from this folder, without the packages that contain it. The folder
-        # is last on the path, because otherwise its math.py would hide Python's own.
+        # is last on the path, or its math.py would hide Python's own.
         start = (
             f"import sys; sys.path.append({str(WORKER.parent)!r}); "
             f"from {WORKER.name}.main import main; sys.exit(main())"
@@ -211,7 +210,7 @@ class _Worker(Child):
             ) from error
 
     def kill(self) -> None:
-        """Kill the worker and its forked process, which compares."""
+        """Kill the worker and the process that it forked."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -219,23 +218,23 @@ class _Worker(Child):
 
 
 class MathVerifier:
-    """A verifier that compares responses with reference answers. Its worker processes start when
-    they are first needed.
+    """Compares responses with reference answers in worker processes, which start when they are
+    first needed.
 
     Args:
-        workers: number of processes that run at a time; each takes about 100 MB. A thread that
-            finds no free process waits for one. A comparison that takes longer than half a second
-            makes room for another process, so threads wait for hanging answers only if more answers
-            hang than there are workers.
-        limit_s: limit on the processor seconds of one comparison. Two and a half times as many
-            seconds of wall-clock time are allowed. A comparison that is stopped at a limit counts
-            as wrong, is logged and counted in ``lost``, and is not tried again. Once ``BUDGET_S``
-            seconds have been lost within a minute, both limits are cut to a quarter. If n answers
-            all hang, they therefore take at most ``BUDGET_S + n * limit_s / 4`` processor seconds,
-            plus those of comparisons that had already started.
+        workers: number of processes that run at once, each of which takes about 100 MB. A thread
+            that finds no free process waits for one. A comparison that takes longer than half a
+            second makes room for another process, so threads wait for hanging answers only if more
+            of them hang than there are workers.
+        limit_s: limit on the processor seconds of one comparison; the limit on its wall-clock time
+            is 2.5 times that. A comparison that is stopped at a limit counts as wrong, is logged
+            and counted in ``lost``, and is not tried again. Once ``BUDGET_S`` seconds have been
+            lost within a minute, both limits are cut to a quarter, so n answers that all hang take
+            at most ``BUDGET_S + n * limit_s / 4`` processor seconds, plus those of comparisons that
+            had already started.
 
-    This class is thread-safe. To end its processes without delay, close the verifier or use it in a
-    ``with`` block.
+    This class is thread-safe. Close the verifier, or use it in a ``with`` block, to end its
+    processes without delay.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 2.0) -> None:
@@ -246,7 +245,7 @@ class MathVerifier:
         self.limit_s = limit_s
         self.lost = 0
         self._pid = os.getpid()
-        # maps each hanging comparison to the limit at which it was stopped
+        # for each hanging comparison, the limit at which it was stopped
         self._hung: dict[tuple[str, str], float] = {}
         # (time, seconds lost) for each comparison without a result
         self._losses: deque[tuple[float, float]] = deque()
@@ -278,7 +277,7 @@ class MathVerifier:
             return False
 
     def _limit(self) -> float:
-        """Return the number of processor seconds that a comparison may take at present."""
+        """Return how many processor seconds a comparison may currently take."""
         with self._losing:
             while self._losses and self._losses[0][0] < time.monotonic() - WINDOW_S:
                 self._losses.popleft()
@@ -296,7 +295,7 @@ class MathVerifier:
                 self._hung[pair] = limit_s
 
     def _ask(self, answer: str, reference: str) -> bool:
-        """Let a worker compare the two answers, and wait for its reply."""
+        """Have a worker compare two answers, and wait for its reply."""
         worker = self._slots.get()
         pair = (answer, reference)
         limit_s = self._limit()
@@ -334,8 +333,8 @@ class MathVerifier:
             self._lose(pair, limit_s, isinstance(lost, ChildTimeoutError))
             raise
         finally:
-            # This is also needed after an interrupt: a late reply must not be read as the reply to
-            # the next request.
+            # Close the worker even after an interrupt, or its late reply would be read as the reply
+            # to the next request.
             if worker is not None and not fresh:
                 worker.close()
             if not slow:
@@ -346,7 +345,7 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker that has given up its place if a place is free; otherwise, close it."""
+        """Keep a worker that has given up its place if another is free, or close it."""
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)
@@ -360,8 +359,8 @@ class MathVerifier:
         return float(stated is not None and self.equal(stated, answer))
 
     def close(self) -> None:
-        """Kill the idle workers; a later comparison starts new ones. In a forked process, do
-        nothing.
+        """Kill the idle workers; a later comparison starts new ones. Does nothing in a forked
+        process.
         """
         if os.getpid() != self._pid:
             return
@@ -382,7 +381,7 @@ _lock = threading.Lock()
 
 @cache
 def _shared(pid: int) -> MathVerifier:
-    """Return the verifier of process ``pid``. Each process has its own, because a forked process
+    """Return the verifier of process ``pid``. Every process has its own, because a forked process
     must not use its parent's pipes.
     """
     verifier = MathVerifier()
@@ -392,9 +391,9 @@ def _shared(pid: int) -> MathVerifier:
 
 def verify_math(response: str, answer: str, *, last_number: bool = False) -> float:
     """Return 1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0. All
-    calls share two workers.
+    calls in a process share two workers.
 
-    See ``extract_answer`` for what counts as an answer. The reference is plain text or LaTeX
+    ``extract_answer`` defines what counts as an answer. The reference is plain text or LaTeX
     without a box.
 
     Raises RewardError: math-verify cannot be started.

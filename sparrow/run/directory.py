@@ -1,4 +1,4 @@
-"""The files of a run directory. They are written so that nothing is lost if the process is killed.
+"""The files of a run directory, written so that nothing is lost if the process is killed.
 
 config.json             ``RunConfig``
 lock                    locked by the process that trains, and contains that process's name
@@ -50,7 +50,7 @@ RECORDED = {
 }
 
 Row = Mapping[str, Any]
-# A run directory keeps a few checkpoints and a few exports, in folders with these names.
+# the folders of a run directory in which checkpoints and exports are kept
 Kind = Literal["checkpoints", "exports"]
 
 
@@ -61,9 +61,9 @@ class RunConfig:
     train: Row  # the resolved settings
     schedule: SparsitySchedule  # the schedule with which the run was last started
     # one entry for each time the run was resumed with different settings: the "step" after which it
-    # continued, and the "changed" settings, name -> [before, after]
+    # resumed, and the "changed" settings, name -> [before, after]
     resumed: Sequence[Row] = ()
-    # the number and the digest of problems, for the training data (``train``) and for each
+    # the number of problems and their digest, for the training data (``train``) and for each
     # benchmark; None in runs of older versions
     data: Row | None = None
 
@@ -99,13 +99,12 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class LoggedResponse:
-    """A logged response, token by token. Only a few responses of each step are logged."""
+    """One of the few responses that are logged at each step, token by token."""
 
     step: int
     problem: str  # the problem's id
     prompt: str
-    # what each token adds to the text. A character made of several tokens is listed at the first of
-    # them.
+    # what each token adds to the text; a character that spans several tokens belongs to the first
     tokens: Sequence[str]
     # lower bound on the acceptance rate of each token; None for tokens that the dense policy
     # sampled
@@ -188,7 +187,7 @@ class RunDir:
             )
 
     def lock(self) -> None:
-        """Keep other runs out of the directory until ``release`` is called or this process ends,
+        """Lock the directory against other runs until ``release`` is called or this process ends,
         even if it is killed.
 
         Raises ConfigError: another run is using the directory, or has used it since this object was
@@ -270,19 +269,19 @@ class RunDir:
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
 
     def truncate(self, step: int) -> None:
-        """Remove everything logged after ``step``, including an incomplete last line, and delete
-        later exports.
+        """Remove everything logged after ``step``, including an incomplete last line and later
+        exports.
         """
         self.remove("exports", [later for later in self.steps("exports") if later > step])
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
             if path.exists():
-                # A damaged line, which may not even be text, is treated as logged after ``step``.
+                # A damaged line, which may not even be text, counts as logged after ``step``.
                 kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
                 write_text(path, "".join(line.decode() + "\n" for line in kept))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
-        """Return the step and folder of the newest complete checkpoint; None if there is none."""
+        """Return the step and folder of the newest complete checkpoint, or None."""
         steps = self.steps("checkpoints")
         return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
@@ -298,8 +297,8 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """Create an empty folder for the files of ``step``. Once they are written, ``finish``
-        renames the folder to its final name.
+        """Create an empty folder for the files of ``step``, to which ``finish`` gives its final
+        name once they are written.
         """
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -332,7 +331,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
-        """Clean up if writing a checkpoint or an export fails inside the context.
+        """Enter a context that cleans up if writing a checkpoint or an export fails.
 
         Raises CheckpointError: an OSError was raised inside the context. Earlier checkpoints are
         not changed.
@@ -365,8 +364,8 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
     """Read the objects in a JSON Lines file. Yield each object with its line number and path as
     text, for messages.
 
-    Every object must have a step. The last line is left out if it is still being written, or was
-    cut off when a process was killed.
+    Every object must have a step. The last line is skipped if it is incomplete, because it is still
+    being written or the process that wrote it was killed.
 
     Raises ConfigError: a line is damaged or has no step.
     """

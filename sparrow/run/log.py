@@ -1,10 +1,10 @@
-"""Read a run directory while the run continues or after it has ended.
+"""Read a run directory during or after the run.
 
-A file may end with a line that is still being written, which is left out. If a step recorded a
-number as null, or did not record it, the number is nan.
+A last line that is still being written is ignored. Numbers that a step recorded as null, or not at
+all, are nan.
 
-Shapes: S steps, E evaluations, N length bins from length 0 upwards (nan where no response of a step
-reached the bin).
+Shapes: S steps, E evaluations, N length bins starting at length 0 (nan where no response of a step
+    reached the bin).
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class RunLog:
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A schedule that did not change keeps the provenance of the start schedule, and therefore
-        # its name.
+        # A schedule equal to the start schedule keeps its provenance, and with it its name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -93,8 +92,8 @@ class RunLog:
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """Read the logged responses of these steps only, because the responses of all steps may be
-        many gigabytes.
+        """Read the logged responses of ``steps``. Those of all steps may take many gigabytes, so
+        they are not kept in memory.
 
         Raises ConfigError: the file is damaged.
         """
@@ -108,7 +107,7 @@ class RunLog:
 
     @property
     def is_sparse(self) -> bool:
-        """True if samples may come from a sparse actor, whose acceptance is compared with tau.
+        """Whether samples may come from a sparse actor, whose acceptance is compared with tau.
         False for dense and lossless runs.
         """
         if self._mode == "lossless":
@@ -121,7 +120,7 @@ class RunLog:
 
     @property
     def follows_p5(self) -> bool:
-        """True if the schedule is adjusted to the measured p5."""
+        """Whether the schedule is adjusted to the measured p5."""
         return str(self.train.get("schedule")).partition(":")[0] == "auto"
 
     @property
@@ -133,8 +132,8 @@ class RunLog:
         return bool((self.train.get("distill") or {}).get("enabled"))
 
     def dense_up_to(self, index: int = -1) -> float:
-        """Return the length up to which samples come from the dense policy, at the recorded step
-        with this ``index``; infinity if all samples do.
+        """Return the length up to which samples come from the dense policy, at the step with the
+        given ``index``; infinity if all do.
         """
         row = self.metrics[index]
         if "dense_up_to" in row:
@@ -181,7 +180,7 @@ class RunLog:
         return np.array([_number(value) for value in values], dtype=float)
 
     def sources(self) -> list[str]:
-        """List the datasets or tasks whose rewards are recorded separately."""
+        """List the datasets or tasks whose rewards were recorded separately."""
         return list(
             dict.fromkeys(
                 name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()
@@ -189,14 +188,16 @@ class RunLog:
         )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Return the means of the first n and of the last n of ``values`` [S], and n. n is a
-        quarter of the number of values, but at least 1 and at most 10.
+        """Return the means of the first n and of the last n of ``values`` [S], and n, which is S /
+        4 limited to 1..10.
         """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Read the mismatch by length bin, in ascending order, at the step with this ``index``."""
+        """Read the mismatch of each length bin, in ascending order, at the step with the given
+        ``index``.
+        """
         rows = self.metrics[index]["mismatch"]["bins"]
         names = [field.name for field in fields(BinMismatch)]
         return tuple(
@@ -205,22 +206,20 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Select the ``bins`` in which a sparse actor sampled. Bounds on acceptance are meaningful
-        only in these bins.
+        """Select the ``bins`` in which a sparse actor sampled, the only ones in which bounds on
+        acceptance are meaningful.
         """
         up_to = self.dense_up_to(index)
         return tuple(b for b in self.bins(index) if b.end > up_to)
 
     def throughput(self) -> FloatArray:
-        """Compute the number of response tokens per second in each step's rollout phase, float64
-        [S].
-        """
+        """Compute the response tokens per second of rollout time at each step, float64 [S]."""
         seconds = self.series("seconds", "rollout")
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Tabulate p5 (lower bound) of the sparse actor's acceptance by step and length bin,
-        float64 [S, N]. If tau is relative, p5 is, too.
+        """Tabulate the p5 (lower bound) of the sparse actor's acceptance by step and length bin,
+        float64 [S, N]; the relative p5 if tau is relative.
         """
         return self._by_step(attrgetter("lower_bound"))
 
@@ -239,14 +238,14 @@ class RunLog:
         return tail_SN
 
     def histogram(self, index: int = -1) -> tuple[FloatArray, FloatArray]:
-        """Read the counts and edges of the histogram of acceptance rates at the step with this
+        """Read the counts and edges of the histogram of acceptance rates at the step with the given
         ``index``.
         """
         found = self.metrics[index]["mismatch"]["histogram"]
         return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
-        """Compute the share of cached tokens that was read by decoding, over the whole run; nan if
+        """Compute the share of cached tokens that decode steps read over the whole run; nan if
         nothing was decoded.
         """
         held = float(self.series("kv", "tokens_held").sum())

@@ -1,5 +1,5 @@
-"""Tasks, mixtures of tasks, and a registry of tasks by name. A task returns problems by index, and
-each problem has a prompt and a verifier.
+"""Tasks, mixtures of tasks, and a registry of tasks by name. A task returns problems by index, each
+with a prompt and a verifier.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Problem:
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
     # optional: response text -> the answer that the response states, right or wrong; None if it
-    # states no answer
+    # states none
     extract: Callable[[str], str | None] | None = None
-    # the task or dataset of the problem; rewards are also reported for each source
+    # the problem's task or dataset; rewards are also reported for each one separately
     source: str = ""
     solution: str | None = None  # a reference response, if one is known
     # the expected answer, only for display; ``verify`` is what judges responses
@@ -33,8 +33,8 @@ class Problem:
 
 
 class Task(Protocol):
-    """A source of problems by index. ``problem`` is a pure function of its arguments, so a sampler
-    can resume if it knows only ``(seed, cursor)``.
+    """A source of problems by index. ``problem`` is a pure function of its arguments, so ``(seed,
+    cursor)`` is all that a sampler needs to resume.
     """
 
     def problem(self, index: int, seed: int = 0) -> Problem:
@@ -94,8 +94,8 @@ class Mixture:
     """Problems of several tasks in fixed proportions.
 
     Each block of ``sum(weights)`` problems contains the next ``weights[i]`` problems of every
-    ``tasks[i]``, in an order that depends only on the seed. Each task therefore yields its problems
-    in the same order as on its own.
+    ``tasks[i]``, shuffled in a way that depends only on the seed. The problems of each task come in
+    the same order as if it were used alone.
 
     Raises ConfigError: there is not one weight for each task, or a weight is not a whole number of
     at least 1.
@@ -137,7 +137,7 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 
 
 def load_task(name: str, **options: Any) -> Task:
-    """Load the task ``name`` with these options, as in ``load_task("trace", lines=24)``.
+    """Load the task ``name`` with ``options``, as in ``load_task("trace", lines=24)``.
 
     Raises ConfigError: there is no such task, or the task does not accept the options.
     """
@@ -152,7 +152,7 @@ def load_task(name: str, **options: Any) -> Task:
 def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
     """Create a task with ``factory(**options)``.
 
-    Raises ConfigError: the factory does not accept these options. TaskError: the factory raised an
+    Raises ConfigError: the factory does not accept the options. TaskError: the factory raised an
     error, or did not return a task.
     """
     try:

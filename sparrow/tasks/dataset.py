@@ -1,8 +1,7 @@
 """A task whose problems are the rows of a dataset, from a local jsonl, json or parquet file or from
 the Hugging Face hub.
 
-This package does not import ``sparrow.rewards``, so the caller passes the verifiers, by kind, when
-it builds a task::
+This package does not import ``sparrow.rewards``, so the caller passes the verifiers, by kind::
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
@@ -48,19 +47,20 @@ def _order(size: int, name: str, seed: int, epoch: int) -> list[int]:
 
 
 class DatasetTask:
-    """A task with one problem per row. Every epoch contains each problem once, in an order that
-    depends only on the seed and the epoch.
+    """A task with one problem per row. Every epoch contains each problem once, in an order
+    determined by the seed and the epoch.
 
     Args:
         name: the prefix of the problems' ids.
-        rows: the dataset. Every row is checked here, and read again when its problem is requested.
+        rows: the dataset. Every row is checked up front, and read again when its problem is
+            requested.
         format: how to read a row.
         verifiers: verifiers by kind; the one for ``format.kind`` is used.
         extractors: extractors by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` in place of the question. The default is the
             format's template.
-        render: a function such as a chat template: prompt -> text for the tokenizer, including
-            special tokens. By default, the prompt is sent unchanged, after the tokenizer's special
+        render: maps a prompt to the text for the tokenizer, including special tokens, as a chat
+            template does. By default, the prompt is sent unchanged, after the tokenizer's special
             tokens.
         max_length: rows whose rendered prompt has more characters than this are dropped.
         tokens: a function that counts tokens. With ``max_tokens``, rows whose rendered prompt has
@@ -145,13 +145,13 @@ class DatasetTask:
     def _unfit(
         prompt: str, max_length: int | None, tokens: Callable[[str], int], max_tokens: int | None
     ) -> str | None:
-        """Return the reason why a prompt cannot be used; None if it can."""
+        """Return why a prompt cannot be used, or None if it can."""
         if max_length is not None and len(prompt) > max_length:
             return "too long"
         if max_tokens is None:
             return None
-        # Every token that is not special covers at least one byte, so this is an upper bound. For
-        # most prompts, it is low enough that their tokens need not be counted.
+        # Every token that is not special covers at least one byte, so this is an upper bound. It is
+        # low enough to spare most prompts from being tokenized.
         most = len(prompt.encode(errors="replace")) + tokens("")
         if prompt.strip() and most <= max_tokens:
             return None
@@ -169,7 +169,7 @@ class DatasetTask:
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Return problem ``index`` of the stream ``seed``. An index beyond the dataset's length
-        belongs to a later epoch.
+        falls in a later epoch.
         """
         epoch, position = divmod(index, len(self))
         order = _order(len(self), self.name, seed, epoch)
@@ -228,11 +228,10 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """Identify a task's data by the number of problems and a digest of their prompts and answers in
-    order. The result is in JSON types.
+    """Identify a task's data, in JSON types, by the number of problems and a digest of their
+    prompts and answers in order.
 
-    For a mixture, return the fingerprints of its parts. For a task with endless problems, return
-    None.
+    For a mixture, return the fingerprints of its parts; for an endless task, None.
     """
     if isinstance(task, Mixture):
         return [fingerprint(part) for part in task.tasks]
@@ -242,7 +241,7 @@ def fingerprint(task: Task) -> Any:
 
 
 def fingerprint_of(problems: Sequence[Problem]) -> Any:
-    """Identify a list of problems in the same way as ``fingerprint``."""
+    """Identify a list of problems as ``fingerprint`` does."""
     content = hashlib.sha256()
     for problem in problems:
         content.update(_bytes(problem.prompt, problem.answer))
@@ -291,7 +290,8 @@ def _json(text: str, where: str) -> Any:
 
 
 def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
-    """Load one split of a format's dataset, as rows, from the Hugging Face hub or its local cache.
+    """Load the rows of one split of a format's dataset from the Hugging Face hub or its local
+    cache.
 
     Raises ConfigError: the hub cannot be reached, or has no such dataset, configuration or split.
     """
@@ -330,7 +330,7 @@ def load_dataset_task(
             an answer in each row.
         verifiers: verifiers by kind, such as ``{"math": verify_math}``.
         path: a local file to read instead of the hub.
-        split: a split of the hub's dataset. The default is the format's usual split.
+        split: a split of the dataset on the hub; by default, the format's usual split.
         options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens,
             max_tokens.
 

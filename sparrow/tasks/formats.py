@@ -1,7 +1,6 @@
 r"""Formats of public datasets: where to find the datasets, and how to read their rows.
 
-A format turns a row into a ``Question``. The question does not contain a verifier, only the kind of
-verifier that its answer needs:
+A format turns a row into a ``Question`` and names the kind of verifier that its answers need:
 
 - ``math``: the answer is text;
 - ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.
@@ -48,8 +47,8 @@ IMPORTS = "".join(
         "builtins",
     )
 )
-"""Imports that programming sites provide for problems in which a function is called. Solutions use
-``List`` or ``deque`` as if they were built in.
+"""Imports that programming sites provide where a function is called. Solutions use ``List`` or
+``deque`` as if they were built in.
 """
 
 _BUILTIN_DEFINED = re.compile(
@@ -81,7 +80,7 @@ class Format:
 
     hub: str | None  # the name on the Hugging Face hub; None if there are only local files
     # maps a row to its question, or to None if the row is known to be unusable; raises KeyError or
-    # ValueError if something is missing in the row
+    # ValueError if the row lacks something
     read: Callable[[Row], Question | None]
     kind: str = "math"  # the kind of verifier for the answers, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
@@ -93,8 +92,8 @@ class Format:
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the text of the first of these fields that exists in the row and is not empty. The
-    case of field names is ignored.
+    """Return the text of the first of the fields ``names`` that is present and not empty, ignoring
+    the case of field names.
 
     Raises KeyError: all of these fields are missing or empty.
     """
@@ -109,8 +108,8 @@ def text_of(row: Row, *names: str) -> str:
 def question_answer(row: Row) -> Question:
     r"""Read a question and its final answer from two fields.
 
-    If there is no answer, the one that a solution states in ``\boxed{...}`` is used. This is the
-    format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most other datasets.
+    If there is no answer, the one that the solution states in ``\boxed{...}`` is used. AIME, AMC,
+    MATH, MATH-500, DeepScaleR, Polaris and most other datasets have this format.
     """
     question = text_of(row, "question", "problem", "prompt")
     try:
@@ -135,9 +134,7 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """Read a row of DAPO-Math-17k, and remove the instructions that surround the problem in its
-    chat message.
-    """
+    """Read a row of DAPO-Math-17k, dropping the instructions around the problem."""
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")
@@ -155,8 +152,8 @@ def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
     In many rows of TACO, each result is wrapped in a list of length one, and nothing marks these
-    rows. If the starter code has a return type, that type shows whether results are wrapped.
-    Otherwise, wrapped and unwrapped results are both accepted.
+    rows. The return type in the starter code, if there is one, tells whether results are wrapped.
+    Otherwise, both wrapped and unwrapped results are accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -169,7 +166,7 @@ def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Count how deeply lists are nested."""
+    """Return how deeply lists are nested."""
     if not isinstance(value, list):
         return 0
     return 1 + max(map(_depth, value), default=0)
@@ -177,7 +174,7 @@ def _depth(value: Any) -> int:
 
 def taco(row: Row) -> Question | None:
     """Read a row of TACO. Its ``input_output`` is JSON with inputs, outputs and, in some rows,
-    ``fn_name``. Rows without tests are left out.
+    ``fn_name``. Rows without tests are skipped.
     """
     question = text_of(row, "question")
     try:
@@ -210,7 +207,7 @@ def _lines(value: Any) -> str:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """An unpickler that can read a string, but nothing that would run code."""
+    """An unpickler that reads plain text and refuses anything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(
@@ -252,7 +249,7 @@ def livecodebench(row: Row) -> Question:
 
 
 def _executed(test: str, candidate: bool) -> str:
-    """Check that test code executes something, and return it unchanged.
+    """Check that test code executes something, and return it.
 
     The code must contain a statement, a test function, a test class or, with a ``candidate``, the
     function ``check``.
@@ -305,8 +302,8 @@ def humaneval(row: Row) -> Question:
 
 
 def mbpp(row: Row) -> Question:
-    """Read a row of MBPP, its sanitized version or MBPP+: a sentence and assertions. As is usual,
-    the prompt shows the first few assertions.
+    """Read a row of MBPP, its sanitized version or MBPP+: a sentence and assertions, the first few
+    of which are shown in the prompt, as is usual.
     """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")
@@ -319,8 +316,7 @@ def mbpp(row: Row) -> Question:
     code = row.get("code")
     if entry_point:
         answer["entry_point"] = entry_point
-    # Row 126 requests a function ``sum``. Its test could not distinguish that function from
-    # Python's own.
+    # Row 126 asks for a function ``sum``, which its test could not tell from Python's own.
     elif match := _BUILTIN_DEFINED.search(code or ""):
         answer["entry_point"] = match[1]
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(assertions)}\n```"

@@ -1,8 +1,8 @@
 """User-defined reward functions, which replace a dataset's verifier.
 
-Three signatures are supported, and recognised by the names of the parameters. A row's columns are
-passed to the parameters with the same names, and a function with ``**columns`` receives all
-columns:
+Three signatures are supported and are told apart by the names of the parameters. A row's columns
+are passed to the parameters of the same names, and a function with ``**columns`` receives all of
+them:
 
 - ``f(response, answer=..., **columns) -> number``: Sparrow's own;
 - ``f(completions, prompts=..., **columns) -> [number]``: as in TRL, where every argument is a
@@ -31,7 +31,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True)
 class Judge:
-    """A user's reward function, and how to call it according to its signature."""
+    """A user's reward function, called as its signature requires."""
 
     function: Callable[..., Any]
     name: str  # the name as the user wrote it, for messages
@@ -88,9 +88,7 @@ class Judge:
         return cls(function, name, style, tuple(named), tuple(p.name for p in required), takes_all)
 
     def missing(self, row: Mapping[str, Any]) -> str | None:
-        """Return the first required parameter for which ``row`` has no value; None if it has all
-        values.
-        """
+        """Return the first required parameter for which ``row`` has no value, or None."""
         given = self._arguments("", None, "", row, "").keys()
         return next((name for name in self.needs if name not in given), None)
 
@@ -133,7 +131,7 @@ class Judge:
     def _arguments(
         self, response: str, answer: Any, prompt: str, row: Mapping[str, Any], source: str
     ) -> dict[str, Any]:
-        """Collect the arguments that can be passed to the function by name."""
+        """Collect all arguments that the function may take, by name."""
         if self.style == "verl":
             return {
                 "data_source": row.get("data_source", source),
@@ -149,7 +147,7 @@ class Judge:
 
 
 def check_columns(judge: Judge, rows: Sequence[Mapping[str, Any]], source: str) -> None:
-    """Check that every row has the columns that the function needs.
+    """Check that every row has the columns that the judge's function needs.
 
     Raises ConfigError: a row lacks a column; the message names the first such row.
     """

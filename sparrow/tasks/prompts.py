@@ -1,5 +1,5 @@
-"""Convert questions to token ids, with chat templates and special tokens; convert token ids to
-text; and detect text that a tokenizer cannot read.
+"""Convert questions to token ids, with chat templates and special tokens, and token ids to text;
+and detect text that a tokenizer cannot read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNREAD = 0.5
-"""Prompts are refused if this share of their characters cannot be read, because the model would not
-see the questions.
+"""Prompts are rejected if this share of their characters cannot be read, because the model would
+not see the questions.
 """
 NOTABLE = 0.01  # a warning is logged if this share of the characters cannot be read
 _PROBE = "7 + 5"  # a question for testing a chat template
@@ -45,7 +45,7 @@ class ChatConfig(Settings):
 
     @property
     def is_set(self) -> bool:
-        """True if at least one setting differs from its default."""
+        """Whether any setting differs from its default."""
         return any(getattr(self, field.name) != field.default for field in fields(self))
 
     def values(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ChatConfig(Settings):
         return found
 
     def read_template(self) -> str | None:
-        """Read the file with the template; None if no file is set.
+        """Read the template's file. Return None if none is set.
 
         Raises ConfigError: the file cannot be read.
         """
@@ -91,8 +91,8 @@ NO_CHAT = ChatConfig()
 
 
 class ChatTemplate:
-    """A function that renders a question as a chat: the system prompt, the question as the user's
-    message, and the beginning of the model's message.
+    """Renders a question as a chat: the system prompt, the question as the user's message, and the
+    start of the model's message.
 
     Raises ConfigError: the template cannot be used, leaves out a message, or does not use an
     argument.
@@ -106,7 +106,7 @@ class ChatTemplate:
         if self._template is None:
             try:
                 self._template = tokenizer.get_chat_template()
-            # the tokenizer has several templates, none of which is the default
+            # The tokenizer has several templates, and none is the default.
             except ValueError as error:
                 raise ConfigError(
                     f"the tokenizer has no default chat template ({error}); set chat.template"
@@ -120,7 +120,7 @@ class ChatTemplate:
         self._try_out()
 
     def __call__(self, question: str) -> str:
-        """Render the text that the model continues, including special tokens.
+        """Render the text for the model to continue, including special tokens.
 
         Raises ConfigError: the template fails on the messages.
         """
@@ -159,10 +159,10 @@ class ChatTemplate:
 def chat_template(
     tokenizer: PreTrainedTokenizerBase, config: ChatConfig
 ) -> Callable[[str], str] | None:
-    """Return a function that renders a question for the tokenizer's model; None if the model is not
-    a chat model.
+    """Return a function that renders a question for the tokenizer's model, or None if it is not a
+    chat model.
 
-    Raises ConfigError: there are chat settings although the tokenizer has no template; see also
+    Raises ConfigError: chat settings are given, but the tokenizer has no template; see also
     ``ChatTemplate``.
     """
     if tokenizer.chat_template or config.template is not None:
@@ -176,9 +176,9 @@ def chat_template(
 
 
 class Prompt(NamedTuple):
-    """A text that a model is to continue."""
+    """A text for a model to continue."""
 
-    name: str  # the prompt's name in messages
+    name: str  # how messages refer to the prompt
     text: str
     rendered: bool = False  # whether the text already has the special tokens that the model expects
 
@@ -191,7 +191,7 @@ def prompt_of(problem: Problem) -> Prompt:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False) -> list[int]:
     """Encode a prompt with the tokenizer, including special tokens such as BOS.
 
-    Special tokens are not added to a text that already has them, either because a chat template has
+    No special tokens are added to a text that already has them, because a chat template has
     ``rendered`` it or because it begins with BOS.
 
     Raises ConfigError: the tokenizer appends EOS to prompts.
@@ -209,7 +209,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
 
 
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if the tokenizer cannot read a notable share of the prompts' characters.
+    """Log a warning if the tokenizer cannot read a noticeable share of the prompts' characters.
 
     Raises ConfigError: it cannot read at least half of the characters.
     """
@@ -235,13 +235,13 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
     """Compute the share of a text's characters, apart from spaces, that the tokenizer drops or maps
     to its unknown token.
 
-    If the tokenizer does not report the positions of tokens, compute the share of unknown tokens
+    If the tokenizer does not report the positions of tokens, return the share of unknown tokens
     instead.
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        # byte-level tokenizers use another special token as the unknown token, but can encode every
-        # text
+        # Byte-level tokenizers reuse another special token as the unknown token, but can encode any
+        # text.
         unknown = None
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -256,11 +256,11 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return the text of each token in context; joined, the texts are the decoded response.
+    """Return the text of each token in context, so that the texts joined are the decoded response.
 
-    A token's text is what the token adds to the text of the tokens before it. If each token were
-    decoded on its own, half a character would be garbage, and a SentencePiece token would lose its
-    space. A character made of several tokens is returned as the text of the first of them.
+    The text of a token is what it adds to the text of the tokens before it. Decoded on its own,
+    half a character would be garbage, and a SentencePiece token would lose its space. A character
+    that spans several tokens is the text of the first.
     """
     texts = [""] * len(ids)
     # ``ids[begin:read]`` is enough context to decode the next token.
@@ -269,7 +269,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[begin:end]))
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            continue  # the last token of a character is still to come
+            continue  # more tokens of this character follow
         texts[read] = text[len(str(tokenizer.decode(ids[begin:read]))) :]
         begin = read
         read = end

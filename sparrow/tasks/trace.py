@@ -1,8 +1,8 @@
-"""A task: trace a straight-line program in which each line needs earlier values. Only the content
-of the text shows where these are.
+"""A task: trace a straight-line program in which each line needs earlier values, which can be found
+only by the content of the text.
 
-The prompt is a program over single digits. The response goes through the program's lines in order.
-For each line, it quotes the operands' values and writes the result, in about ten tokens::
+The prompt is a program over single digits. For each of its lines in order, the response quotes the
+values of the operands and writes the result, in about ten tokens::
 
     program:            trace:
      7 -> ba             7 then ba 7
@@ -11,14 +11,14 @@ For each line, it quotes the operands' values and writes the result, in about te
      mi + 9 -> go        mi + 9 thus mi 2, then go 1
                         answer: 1
 
-Every value is used exactly once, so the program is an expression tree in random order, and a single
+Every value is used exactly once, so the program is an expression tree in random order, and one
 wrong value makes the answer wrong. Arithmetic is modulo 10.
 
-Two kinds of tokens depend on the distant past, as in natural text. Quoted values must be found, and
-are wrong if the model reads too little. Linking words (such as *then* and *thus*) can be chosen
-freely, but there are habits for each of their two places in a line: a word is drawn in proportion
-to how often it was used there before (a Polya urn). If the model reads less, the distribution of
-linking words drifts gradually, without harm.
+Two kinds of tokens depend on the distant past, as in natural text. Quoted values must be looked up,
+and are wrong if the model reads too little. Linking words (such as *then* and *thus*) are a matter
+of habit: for each of the two places in a line, a word is drawn in proportion to how often it was
+used there before (a Polya urn). If the model reads less, the distribution of linking words drifts
+gradually, which does no harm.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs with ``lines`` lines. At any time, up to ``lines // 4`` values (at least 2)
-    may be waiting to be used.
+    """Random programs with ``lines`` lines. Up to ``lines // 4`` values (at least 2) may be waiting
+    to be used at the same time.
 
     Raises ConfigError: there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """
 
-    # length of the program, which sets the difficulty; a response has about 10 tokens per line
+    # length of the program, which determines the difficulty; a response has about 10 tokens per
+    # line
     lines: Annotated[int, Field(ge=2)] = 24
     # probability that the reference solution miscalculates a line and continues with the wrong
-    # digit. Demonstrations with such slips teach the skill, but leave room for improvement by
-    # reinforcement learning.
+    # digit. Demonstrations with such slips teach the skill but leave reinforcement learning room to
+    # improve it.
     slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return program ``index`` of the stream ``seed``. Its answer is the value of the last
+        """Return program ``index`` of the stream ``seed``, whose answer is the value of its last
         line.
         """
         rng = random.Random(f"trace/{self.lines}/{seed}/{index}")
@@ -67,7 +68,7 @@ class Trace(Settings):
 
         for lines_left in range(self.lines, 0, -1):
             if not names:
-                # Programs with more lines than names reuse names, but not a name whose value is
+                # Programs with more lines than names reuse names, except those whose values are
                 # still waiting.
                 free = [name for name in NAMES if name not in waiting]
                 names = rng.sample(free, len(free))
@@ -80,8 +81,8 @@ class Trace(Settings):
             else:
                 sign = rng.choice((1, -1))
                 a = waiting.pop(rng.randrange(len(waiting)))
-                # Each line with two operands joins two waiting values. After the last line, a
-                # single value must be left.
+                # A line with two names uses up two waiting values. After the last line, only one
+                # may be left.
                 if waiting and (len(waiting) + 1 > lines_left or rng.random() < 0.5):
                     b = waiting.pop(rng.randrange(len(waiting)))
                     true_b = true[b]
@@ -114,7 +115,7 @@ class Trace(Settings):
 
 
 class _Habit:
-    """A Polya urn of linking words. Each draw makes the drawn word more likely."""
+    """A Polya urn of linking words: each draw makes the drawn word more likely."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

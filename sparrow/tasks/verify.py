@@ -1,4 +1,4 @@
-"""Judge responses with their problems' verifiers, several at a time. If a verifier raises an error,
+"""Judge responses with their problems' verifiers, several at once. If a verifier raises an error,
 the message says where.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-# maximum absolute value of a reward; larger values would make the spread of a group's rewards
+# largest absolute value of a reward; larger values would make the spread of a group's rewards
 # meaningless
 LARGEST_REWARD = 1e6
-TIME_LIMIT = 300.0  # seconds without a verdict after which a verifier is assumed to hang
+TIME_LIMIT = 300.0  # seconds after which a verifier that has returned no verdict is assumed to hang
 VERIFYING = 64
-"""Number of responses verified at a time. Verifiers that need processors wait in pools of their
-own, so a bad program delays only its own verdict.
+"""Number of responses verified at once. Verifiers that need a processor queue for it in pools of
+their own, so a bad program delays only its own verdict.
 """
 
 
@@ -29,8 +29,8 @@ def verify_all(
 ) -> list[float]:
     """Return the reward of each response to its problem.
 
-    The limit is on the time between two verdicts, not on the time for a single verdict, because a
-    verifier may have to wait for processors.
+    The limit applies to the time between two verdicts, not to a single verdict, because a verifier
+    may have to wait for a processor.
 
     Raises RewardError: a verifier raised an error, returned something other than a finite number,
     or hangs.
@@ -40,15 +40,15 @@ def verify_all(
 
     def work(i: int) -> None:
         if i > min(failed, default=i):
-            # skip responses after one that failed, because only the earliest error is raised
+            # skip responses after one that failed, as only the earliest error is raised
             return
         try:
             rewards[i] = verify(problems[i], texts[i])
         except BaseException as error:  # otherwise, the pool's thread would end without a message
             failed[i] = error
 
-    # The pool's threads are daemons, because a thread that hangs cannot be ended and must not keep
-    # the process alive.
+    # The pool's threads are daemons: a hanging thread cannot be ended, and must not keep the
+    # process alive.
     with ThreadPool(min(VERIFYING, len(texts)) or 1) as pool:
         ended = pool.imap_unordered(work, range(len(texts)))
         try:
@@ -56,8 +56,8 @@ def verify_all(
                 ended.next(time_limit)
         except multiprocessing.TimeoutError:
             if not failed:
-                # Responses are started in order, so the first one without a reward has run for the
-                # longest time.
+                # Responses are started in order, so the first one without a reward has been running
+                # longest.
                 oldest = min(set(range(len(texts))) - rewards.keys(), default=0)
                 raise RewardError(
                     f"the verifier of problem {problems[oldest].id!r} has not returned within "
@@ -72,8 +72,8 @@ def verify_all(
 def verify(problem: Problem, text: str) -> float:
     """Return the reward of one response.
 
-    Raises RewardError: the verifier raised an error, or did not return a number with an absolute
-    value of at most ``LARGEST_REWARD``.
+    Raises RewardError: the verifier raised an error, or did not return a number of absolute value
+    at most ``LARGEST_REWARD``.
     """
     verifier = f"the verifier of problem {problem.id!r}"
     try:

@@ -1,8 +1,8 @@
 """The words of the synthetic task, its tokenizer (fewer than 200 tokens, one per word), and
-functions that read answers in responses.
+functions that find answers in responses.
 
-As in most subword vocabularies, a word includes its leading space. Tokens that are decoded one by
-one and then joined therefore give the original text.
+As in most subword vocabularies, a word includes its leading space, so decoding tokens one by one
+and joining them restores the original text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NAMES = tuple(onset + nucleus for onset in "bdfghjklmnprstvz" for nucleus in _NU
 """128 pronounceable names of variables."""
 
 LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
-"""Words between the parts of a line; none of them is a variable's name."""
+"""Words between the parts of a line; none is a variable's name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-# No task still uses map, ask or walk, but the bundled checkpoint has them in its vocabulary.
+# No task uses map, ask or walk any more, but they are in the bundled checkpoint's vocabulary.
 _PLAIN = ("\n", ":", ",", "program", "trace", "map", "ask", "walk", "answer")
 _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 
@@ -29,8 +29,8 @@ _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    The tokenizer does not add special tokens. Encoding and then decoding a text of the task returns
-    the same text. A word outside the vocabulary becomes ``<unk>``.
+    The tokenizer adds no special tokens, maps words outside the vocabulary to ``<unk>``, and
+    restores the task's texts exactly when decoding.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,5 +1,5 @@
-"""Compute advantages from one scalar reward per response. There is no critic: the baseline comes
-from the responses to the same prompt.
+"""Compute advantages from one scalar reward per response. There is no critic: baselines are
+computed from the rewards of the responses to the same prompt.
 
 Shapes: B responses. Rows with the same group id are responses to the same prompt. Groups may differ
 in size, and rows may be in any order.
@@ -18,8 +18,8 @@ EPS = 1e-6  # added to a standard deviation before dividing by it
 def compute_advantages(
     kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return advantages, float32 [B] without a gradient, and the metric zero_variance_fraction,
-    which is the share of groups in which all rewards are equal.
+    """Return the advantages (float32 [B], detached) and the metric zero_variance_fraction: the
+    share of groups whose rewards are all equal.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
       grpo     (r - mean) / (std + EPS)         DeepSeekMath, arXiv 2402.03300, section 4.1.2
@@ -28,7 +28,7 @@ def compute_advantages(
     In a group whose rewards are all equal, all advantages are 0.
 
     Args:
-        rewards_B: of any real dtype.
+        rewards_B: one reward per response, of any real dtype.
         groups_B: integer group ids.
 
     Raises ValueError: shapes disagree, the batch is empty, group ids are not integers, or a reward
@@ -52,8 +52,8 @@ def compute_advantages(
     zero = r_B.new_zeros(len(size))
     low = zero.scatter_reduce(0, group_B, r_B, "amin", include_self=False)
     high = zero.scatter_reduce(0, group_B, r_B, "amax", include_self=False)
-    # This comparison is exact. The computed standard deviation of equal rewards may differ from 0
-    # because of rounding.
+    # Compare the extremes, which is exact: rounding can make the standard deviation of equal
+    # rewards nonzero.
     varies = high > low
     metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
 

@@ -24,8 +24,8 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects experience, one step at a time. Every process receives the whole experience of a
-    step.
+    """Collects the experience of one training step at a time. The processes share the work, and
+    each receives the complete result.
     """
 
     config: TrainConfig
@@ -35,11 +35,11 @@ class Collector:
     ranks: Ranks
 
     def collect(self, cursor: int) -> Experience:
-        """Collect the experience of one step. Problems are drawn starting at index ``cursor``.
+        """Collect the experience of one step, drawing problems from index ``cursor`` on.
 
-        Groups whose rewards are all equal have zero advantages. In up to ``resample`` rounds, they
-        are replaced with groups of further problems (dynamic sampling: DAPO, arXiv 2503.14476,
-        section 3.2).
+        A group whose rewards are all equal has zero advantages and teaches nothing. Such groups are
+        replaced with groups for new problems, in at most ``resample`` rounds (dynamic sampling:
+        DAPO, arXiv 2503.14476, section 3.2).
 
         Raises RewardError: a verifier failed. TaskError: the task did not return a problem.
         ConfigError: the engine cannot use a prompt.
@@ -59,8 +59,8 @@ class Collector:
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """Sample ``count`` responses to the problems of the first step, with seeds that no step
-        uses. The responses are not judged.
+        """Sample ``count`` responses to the first step's problems without judging them. No training
+        step uses their seeds.
         """
         config = self.config
         rollout = self.config.rollout
@@ -81,17 +81,17 @@ class Collector:
         return respond(self.engine, self.tokenizer, problems, sampling)
 
     def _sample(self, indices: range) -> list[Group]:
-        """Sample and judge a group of responses to each of the problems with these indices.
+        """Sample and judge a group of responses to each problem in ``indices``.
 
-        The responses to a prompt are divided among the processes, because they often have similar
-        lengths.
+        Responses to the same prompt tend to have similar lengths, so they are spread over the
+        processes to balance the load.
         """
         config = self.config
         n = self.config.rollout.samples
         problems = [draw(self.task, i, config.seed) for i in indices]
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
-            # A response's seed depends neither on the process that samples it nor on the rest of
+            # The seed of a response must not depend on which process samples it or on the rest of
             # the batch.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             asked = [problems[row // n] for row in rows]
@@ -108,7 +108,7 @@ class Collector:
     def _verify(
         self, problems: Sequence[Problem], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Compute the parts of the reward of every response."""
+        """Judge every response, and compute the parts of its reward by name."""
         limit = self.config.rollout.max_new_tokens
         config = self.config.reward
         texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)

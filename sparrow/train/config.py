@@ -1,7 +1,7 @@
 """Settings of a training run, one frozen dataclass per concern.
 
-This module does not import torch, so `--help` is instant. The comment beside or above a field is
-its help text on the command line. A value out of range raises ConfigError.
+This module does not import torch, so `--help` is instant. The comment next to or above a field is
+its help text on the command line. An out-of-range value raises ConfigError.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 @dataclass(frozen=True)
 class CorrectionConfig(Settings):
-    """Correction of the mismatch between the sparse actor q and the dense policy p
+    """Correction for the mismatch between the sparse actor q and the dense policy p
     (sparrow.train.corrections).
     """
 
@@ -81,8 +81,8 @@ class LossConfig(Settings):
     # batch. dr_grpo: sum over tokens, divided by the number of sequences times the maximum response
     # length.
     normalization: Normalization = "dapo"
-    # Dual clip: upper bound on the ratio where the advantage is negative, usually 3. If unset,
-    # there is no such bound.
+    # Dual clip: upper bound on the ratio where the advantage is negative, usually 3. If unset, that
+    # ratio is not bounded.
     clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
     # Weight of KL(pi_theta || reference), where the reference is the model at the start of the run.
     beta: NotNegative = 0.0
@@ -92,27 +92,29 @@ class LossConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModeOptions(Settings):
-    """The mode and the draft schedule, which are listed before the other ``DecodingOptions``."""
+    """The mode and the draft schedule. They have their own base class so that ``--help`` lists them
+    before the other ``DecodingOptions``.
+    """
 
-    # dense: every step reads the whole cache. lossy: steps read the pages that the schedule
-    # selects, and samples are the sparse actor's. lossless: sparse steps draft, a dense step
-    # verifies, and samples are the dense policy's; no schedule is needed. auto (sparrow train with
-    # the engine hf): lossless up to a length that the run finds, and lossy beyond it, where p5
-    # stays at tau and lossy is faster; drafts also use the schedule. Defaults to lossy with a
-    # schedule, and to dense without one.
+    # dense: every step reads the whole cache. lossy: steps read only the pages that the schedule
+    # selects, so samples follow the sparse actor. lossless: sparse steps draft tokens and a dense
+    # step verifies them, so samples follow the dense policy; no schedule is needed. auto (sparrow
+    # train with the engine hf): lossless up to a length that the run determines, and lossy beyond
+    # it, where p5 stays at tau and lossy is faster; drafts use the same schedule. Defaults to lossy
+    # with a schedule, and to dense without one.
     mode: Mode | None = None
-    # Lossless: the schedule for drafts, written like any schedule. Defaults to 64 pages in every
-    # layer at any length.
+    # Lossless: the schedule for drafts, in the same form as --schedule. Defaults to 64 pages in
+    # every layer at any length.
     draft_schedule: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(LosslessSettings, ModeOptions):
-    """Options that determine how an engine decodes."""
+    """How an engine decodes."""
 
-    # Lossless in vLLM: a second schedule whose acceptance is measured at the first draft of every
-    # meter_every cycles; its samples are never used. A lossy run under that schedule would start
-    # with this acceptance.
+    # Lossless in vLLM: a second schedule whose acceptance is measured at the first draft of one
+    # cycle in every meter_every, without using its samples. A lossy run under that schedule would
+    # start with this acceptance.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
@@ -205,14 +207,14 @@ class DecodingOptions(LosslessSettings, ModeOptions):
 class RolloutConfig(DecodingOptions):
     """How the rollouts of each step are sampled."""
 
-    prompts: Many = 16  # Prompts per step, in all processes together.
+    prompts: Many = 16  # Prompts per step, over all processes.
     samples: Many = 8  # Responses per prompt.
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
-    # Length of the recorded lists of top tokens, which bound the acceptance rate.
+    # Number of top tokens recorded at each position. The acceptance rate is bounded from them.
     top_n: Count = 20
-    # Number of rounds in which prompts whose responses all have the same reward are replaced with
-    # new prompts. Such prompts are kept after the last round.
+    # Maximum number of rounds in which prompts whose responses all have the same reward are
+    # replaced with new ones. After the last round, any such prompts left are kept.
     resample: CountOrZero = 0
 
 
@@ -224,13 +226,14 @@ class RewardConfig(Settings):
     # as function(response, answer=...) and returns a number, usually in 0..1. Functions written for
     # TRL or verl also work (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
-    # Seconds without a verdict after which a verifier is assumed to hang.
+    # Seconds after which a verifier that has returned no verdict is assumed to hang.
     time_limit: Positive = 300.0
     # Bonus for a response that states an answer in the requested form, right or wrong.
     format: NotNegative = 0.0
-    # How to treat responses that are cut at max_new_tokens. keep: like other responses. mask: they
-    # count in their group, but have no policy loss (they have a KL if loss.beta is above 0).
-    # penalty: a response loses up to 1, linearly over the last overlong_window tokens (DAPO).
+    # How to treat responses that are cut at max_new_tokens. keep: like other responses. mask: count
+    # them in their group's baseline but not in the policy loss (the KL of loss.beta still includes
+    # them). penalty: subtract a penalty that grows linearly from 0 to 1 over the last
+    # overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"
     # Tokens before max_new_tokens over which the penalty grows from 0 to 1. Defaults to a fifth of
     # max_new_tokens.
@@ -281,11 +284,11 @@ class DistillConfig(Settings):
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
     learning_rate: Positive = 1e-4  # Constant learning rate of the adapter.
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
-    # Add the policy loss on the sparse log-probs; without it, the adapter is trained by the KL
+    # Add the policy loss on the sparse log-probs; without it, the adapter is trained with the KL
     # alone.
     policy_loss: bool = True
-    # Share of responses to train on, those with the lowest p5 of acceptance first; a smaller share
-    # costs less.
+    # Share of responses to train on, starting with those whose p5 of acceptance is lowest; a
+    # smaller share costs less.
     responses: Share = 0.5
     adapter: str | None = None  # Folder of a PEFT adapter to start from.
 
@@ -298,12 +301,10 @@ class DistillConfig(Settings):
 
 @dataclass(frozen=True)
 class EvalConfig(Settings):
-    """Evaluation of the dense policy during training, on problems outside the training data, as
-    with sparrow eval.
-    """
+    """Evaluation of the dense policy during training on held-out problems, as in sparrow eval."""
 
-    # Steps between evaluations. The first evaluation is before step 1, and the last after the final
-    # step. If unset, there is no evaluation.
+    # Steps between evaluations. The policy is also evaluated before step 1 and after the last step.
+    # If unset, it is never evaluated.
     every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
@@ -312,7 +313,7 @@ class EvalConfig(Settings):
     limit: Many | None = None
     k: Many = 1  # Responses per problem.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
-    # Sample from the smallest set of likeliest tokens with this share of the mass.
+    # Sample from the smallest set of tokens whose total probability is at least this.
     top_p: Share = 1.0
     # Sample only from this many of the likeliest tokens. If unset, sample from all.
     top_k: Count | None = None
@@ -343,13 +344,13 @@ class GuardConfig(Settings):
     tokens falls below half of its best value.
     """
 
-    # warn: log a warning. raise: read 1.5 times as many pages in these length bins. stop: save a
-    # checkpoint and stop.
+    # warn: log a warning. raise: read 1.5 times as many pages in the affected length bins. stop:
+    # save a checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
     # Lowest acceptable p5 (relative to its ceiling if relative-tau is set) in length bins that
     # enough responses reach. Defaults to 0.02 below tau.
     threshold: BelowOne | None = None
-    patience: Count = 3  # Number of consecutive steps before the guard acts.
+    patience: Count = 3  # Consecutive steps with a warning sign before the guard acts.
 
 
 @dataclass(frozen=True)
@@ -366,19 +367,20 @@ class TrainConfig(Settings):
     # Target for the measured 5th percentile of acceptance (p5) in every length bin. Defaults to
     # 0.86 unless relative-tau is set.
     tau: Probability | None = None
-    # Instead of tau: target for p5 relative to its ceiling, the p5 of dense rollouts with the same
-    # engines and lists (docs/calibration.md).
+    # Instead of tau: target for p5 relative to its ceiling, which is the p5 of dense rollouts with
+    # the same engine and top_n (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Width in tokens of the length bins in which the tail is reported. Defaults to the schedule's.
+    # Width in tokens of the length bins for which the tail of acceptance is reported. Defaults to
+    # the schedule's bin width.
     bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
     # With rollout.mode auto: the GPU for which vLLM's speed is predicted. Lossy mode is used only
     # at lengths where it is predicted to be faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    # Trackers that metrics are also sent to, through accelerate.
+    # Trackers to which metrics are also sent, through accelerate.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    # Baseline and scale. grpo: mean and std of the group. dr_grpo: mean of the group. rloo: mean of
-    # the other responses.
+    # How advantages are computed. grpo: subtract the group's mean reward and divide by its std.
+    # dr_grpo: only subtract the mean. rloo: subtract the mean of the other responses.
     advantage: AdvantageKind = "grpo"
 
     rollout: RolloutConfig = RolloutConfig()

@@ -8,9 +8,9 @@ of response tokens and the settings. `compute_correction` checks its arguments a
 stop-gradient of the objective in Sparrow, arXiv 2606.08446). Arithmetic is in log space with
 float64, so the product of 32K ratios neither overflows nor loses precision.
 
-Kept tokens and the loss: masked-out tokens have weight 0, so the loss may still be divided by the
-number of all response tokens, as IcePop, Sparse-RL and M2PO define it. Each remaining token's share
-of the gradient is then unchanged.
+Masked-out tokens have weight 0 but still count in the denominator of the loss, as in IcePop,
+Sparse-RL and M2PO. Masking a token therefore does not change the share of any other token in the
+gradient.
 
 Metrics, over response tokens and over sequences with a response. r is the ratio p/q, and w is the
 weight, which is 0 for masked-out tokens:
@@ -100,8 +100,8 @@ def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
 
 
 def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Use weight 1 for all tokens, as if they had been sampled from p. The metrics still show how
-    wrong this is.
+    """Give every token weight 1, as if it had been sampled from p. The metrics still measure the
+    mismatch that this ignores.
     """
     return torch.ones_like(log_r_BT), mask_BT, None
 
@@ -116,18 +116,18 @@ def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Use one truncated importance weight per sequence. All of its tokens have weight min(product
-    of p/q, cap).
+    """Use one truncated importance weight per sequence: every token has weight min(product of p/q
+    over the sequence, cap).
 
-    The product is unbiased, but its spread grows exponentially with length: at 32K tokens, nearly
+    The product is unbiased, but its variance grows exponentially with length: at 32K tokens, nearly
     every weight is 0 or the cap. Liu, Li et al. 2025, "When Speed Kills Stability".
     """
     return _truncated(log_r_BT.sum(1, keepdim=True).expand_as(log_r_BT), mask_BT, config.cap)
 
 
 def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Use one truncated weight per sequence, as in `sequence_tis`, but compute it from the
-    geometric mean of the sequence's ratios. This mean stays near 1 at any length.
+    """Use one truncated weight per sequence, like `sequence_tis`, but truncate the geometric mean
+    of the sequence's ratios, which stays near 1 at any length.
 
     GSPO, arXiv 2507.18071, section 4.1.
     """
@@ -136,8 +136,8 @@ def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -
 
 
 def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Mask out tokens whose ratio p/q is outside the band. The other tokens have weight p/q. The
-    ends of the band belong to it.
+    """Keep tokens whose ratio p/q is within the band, ends included, with weight p/q. Mask out the
+    others.
 
     Source: IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, where the band is 0.5 to 5.
     """
@@ -147,7 +147,8 @@ def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts
 def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
     """Drop a sequence if the ratio xi = p/q of any of its tokens is below reject_below: the actor
     wrote something there that the policy never would. In the remaining sequences, mask out tokens
-    outside the band. The other tokens have weight xi, which is at most the band's upper end.
+    outside the band. The other tokens have weight xi, so no weight exceeds the upper end of the
+    band.
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
@@ -158,9 +159,9 @@ def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Mask out the tokens with the largest (log p/q)^2, as few as possible, so that the mean of
-    (log p/q)^2 over the kept tokens is at most m2_bound. Kept tokens have weight p/q. The bound
-    applies to the mean over the batch, so an extreme weight may be kept.
+    """Mask out the tokens with the largest (log p/q)^2, just enough of them to bring the mean of
+    (log p/q)^2 over the kept tokens down to m2_bound. Kept tokens have weight p/q. Since only the
+    batch mean is bounded, a token with an extreme weight may be kept.
 
     Source: M2PO, arXiv 2510.01161, the equation of M2 and its mask, with tau_M2 = 0.04. In the
     paper, q is a stale policy.
@@ -184,9 +185,10 @@ def obrs(
 
     z_BT [B, T] contains Z. If lambda = 1, Z is the acceptance rate that sparrow.mismatch measures.
     uniform_BT [B, T] contains one random number from [0, 1) per token, so that the result depends
-    only on the arguments. Without a cap, sum_v q a w f = Z E_p[f]. A loss that is divided by the
-    number of kept tokens (with Correction.mask_BT as its mask) therefore estimates E_p[f]. A loss
-    that is divided by the number of response tokens scales each position by its Z.
+    only on the arguments. Without the cap, sum_v q a w f = Z E_p[f] for any function f of the
+    token. Dividing the loss by the number of kept tokens (with Correction.mask_BT as its mask)
+    therefore estimates E_p[f], whereas dividing it by the number of response tokens scales each
+    position by its Z.
 
     Source: Jackpot, arXiv 2602.06107. Its objective also truncates the weight, as cap does here.
 
@@ -232,8 +234,8 @@ def compute_correction(
     z_BT: Tensor | None = None,
     uniform_BT: Tensor | None = None,
 ) -> Correction:
-    """Compute the correction that the config names. The correction `obrs` needs z_BT and
-    uniform_BT; the others do not use them.
+    """Compute the correction that `config.kind` selects. Only `obrs` uses z_BT and uniform_BT, and
+    needs both.
 
     Args:
         log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
@@ -273,6 +275,6 @@ def compute_correction(
         "kl_k3": (log_r.expm1() - log_r).mean(),
         "weight_mean": weight_BT[mask_BT].mean(),
     }
-    # transfers all values from the device at once
+    # Transfer all values from the device at once.
     values = torch.stack(list(metrics.values())).tolist()
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))

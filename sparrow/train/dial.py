@@ -1,9 +1,9 @@
-"""A dial between lossless and lossy. Verification is skipped at lengths where the tail of
-acceptance allows it and skipping saves time.
+"""A dial between lossless and lossy decoding: it finds the length beyond which the tail of
+acceptance allows verification to be skipped and skipping saves time.
 
-A lossless bin becomes lossy if the p5 of its drafts is high enough. A lossy bin becomes lossless
-again if the p5 of its unverified tokens is too low. All bins before some length are lossless, and
-all bins after it are lossy. docs/dial.md explains the rule.
+All length bins below that length are lossless, and all bins above it are lossy. A lossless bin
+becomes lossy once the p5 of its drafts is high enough, and lossless again if the p5 of its
+unverified tokens turns out too low. docs/dial.md explains the rule.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""The number of responses that must reach a bin before it can become lossy. A lossy bin that fewer
-responses reach becomes lossless again only if it is certain that its p5 is too low.
+"""How many responses must reach a bin before it can become lossy. A lossy bin that fewer responses
+reach becomes lossless again only if the whole interval of its p5 is below tau.
 """
-# A bin can become lossy if its predicted speed-up over lossless decoding is at least this. It
-# becomes lossless again if the speed-up is below 1.
+# A bin becomes lossy only if lossy is predicted to be at least this many times as fast as lossless.
+# It becomes lossless again if lossy is predicted to be slower.
 FASTER = 1.01
-# number of steps before a bin that failed is tried again; it doubles after each further failure
+# steps before a failed bin is tried again; doubled after each further failure
 WAIT = 8
 
 Price = Callable[[int, float], tuple[float, float]]
-"""A function: (length in tokens, mean acceptance of drafts) -> seconds per token in lossless and in
+"""Maps (length in tokens, mean acceptance of drafts) to the seconds per token of lossless and of
 lossy decoding.
 """
 
@@ -58,7 +58,7 @@ class DialBin:
 
 
 class Dial:
-    """A controller that decides, after each step, at which length verification ends.
+    """Decides after each step at which length verification ends.
 
     Args:
         tau: the target for the p5 of unverified tokens, on the trainer's scale.
@@ -79,8 +79,8 @@ class Dial:
     def turn(
         self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
     ) -> tuple[DialBin, ...]:
-        """Decide where verification ends from now on. The decision is based on measurements of the
-        last rollouts.
+        """Decide where verification ends in the next rollouts, based on measurements of the last
+        ones.
 
         Args:
             drafts: the tail of the drafts' acceptance by length bin, with its ceiling if that is
@@ -170,10 +170,11 @@ class Dial:
         )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """Convert the p5 of ``drafts``, which verification measured, to the p5 that the trainer
-        would measure.
+        """Convert a p5 of drafts, measured during verification, to the p5 that the trainer would
+        measure.
 
-        In verification, the same program computes both distributions, so the ceiling is 1.
+        During verification, the same program computes both distributions, so the ceiling is 1; the
+        trainer's is ``ceiling``.
         """
         if self._tau.relative or isnan(ceiling):
             return drafts
@@ -185,7 +186,7 @@ class Dial:
         return lossless_s, lossless_s / lossy_s
 
     def state(self) -> dict[str, Any]:
-        """Return the state for ``load``, in a form that JSON can store."""
+        """Return the state for ``load``, as plain JSON types."""
         up_to = None if isinf(self.verified_up_to) else self.verified_up_to
         return {
             "verified_up_to": up_to,
@@ -201,8 +202,8 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predict the speed-up of a rollout over a lossless rollout. ``tokens`` maps the start of each
-    bin to the number of tokens sampled in that bin.
+    """Predict the speed-up of a rollout over a fully lossless one. ``tokens`` maps the start of
+    each bin to the number of tokens sampled in it.
     """
     lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
     speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]
@@ -217,10 +218,10 @@ def price(
     decoding with drafts under the same schedule.
 
     Args:
-        draft_tokens: the maximum number of tokens drafted at a time. The prediction uses the
-            fastest number from 0 to this maximum.
-        batch: the number of sequences decoded together. At lengths where their cache would not fit,
-            there are fewer.
+        draft_tokens: the maximum number of tokens per draft. The prediction assumes the fastest
+            number from 0 to this maximum.
+        batch: the number of sequences decoded together. Fewer are assumed at lengths where their KV
+            cache would not fit in memory.
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:

@@ -20,8 +20,8 @@ from sparrow.train.dial import Dial, gain
 def verified(
     rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
 ) -> list[TokenAcceptance]:
-    """Select the verified tokens of each response. Their acceptance depends only on differences
-    between engine and trainer, not on sparsity.
+    """Select the verified tokens of each response. Their acceptance reflects only numerical
+    differences between engine and trainer, not sparsity.
     """
     return [
         _part(bounds, slice(None, _verified(r)))
@@ -44,8 +44,8 @@ def _part(bounds: TokenAcceptance, tokens: slice) -> TokenAcceptance:
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Collect the exact acceptance of the verified drafts. Their positions are the lengths for
-    which the schedule chose their pages.
+    """Collect the exact acceptance of the verified drafts. The position of a draft is the length
+    for which the schedule chose its pages.
     """
     drafts = []
     for r in rollouts:
@@ -73,9 +73,8 @@ def turn(
     ceiling: Ceiling,
     seed: int,
 ) -> dict[str, Any]:
-    """Turn the dial based on the measurements of a step. Return the entry for the run log: the
-    length up to which responses were verified, and the mode of each length bin with the reason for
-    it.
+    """Turn the dial, given the measurements of a step. Return the entry for the run log: the length
+    up to which responses were verified, and the mode of each length bin with the reason for it.
 
     Args:
         rollouts: the step's rollouts, from all processes.
@@ -99,5 +98,5 @@ def turn(
 
 
 def _verified(rollout: Rollout) -> int:
-    assert rollout.verification is not None, "an engine that turns the dial says what it verified"
+    assert rollout.verification is not None, "an engine in mode auto must record what it verified"
     return rollout.verification.tokens

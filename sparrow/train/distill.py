@@ -38,20 +38,20 @@ from sparrow.train.lora import base_weights, inject, layers, merged_weights, swi
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-# the metadata key, in a saved adapter, for a sample of the base model's weights
+# metadata key under which a saved adapter stores a sample of the base model's weights
 BASE = "sparrow_base"
 
 
 class Adapter:
-    """The LoRA phi, which is injected into a model. It is switched off except inside ``active()``.
+    """The LoRA phi, injected into a model and switched off except inside ``active()``.
 
     Args:
-        model: the policy. Its forward pass stays bitwise the same.
+        model: the policy. Outside ``active()``, its forward pass stays bitwise the same.
         config: the settings of the adapter.
         schedule: the schedule under which the actor decodes.
 
-    Raises ConfigError: the schedule is dense, so there is nothing to distil; the model does not
-    have the layers; or the adapter to start from cannot be read or belongs to a different model.
+    Raises ConfigError: the schedule is dense, so there is nothing to distil; the model lacks the
+    target layers; or the adapter to start from cannot be read or belongs to a different model.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Adapter:
         return [p for name, p in self.model.named_parameters() if "lora_" in name]
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """Return the weights of phi, by PEFT's names."""
+        """Return the weights of phi under PEFT's names."""
         return {
             f"base_model.model.{name}": p
             for name, p in get_peft_model_state_dict(self.model).items()
@@ -137,11 +137,11 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample some base weights, float32, from the layers with the adapter. When a saved adapter
-        is loaded, this sample shows whether the base model is the same.
+        """Sample a few base weights (float32) from each layer with an adapter, by which a saved
+        adapter is later matched to its base model.
 
-        Training turns this vector by a few degrees. The vector of an unrelated model is nearly
-        orthogonal to it.
+        Training rotates this vector by only a few degrees, whereas that of an unrelated model is
+        nearly orthogonal to it.
         """
 
         def sixteen(weight: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """Read the sample of the base weights that ``Adapter.save`` wrote; None if the file was not
-    written by ``Adapter.save``.
+    """Read the sample of the base weights that ``Adapter.save`` wrote. Return None if there is
+    none, as in an adapter that another program saved.
     """
     path = folder / "adapter_model.safetensors"
     if not path.exists():
@@ -181,8 +181,7 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
     p = policy_top.float().exp()
     q = actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
-    # The minimum keeps the logarithm finite if, after rounding, the actor has no mass outside the
-    # list.
+    # Rounding may leave the actor no mass outside the list; the minimum keeps the logarithm finite.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
     listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
     rest_log_ratio = rest_p.clamp(min=1e-7).log() - rest_q.log()
@@ -201,7 +200,7 @@ def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]
 
 
 class Distiller:
-    """Trains an ``Adapter``, with one step after every update of the policy.
+    """Trains an ``Adapter``, taking one step after every policy update.
 
     Args:
         model: the policy.
@@ -224,8 +223,8 @@ class Distiller:
             "lr": config.distill.learning_rate,
             "weight_decay": 0.0,
         }
-        # A context in which both theta and phi are trainable, which is necessary for reading an
-        # optimiser's sharded state.
+        # A context in which both theta and phi are trainable, as loading a sharded optimiser state
+        # requires.
         self.everything_trains = partial(switched, model, True)
         self.actor_weights = partial(merged_weights, model)
         self.policy_weights = partial(base_weights, model)
@@ -235,8 +234,8 @@ class Distiller:
     def prepare(
         self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any
     ) -> None:
-        """Set the scorer and the optimiser, which the accelerator has prepared. The optimiser
-        contains the ``parameter_group``.
+        """Set the scorer and the optimiser, both already prepared by the accelerator. The optimiser
+        must contain ``parameter_group``.
         """
         self._accelerator = accelerator
         self._ranks = ranks
@@ -244,7 +243,7 @@ class Distiller:
         self._optimizer = optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """From now on, train for another schedule."""
+        """Switch to training for another schedule."""
         set_schedule(self._adapter.model, schedule)
         self._schedule = schedule
 
@@ -255,12 +254,12 @@ class Distiller:
         advantages_B: Tensor,
         trains_BT: Tensor,
     ) -> dict[str, float]:
-        """Take one optimiser step on phi, with the step's trajectories, while theta is frozen.
+        """Take one optimiser step on phi with the current rollouts, while theta is frozen.
 
         The loss is the clipped policy loss on the sparse log-probs, where the old policy is the
-        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse). The KL is
-        computed over the tokens of the worst responses. The policy loss is computed over those of
-        these tokens that are in ``trains_BT``.
+        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse). The KL covers
+        all tokens of the worst responses, and the policy loss only those that are also in
+        ``trains_BT``.
         """
         distill = self.config.distill
         accelerator = self._accelerator

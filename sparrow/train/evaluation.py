@@ -35,7 +35,7 @@ class Evaluator:
     ranks: Ranks
 
     def due(self, step: int) -> bool:
-        """Return whether the policy after ``step`` steps is to be evaluated."""
+        """Return whether to evaluate the policy after ``step`` steps."""
         every = self.config.eval.every
         return every is not None and (step % every == 0 or step == self.config.steps)
 
@@ -43,8 +43,8 @@ class Evaluator:
         """Compute the scores of each benchmark with the engine's current weights.
         docs/run-directory.md lists the scores.
 
-        As in ``sparrow eval`` with the run's seed, a response's seed is determined by its problem
-        and its number.
+        The seed of a response depends only on its problem and its number, so ``sparrow eval`` with
+        the run's seed uses the same seeds.
 
         Raises RewardError: a verifier failed. ConfigError: the engine cannot use a prompt.
         """
@@ -88,8 +88,8 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """Return the step with the highest mean@k, averaged over benchmarks; the earliest such step in
-    a tie, and None if nothing was evaluated.
+    """Return the step with the highest mean@k, averaged over benchmarks, or the earliest such step
+    if several tie. Return None if nothing was evaluated.
     """
 
     def mean(row: Row) -> Any:

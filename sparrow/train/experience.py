@@ -1,5 +1,4 @@
-"""The data of one training step: rollouts with their rewards, and what the dense policy computes
-for them.
+"""The data of one training step: rollouts, their rewards, and their scores under the dense policy.
 
 Shapes: B responses, T response tokens (right-padded), n top tokens.
 """
@@ -40,8 +39,8 @@ class Experience:
     rollouts: list[Rollout]  # the responses
     rewards: np.ndarray  # float64 [B]
     groups: np.ndarray  # int64 [B], the same number for all responses to one prompt
-    drawn: list[Group]  # all sampled groups, including the groups that were replaced
-    cursor: int  # index of the next problem to draw, which no process has drawn yet
+    drawn: list[Group]  # all sampled groups, including those that were replaced
+    cursor: int  # index of the next problem to draw
 
     @classmethod
     def join(cls, groups: list[Group], drawn: list[Group], cursor: int) -> Experience:
@@ -63,7 +62,7 @@ class Experience:
 
     @property
     def lengths(self) -> list[int]:
-        """For each response, the number of tokens of the prompt and the response together."""
+        """The length in tokens of each response together with its prompt."""
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
@@ -72,7 +71,7 @@ class Experience:
 
 @dataclass
 class Assessment:
-    """What the dense policy computes for the rollouts."""
+    """The rollouts' scores under the dense policy."""
 
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
     logq_BT: Tensor  # the same under the actor

@@ -1,5 +1,5 @@
-"""The dense policy during training. It scores the actor's samples, learns from them, and provides
-weights to the engine.
+"""The dense policy during training: it scores the actor's samples, learns from them, and supplies
+the engine with weights.
 
 Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
@@ -108,20 +108,20 @@ class Learner:
             {"params": [p for p in model.parameters() if p.requires_grad], **settings}
         ]
         if self.distiller:
-            # One optimiser contains both groups. A step updates only parameters that have
-            # gradients, which are never theta and phi together.
+            # One optimiser holds both groups. A step updates only parameters that have gradients,
+            # and theta and phi never have gradients at the same time.
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(
             TokenScorer(model), torch.optim.AdamW(groups)
         )
-        # Data parallelism adds hooks to the forward pass of its wrapper. Passes that train nothing,
-        # or only phi, bypass the wrapper.
+        # The wrapper for data parallelism hooks its forward pass, so passes that train nothing, or
+        # only phi, bypass the wrapper.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """From now on, train for an actor that decodes under another schedule."""
+        """Switch to training for an actor that decodes under ``schedule``."""
         if self.distiller:
             self.distiller.set_schedule(schedule)
 
@@ -146,9 +146,7 @@ class Learner:
         return whole(self.model.named_parameters())
 
     def restore_settings(self) -> None:
-        """Restore the run's own optimiser settings. Loading the optimiser's state from a checkpoint
-        overwrites them.
-        """
+        """Restore the run's own optimiser settings, which loading a checkpoint overwrites."""
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:
             group["lr"] = self.config.distill.learning_rate
@@ -157,8 +155,8 @@ class Learner:
     def assess(
         self, experience: Experience, schedule: SparsitySchedule
     ) -> tuple[Assessment, float]:
-        """Compute the dense log-probs of every rollout, and the actor's acceptance under
-        ``schedule``. Return them, and the mean entropy of the policy's distributions in nats.
+        """Score every rollout under the dense policy, and compute the actor's acceptance under
+        ``schedule``. Return these scores and the mean entropy of the policy in nats.
         """
         rollouts = experience.rollouts
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
@@ -222,7 +220,9 @@ class Learner:
         return tuple(zip(*scored, strict=True))
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
-        """Compute the log-probs of each response's tokens under the policy from before the run."""
+        """Compute the log-probs of each response's tokens under the policy as it was before the
+        run.
+        """
         scorer = self._reference or self.plain_scorer
 
         def score(rows: list[int]) -> list[np.ndarray]:
@@ -237,8 +237,8 @@ class Learner:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """Return the learning rate of training step ``step``. A warm-up would start at rate 0,
-        which is skipped.
+        """Return the learning rate of training step ``step``. If there is a warm-up, its first
+        value, 0, is skipped.
         """
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
@@ -252,11 +252,11 @@ class Learner:
         return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
-        """Compute the correction, and take the optimiser steps of training step ``step``, which is
-        counted from 0. Then take the adapter's step, if there is an adapter.
+        """Compute the correction, take the optimiser steps of training step ``step`` (counted from
+        0), and then update the adapter if there is one.
 
         Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds
-        ``loss.max_log_ratio``. The optimiser step concerned is not taken.
+        ``loss.max_log_ratio``. That optimiser step is not taken.
         """
         config = self.config
         device = self.accelerator.device
@@ -276,8 +276,8 @@ class Learner:
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            # Each loss is divided by the number of tokens in its sum. For the KL, these are all
-            # tokens; for the policy loss, the tokens of responses that are trained on.
+            # Each loss is normalised by the tokens that it sums over: all tokens for the KL, and
+            # only those of responses that are trained on for the policy loss.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)
@@ -355,8 +355,8 @@ class Learner:
         return step_metrics
 
     def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
-        """Compute the correction of the tokens that are trained on. If there are none, compute that
-        of all tokens, for the metrics.
+        """Compute the correction for the tokens that are trained on or, if there are none, for all
+        tokens, so that its metrics can always be logged.
         """
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
@@ -384,8 +384,9 @@ class Learner:
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Enter a context in which layers checkpoint their activations.
 
-    In transformers, layers checkpoint only in training mode. Layers in training mode cannot decode
-    with a cache, and a whole model in training mode would apply dropout.
+    In transformers, a layer checkpoints only in training mode, in which it cannot decode with a
+    cache. The mode is therefore set only inside the context, and only for these layers, because a
+    whole model in training mode would apply dropout.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

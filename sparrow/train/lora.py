@@ -1,5 +1,5 @@
-"""LoRA: layers that multiply by the same merged weights as the engine, and a policy of which only
-the LoRA is trained.
+"""LoRA layers that multiply by the same merged weights as the engine, and a policy that trains only
+its LoRA.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class MergedLinear(Linear):
     """A linear layer with a LoRA. While the LoRA is active, the layer multiplies once, by the
     merged weight.
 
-    The engine receives the same merged weight. PEFT's own forward pass instead computes the LoRA's
-    part separately and adds it, which takes a tenth of an update's time. It is used only if theta
-    has less precision than float32, as shards do. In that case, changes smaller than theta's last
-    bit would be lost in a merged weight.
+    The engine receives the same merged weight. PEFT's own forward pass computes the LoRA's
+    contribution separately and adds it, which takes a tenth of the time of an update. It is used
+    only where theta has less precision than float32, as shards do, because merging would lose
+    changes smaller than theta's last bit.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class MergedLinear(Linear):
     def merged_weight(self) -> Tensor:
         """Compute theta + delta(phi) as a new float32 tensor.
 
-        If the merge were done in place and then undone, rounding would change bf16 weights.
+        Merging in place and then undoing it would alter bf16 weights by rounding.
         """
         A, B = self._phi()
         theta = cast(Tensor, self.base_layer.weight)
@@ -99,8 +99,8 @@ def check_lora(
 ) -> None:
     """Check that a LoRA fits the model. ``setting`` is the name of its rank on the command line.
 
-    Raises ConfigError: a name matches no linear layer, or the rank exceeds the maximum rank of all
-    these layers' weight matrices.
+    Raises ConfigError: a name matches no linear layer, or the rank exceeds the largest that the
+    weight matrices of these layers can have.
     """
     # the head may be tied to the embeddings, which cannot have a LoRA
     head = model.get_output_embeddings()
@@ -177,8 +177,8 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
-    """Enter a context in which the LoRA is switched on or off, depending on ``on``. Outside the
-    context, it is in the opposite state.
+    """Enter a context in which the LoRA is active if ``on``, and inactive otherwise. On exit, it is
+    switched to the opposite state.
     """
     for layer in layers(model):
         layer.enable_adapters(on)
@@ -190,7 +190,7 @@ def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
 
 
 class PolicyLora:
-    """A LoRA that is always active in the policy, and is the only part of the policy to be trained.
+    """A LoRA that is always active in the policy and is the only part of it that is trained.
 
     Raises ConfigError: see ``inject``.
     """

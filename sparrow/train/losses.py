@@ -25,15 +25,14 @@ from sparrow.train.config import LossConfig, Normalization
 class Normalizers:
     """Denominators of one optimiser step, over all its micro-batches and ranks.
 
-    They count the same tokens as the numerators. If a token is left out, the share of every other
-    token therefore does not shrink.
+    They count the same tokens as the numerators, so leaving out a token does not shrink the share
+    of the others.
     """
 
     sequences: int  # Number of sequences with at least one token.
     tokens: int  # Number of tokens of all sequences.
     max_length: (
-        # Maximum length of a response in tokens, which is the constant of the dr_grpo
-        # normalisation.
+        # Maximum length of a response in tokens, the constant by which dr_grpo divides.
         int
     )
 
@@ -46,7 +45,7 @@ class Normalizers:
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
     """Count the normalizers of a step from the mask of the full batch. If the mask is all false,
-    every sum is 0, and counts are set to 1.
+    the losses are sums of zeros, and the counts are set to 1 to avoid dividing by 0.
     """
     sequences = int(mask_BT.any(1).sum())
     tokens = int(mask_BT.sum())
@@ -76,11 +75,11 @@ def policy_loss(
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens that the loss and the normalizers count. These are the tokens of
-    all responses that are trained on, including tokens that the correction masked out (weight 0).
+    mask_BT bool [B, T]: the tokens that the loss and the normalizers count, which are those of all
+    responses trained on, including tokens that the correction masked out (weight 0).
 
-    Metrics, which are means over normalizers.tokens, except loss and *_max, and which add up over
-    micro-batches, except *_max (see `merge_metrics`):
+    Metrics. All but loss and *_max are means over normalizers.tokens, and all but *_max add up over
+    micro-batches (see `merge_metrics`):
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
       active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
       log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
@@ -94,8 +93,8 @@ def policy_loss(
             "[B, T] and advantages [B]."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    # Padding is replaced before any exp. An infinity there would cause NaN gradients, even if
-    # multiplied by 0.
+    # Padding is replaced before any exp, because an infinity there would make gradients NaN even
+    # when multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
     weight_BT = torch.where(mask_BT, weight_BT.detach().to(dtype), 0.0)
     advantages_B1 = advantages_B.detach().to(dtype)[:, None]
@@ -184,7 +183,7 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
     """Check the metrics of `policy_loss` and the gradient norm.
 
-    Call this before the optimiser step, when the weights are still those of the last good step.
+    Call this before the optimiser step, while the weights are still those of the last good step.
 
     Raises TrainingDiverged: a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
     """

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-# Names of config fields that transformers 5 has renamed. If a checkpoint uses these names, its
-# values are saved under them as well.
+# Config fields that transformers 5 has renamed. A value that the checkpoint stores under one of
+# these names is saved under it as well.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
 ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version of transformers
 
 
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``weights``, which are given by name, and the model's config.
+    """Write ``weights``, by name, and the model's config to ``folder``.
 
     The weights are saved in the dtype of the checkpoint from which the model was loaded, regardless
     of their dtype in training. If there was no checkpoint, they keep their dtype.
@@ -39,7 +39,7 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Pa
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer, with the class name from its checkpoint.
+    """Write the tokenizer, keeping the class name from its checkpoint.
 
     Otherwise, transformers 5 would write a class name and lists that earlier versions cannot load.
     """
@@ -71,8 +71,8 @@ def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype 
 
 
 def _read_json(name_or_path: str | None, file: str) -> dict[str, Any]:
-    """Read a JSON file of the checkpoint that was loaded, from this machine; empty if there is no
-    such file.
+    """Read a JSON file of the loaded checkpoint, without downloading it; empty if there is no such
+    file.
     """
     if not name_or_path:
         return {}

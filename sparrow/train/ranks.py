@@ -28,7 +28,7 @@ from sparrow.model.scoring import micro_batches
 
 T = TypeVar("T")
 
-PATIENCE_S = 1800  # maximum number of seconds to wait for the slowest process in a phase
+PATIENCE_S = 1800  # how long to wait for the slowest process in a phase
 
 
 class Ranks:
@@ -59,8 +59,8 @@ class Ranks:
             self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def check_equal(self, model: nn.Module) -> None:
-        """Check that all processes start from the same weights. Each process still has all weights
-        here, even if it later keeps only a shard.
+        """Check that all processes start from the same weights. Call this before sharding, while
+        each process still has all of them.
 
         Raises ConfigError: the weights differ.
         """
@@ -80,9 +80,9 @@ class Ranks:
         Args:
             phase: the name of the work in error messages and in ``seconds``.
 
-        Raises SparrowError, OSError: ``work`` raised such an error in a process. If several did,
-        the error of the lowest rank is raised. ProcessLost: a process died, or had not finished
-        ``PATIENCE_S`` seconds after this one.
+        Raises SparrowError, OSError: ``work`` raised one in some process (the one from the lowest
+        rank, if in several). ProcessLost: a process died, or had not finished ``PATIENCE_S``
+        seconds after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -113,10 +113,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, phase: str) -> Iterator[None]:
-        """Enter a context for work that requires all processes together.
+        """Enter a context for work that needs all processes at once.
 
-        Raises ProcessLost: the connection to another process was lost, or that process was too
-        late.
+        Raises ProcessLost: another process can no longer be reached, or is more than ``PATIENCE_S``
+        seconds behind.
         """
         try:
             yield
@@ -187,12 +187,12 @@ class Ranks:
     def micro_batches(
         self, rows: Sequence[int], lengths: Sequence[int], budget: int
     ) -> list[tuple[list[int], bool]]:
-        """Divide this process's part of ``rows`` into groups, each within a budget of padded
-        tokens. Return each group, and whether it counts.
+        """Divide this process's part of ``rows`` into groups of at most ``budget`` padded tokens
+        each. Return every group together with whether its results count.
 
         All processes return the same number of groups, because every forward and backward pass may
-        need all processes. A process with fewer groups adds groups that do not count; each contains
-        the shortest of ``rows``.
+        need all processes. A process with fewer groups adds groups that do not count, each with
+        only the shortest of ``rows``.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
@@ -228,8 +228,8 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
 def mixed_precision(precision: str) -> str:
     """Convert ``optimizer.precision`` to accelerate's name for it.
 
-    Raises ConfigError: this process has trained in a different precision before, and accelerate
-    would keep that precision.
+    Raises ConfigError: this process has already trained in another precision, which accelerate
+    would keep.
     """
     wanted = "bf16" if precision == "bf16" else "no"
     kept = AcceleratorState().mixed_precision if is_initialized() else wanted
@@ -244,8 +244,8 @@ def mixed_precision(precision: str) -> str:
 
 
 def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:
-    """Build FSDP2 settings that shard ``model`` layer by layer. Return None without ``accelerate
-    launch --use_fsdp``.
+    """Build FSDP2 settings that shard ``model`` layer by layer. Return None unless the run was
+    started with ``accelerate launch --use_fsdp``.
 
     Weights and optimiser state stay float32, and gradients are reduced in float32. If the run
     computes in bf16, layers are gathered in bf16.
@@ -272,8 +272,8 @@ def asked_to_shard() -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Replace the parameters that the last forward pass of ``model`` gathered with the trained
-    shards.
+    """Free the full parameters that the last forward pass of ``model`` gathered, leaving the
+    trained shards in place.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""Check a run before ``--resume`` continues it: compare the settings and the data with the run's
+"""Check whether ``--resume`` may continue a run: compare the settings and the data with the run's
 record, and list the differences.
 """
 
@@ -17,8 +17,8 @@ from sparrow.train.config import TrainConfig
 # a setting's name on the command line -> its values before and now
 Changes = dict[str, tuple[Any, Any]]
 
-# These settings cannot change when a run is resumed. Checkpoints contain them or depend on them, so
-# a new value would be ignored, or would mix two different runs.
+# Settings that cannot change when a run is resumed. Checkpoints contain them or depend on them, so
+# a new value would be ignored or would mix two different runs.
 FIXED = (
     "model",
     "task",
@@ -55,8 +55,8 @@ def resumed(
 ) -> Changes:
     """Compare the settings and the start schedule with a run's record, and return the differences.
 
-    The run has finished ``step`` steps. If an older version of Sparrow did not have a setting, and
-    therefore did not record it, its recorded value is taken to be the default.
+    The run has finished ``step`` steps. A setting that is missing from the record, because the run
+    was started by an older version of Sparrow, is assumed to have had its default value.
 
     Raises ConfigError: a fixed setting has changed, a recorded setting no longer exists, ``steps``
     is below ``step``, or settings have changed although the run is finished and not extended.
@@ -113,8 +113,8 @@ def resumed(
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Check that the problems are the same as at the start of the run. The order of problems
-    depends on all of them.
+    """Check that the problems are the same as at the start of the run, because the order in which
+    they are drawn depends on all of them.
 
     Runs of older versions did not record their problems, so they are not checked.
 

@@ -1,5 +1,5 @@
-"""Compute the parts of a reward, in pure functions: the verifier's verdict, a bonus for stating an
-answer, and a penalty for the length.
+"""Pure functions that compute the parts of a reward: the verifier's verdict, a bonus for stating an
+answer, and a penalty for excessive length.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from sparrow.train.config import RewardConfig
 
 
 def overlong_penalty(tokens: int, limit: int, window: int) -> float:
-    """Return 0 for up to ``limit - window`` tokens. From there, the value falls linearly to -1 at
-    ``limit`` tokens.
+    """Return 0 for up to ``limit - window`` tokens. Beyond that, the penalty grows linearly to -1
+    at ``limit`` tokens.
 
     Source: DAPO, arXiv 2503.14476, equation 13, where ``window`` is called L_cache.
     """

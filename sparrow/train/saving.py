@@ -37,7 +37,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
     def write() -> None:
         try:
             learner.accelerator.save_state(str(folder))
-        # torch reports a full disk in this way
+        # how torch reports a full disk
         except (RuntimeError, CheckpointException) as error:
             raise OSError(_cut_short(error, folder)) from error
         if ranks.is_main:
@@ -54,8 +54,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
 
 def _cut_short(error: BaseException, folder: Path) -> str:
-    """Return the reason why torch could not write a file. If the disk is full, torch's own message
-    only names a line of its code.
+    """Explain why torch could not write a file. If the disk is full, torch's own message only names
+    a line of its source code.
     """
     reason, *_ = str(error).splitlines()
     if "inline_container" not in reason and "PytorchStreamWriter" not in reason:
@@ -121,8 +121,8 @@ class Exports:
     """Exports the policy to ``exports/`` in the run directory, periodically and after its best
     evaluation.
 
-    The newest ``keep`` periodic exports are kept, and two more: the best one so far, and the best
-    one up to the last checkpoint, from which the run may resume.
+    Besides the newest ``keep`` periodic exports, it keeps the best one so far and the best one up
+    to the last checkpoint, from which the run may resume.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
@@ -170,7 +170,7 @@ class Exports:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the block has ended, because an incomplete update is worse
+    """Defer Ctrl-C and SIGTERM until the end of the block, because an incomplete update is worse
     than a short wait.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -1,14 +1,14 @@
-"""Movers change the schedule between steps. There are two: the closed loop and the guard.
+"""Movers, which adjust the schedule between steps: the closed loop and the guard.
 
-Both have the same interface. A mover receives the current schedule, the measurements under it, and
-the previous mover's proposal, and proposes a schedule for the next rollouts. docs/method.md
-("Closed loop and guard") describes what the movers do and why.
+Each mover receives the current schedule, the measurements taken under it and the previous mover's
+proposal, and proposes a schedule for the next rollouts. docs/method.md ("Closed loop and guard")
+describes what the movers do and why.
 
-The closed loop raises budgets in proportion to the rejected share 1 - p5, and lowers them in
-proportion to the cube root of this share. The rejected share is a power of the number of pages
-read, with an exponent between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4
-(the bundled reasoner near p5 0.97). Raising a budget must be enough where the share falls slowly,
-and lowering a budget must not be too much where it falls steeply.
+The closed loop raises a budget in proportion to the rejected share 1 - p5, and lowers it in
+proportion to the cube root of that share. The rejected share follows a power law in the pages read,
+with an exponent between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4 (the
+bundled reasoner near p5 0.97). A raise must suffice where the share falls slowly, and a cut must
+not overshoot where it falls steeply.
 
 If tau is relative, it is compared with the relative p5 (``mismatch.tau``), so the rejected share is
 due to sparsity alone.
@@ -29,17 +29,17 @@ from sparrow.train.config import TrainConfig
 
 STEP_UP = 2.0  # largest factor by which the number of pages read in a bin changes in one step
 STEP_DOWN = 0.75  # smallest factor by which the number of pages read in a bin changes in one step
-# A bin has room if its rejected share is at most this fraction of the share that tau allows. The
-# remaining fraction is the hysteresis.
+# A bin has room to be lowered if its rejected share is at most this fraction of the share that tau
+# allows. The gap between this fraction and 1 is the hysteresis.
 ROOM = 0.9
 PATIENCE = 2  # number of consecutive steps with room after which a bin is lowered
 MIN_SEQUENCES = 8
-"""The number of responses that must reach a bin before it can be lowered. A bin that fewer
-responses reach is raised only if its whole interval is below tau.
+"""How many responses must reach a bin before it can be lowered. A bin that fewer responses reach is
+raised only if the whole interval of its p5 is below tau.
 """
 
-# The guard's second warning sign is that p1 of all tokens is below this fraction of its highest
-# value so far.
+# The guard also warns if the p1 of all tokens falls below this fraction of its highest value so
+# far.
 FALLEN = 0.5
 
 
@@ -55,11 +55,11 @@ class Control(NamedTuple):
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
     """Take one step of the closed loop.
 
-    If a bin rejects too much, it is raised at once, in proportion to the excess. If a bin has had
-    room for ``PATIENCE`` steps, it is lowered a third of the way, but not to a budget that has
-    failed, nor below a budget that left no room. Bins with only prompts follow the first bin that
-    can be judged. Lengths that have not been reached yet keep their pages. If a bin is raised,
-    longer bins that would read less are raised to the same budget.
+    A bin that rejects too much is raised at once, in proportion to the excess. A bin that has had
+    room for ``PATIENCE`` steps is lowered a third of the way on a log scale, but never to a budget
+    that has failed, nor below one that left no room. Bins that contain only prompts follow the
+    first bin that can be judged, and lengths that have not been reached yet keep their pages. When
+    a bin is raised, longer bins that would read less are raised to the same budget.
 
     Args:
         control: the schedule under which the rollouts were sampled, and the state of the loop.
@@ -119,21 +119,21 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
-    """Select the bins whose p5 is certainly below ``threshold``, if enough responses reach them.
+    """Select the bins that enough responses reach and whose p5 is certainly below ``threshold``.
 
-    Only the upper bound on acceptance can show this. With short lists of tokens, the lower bound is
-    low wherever the distribution is flat, even if the actor is close to the policy.
+    Only the upper bound on acceptance can prove this. With few top tokens, the lower bound is low
+    wherever the distribution is flat, even if the actor is close to the policy.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
 
 class Mover(Protocol):
-    """The interface of objects that change the schedule."""
+    """An object that adjusts the schedule between steps."""
 
     def propose(
         self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
     ) -> SparsitySchedule:
-        """Return the schedule for the next rollouts. If this mover changes nothing, return
+        """Propose a schedule for the next rollouts. A mover that changes nothing returns
         ``proposed`` itself.
 
         Args:
@@ -145,7 +145,7 @@ class Mover(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state for ``load``, in a form that JSON can store."""
+        """Return the state for ``load``, as types that JSON can store."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state that ``state`` returned."""
@@ -178,11 +178,11 @@ class ClosedLoop:
 
 
 class Guard:
-    """The guard, which warns of a p5 that is too low in a length bin, and of a fall in the p1 of
-    all tokens; see ``GuardConfig``.
+    """Warns if the p5 of a length bin is too low, or if the p1 of all tokens has fallen; see
+    ``GuardConfig``.
 
-    The guard uses the upper bound on acceptance, so its warnings are certain. It also reports if
-    the actor's lists of tokens are too short to decide.
+    The guard uses the upper bound on acceptance, so it never warns merely because few top tokens
+    were recorded. It reports separately when they are too few to decide.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -227,7 +227,7 @@ class Guard:
 
     @property
     def alarm(self) -> bool:
-        """True once there have been warning signs for long enough to act."""
+        """True once warning signs have lasted long enough for the guard to act."""
         return self.steps_below >= self._config.patience
 
     @property
@@ -237,8 +237,8 @@ class Guard:
 
     @property
     def warning(self) -> str | None:
-        """The warning to log after this step. There is one each time warning signs have lasted for
-        ``patience`` consecutive steps.
+        """The warning to log after this step, or None. There is one whenever warning signs have
+        just lasted ``patience`` consecutive steps.
         """
         if self.steps_below == self._config.patience:
             return self.reason
@@ -280,7 +280,7 @@ class Guard:
 
 
 class Movers:
-    """All movers of a run's schedule, in the order of their proposals.
+    """All movers of a run's schedule, in the order in which they propose.
 
     Args:
         config: the configuration of the run.
@@ -307,8 +307,8 @@ class Movers:
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """Return a message if even dense rollouts do not reach tau, or cannot be shown to reach it.
-        The message is returned only once.
+        """Return a message, only once, if even dense rollouts do not reach tau or cannot be shown
+        to reach it.
         """
         if not self._asks or self._said:
             return None

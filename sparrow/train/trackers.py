@@ -16,8 +16,8 @@ from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of all trackers are installed. accelerate would silently skip a
-    missing tracker.
+    """Check that the packages of all trackers are installed, because accelerate would silently skip
+    a missing tracker.
 
     Raises ConfigError: a package is not installed.
     """
@@ -30,8 +30,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
-    """Collect the scalars of a step's metrics, under names joined with slashes. The mismatch is
-    represented by ``mismatch_metrics``.
+    """Collect the scalars of a step's metrics, under names joined with slashes. For the mismatch,
+    these are the ``mismatch_metrics``.
     """
     up_to = metrics["dense_up_to"]
     others = {name: value for name, value in metrics.items() if name != "mismatch"}

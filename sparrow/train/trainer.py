@@ -98,8 +98,8 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # Maps steps to the draft choices that the stopped run logged after its last checkpoint. The
-        # resumed run repeats these choices.
+        # The draft choices, by step, that the stopped run logged after its last checkpoint. The
+        # resumed run repeats them.
         self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -154,8 +154,8 @@ class Trainer:
     def train(self) -> None:
         """Train to the last step, and then save the model to ``run_dir/model``.
 
-        A KeyboardInterrupt is raised again. Before that, if the run has only one process, it saves
-        a checkpoint of the last finished step.
+        On a KeyboardInterrupt, a run with a single process saves a checkpoint of the last finished
+        step before raising it again.
 
         Raises SparrowError: a verifier, a loss or a checkpoint failed. The run can be resumed from
         its last checkpoint.
@@ -191,8 +191,8 @@ class Trainer:
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Sampling and scoring change no state, and updates are not interrupted, so the state is
-            # that after self.step. In a run with several processes, an interrupt may reach them at
-            # different places, where they cannot save anything together.
+            # still that at the end of self.step. An interrupt may reach several processes at
+            # different points, from which they cannot save a checkpoint together.
             if self.step > saved_step and (
                 self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
             ):
@@ -203,8 +203,8 @@ class Trainer:
         export(
             self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter"
         )
-        # Do not call end_training, which would end the process group. An engine in this process may
-        # still use the group.
+        # Do not call end_training, which would destroy the process group, as an engine in this
+        # process may still use it.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -251,7 +251,7 @@ class Trainer:
     def dense_up_to(self) -> float:
         """The length in tokens up to which samples come from the dense policy; infinity if all do.
 
-        Up to this length, bounds on acceptance reflect the length of the lists of tokens, not a
+        Up to this length, bounds on acceptance reflect how many top tokens are recorded, not a
         mismatch.
         """
         if self.config.rollout.mode == "lossless":
@@ -268,8 +268,8 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Sample densely from the policy's own weights. This measures the ceiling, which is the
-        highest p5 that any schedule could reach.
+        """Measure the ceiling, which is the highest p5 that any schedule could reach, by sampling
+        densely with the policy's own weights.
         """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
@@ -280,8 +280,8 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Evaluate the policy on the benchmarks, and export it. Each is done only if it is due and
-        has not been done yet.
+        """Evaluate the policy on the benchmarks and export it, each only if it is due and has not
+        been done yet.
         """
         if not (self.config.eval.every or self.config.export.every):
             return
@@ -323,8 +323,8 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                # Gather the remaining weights as well, because the other processes wait for this
-                # one.
+                # After an error, gather the remaining weights all the same: the other processes
+                # wait for this one.
                 deque(weights, maxlen=0)
 
         self.ranks.gather("sync", push)
@@ -395,7 +395,7 @@ class Trainer:
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """From now on, use another schedule. The engine receives it together with the next weights."""
+        """Switch to another schedule. The engine receives it together with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
@@ -411,7 +411,7 @@ class Trainer:
         sparse = [
             a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
         ]
-        # Responses are ordered by their number within the group, so that the token view shows
+        # Log the first response to each prompt before any second one, so that the token view shows
         # different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
@@ -463,7 +463,7 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
-        # The floors of the closed loop do not hold for a different tau.
+        # The floors of the closed loop do not apply to a different tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
         memory = {
             name: saved
@@ -489,7 +489,9 @@ class Trainer:
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:
-    """Convert bounds on acceptance rates to a list. Tokens that the dense policy sampled get None."""
+    """Convert bounds on acceptance rates to a list, with None for tokens that the dense policy
+    sampled.
+    """
     return [
         value if sparse else None
         for value, sparse in zip(np.round(bound_T, 4).tolist(), sparse_T.tolist(), strict=True)

@@ -353,7 +353,8 @@ def test_memory_limits_the_batch_and_preempted_requests_are_recomputed():
     roomy = cost.simulate_rollout(TINY, small(9000), [1000] * 4, prompt=10, overheads=overheads)
     assert (roomy.preemptions, roomy.mean_batch) == (0, 4.0)
     with pytest.raises(
-        ConfigError, match="1010 tokens do not fit beside tiny on one slow, which has room for 1009"
+        ConfigError,
+        match="1010 tokens do not fit next to tiny on one slow, which has room for 1009",
     ):
         cost.simulate_rollout(TINY, small(1009), [1000], prompt=10)
     with pytest.raises(ConfigError, match="which has room for 0"):

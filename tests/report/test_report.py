@@ -475,7 +475,7 @@ def test_bins_and_schedules_have_readable_names():
     uneven = SparsitySchedule((4,), dense_layers=(), head_budgets=((0.5, 1.5),))
     assert (
         describe_schedule(uneven)
-        == "top 4 + 3 pages of 16 tokens, shared unevenly by layers and kv heads"
+        == "top 4 + 3 pages of 16 tokens, divided unevenly among layers and kv heads"
     )
 
 
@@ -719,7 +719,7 @@ def test_the_ceiling_is_shown_beside_p5_if_logged(tmp_path):
     assert [
         row[parsed.tables["bins"][0].index("ceiling")] for row in parsed.tables["bins"][1:]
     ] == ["0.970", "n/a"]
-    assert "noise floor" in parsed.figures["p5 by length at the last step"]
+    assert "p5 of dense rollouts" in parsed.figures["p5 by length at the last step"]
 
 
 def test_figures_of_long_runs_show_a_rolling_mean_of_every_bin():

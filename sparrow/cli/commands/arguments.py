@@ -1,4 +1,4 @@
-"""Read arguments from files: a TOML configuration, or the settings that a run recorded."""
+"""Read arguments from a TOML configuration, or from the settings that a run recorded."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Select the recorded settings that were set and still exist. An older version of Sparrow may
-    have recorded settings that no longer do.
+    """Select the recorded settings that were set and still exist, as those of an older version of
+    Sparrow may not.
     """
     known = {}
     for setting in fields(settings):

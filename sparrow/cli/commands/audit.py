@@ -35,19 +35,19 @@ class Audit(DecodingOptions, FromPrompts):
     # Sparrow: stock: with options of vllm.LLM (stock:speculative_config={"method":"ngram",...}), or
     # stock:http://host:port. The option adapter=FOLDER applies a LoRA adapter to all requests.
     engine: str = "hf"
-    # An engine that decodes densely, to distinguish rounding from bias. By default, the same engine
-    # in dense mode, unless it is a server. With none, there is no dense arm, and rounding counts as
+    # An engine that decodes densely, to tell rounding from bias. By default, the same engine in
+    # dense mode, unless it is a server. With none, there is no dense arm, and rounding counts as
     # bias.
     dense_engine: str | None = None
     # What ranks the tokens. hf: transformers, with whole distributions. prefill: the dense engine's
-    # own prefill, with lists of the top tokens; it needs a stock: engine.
+    # own prefill, with only the top tokens; requires a stock: engine.
     scorer: Literal["hf", "prefill"] = "hf"
-    # With the scorer prefill: length of the lists. A server allows at most 20 unless it was started
-    # with a higher limit.
+    # With the scorer prefill: number of top tokens. A server allows at most 20 unless it was
+    # started with a higher limit.
     lists: Count = 20
     # Audit the sparse actor under this schedule; the audit should fail.
     schedule: str | None = None
-    # Sample from the smallest set of likeliest tokens with this share of the mass.
+    # Sample from the smallest set of tokens whose total probability is at least this.
     top_p: Share = 1.0
     # Sample only from this many of the likeliest tokens. If unset, sample from all.
     top_k: Count | None = None
@@ -57,7 +57,7 @@ class Audit(DecodingOptions, FromPrompts):
     # Sparrow's engines. raw: before them, as in vLLM by default. none: do not compare log-probs.
     logprobs: Literal["processed", "raw", "none"] = "processed"
     level: Probability = 0.01  # The probability of calling an exact engine biased.
-    # A bias that moves this share of tokens to likelier places must be detectable.
+    # A bias that makes this share of tokens rank higher must be detectable.
     resolution: Probability = 0.05
     out: Name | None = None  # Write the full report to this JSON file.
 
@@ -133,7 +133,7 @@ class Audit(DecodingOptions, FromPrompts):
         sys.exit(STATUS[audited.verdict.status])
 
     def _adapter(self, dense: str | None) -> str | None:
-        """Return the folder of the tested engine's LoRA adapter; None if it has none.
+        """Return the folder of the tested engine's LoRA adapter, or None.
 
         Raises ConfigError: the dense engine has a different adapter.
         """
@@ -149,7 +149,7 @@ class Audit(DecodingOptions, FromPrompts):
         return None if adapter is None else str(adapter)
 
     def _dense_engine(self) -> str | None:
-        """Return the engine of the dense arm; None if the audit has no dense arm."""
+        """Return the engine of the dense arm, or None if the audit has none."""
         if self.dense_engine is not None:
             return None if self.dense_engine == "none" else self.dense_engine
         engine = parse_engine(self.engine)

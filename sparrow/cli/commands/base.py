@@ -18,5 +18,5 @@ class Command(Settings):
         raise NotImplementedError
 
     def interrupted(self) -> str:
-        """Return the message to print after Ctrl-C. It says what was saved and how to continue."""
+        """Return the message to print after Ctrl-C: what was saved, and how to continue."""
         return "interrupted"

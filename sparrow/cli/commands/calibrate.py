@@ -19,14 +19,14 @@ from sparrow.settings import CountOrZero, Name, Probability, choose, require
 class Calibrate(WithLists):
     """Find the cheapest schedule whose p5 reaches a target with confidence in every length bin."""
 
-    # The JSON file for the schedule. Measurements are kept in OUT.work/ beside it, so a second call
-    # continues from them.
+    # The JSON file for the schedule. Measurements are kept next to it, in OUT.work/, so a second
+    # call continues from them.
     out: Name
     # The value that the lower end of p5's 95 % interval must reach. Defaults to 0.86 unless
     # relative-target is set.
     target: Probability | None = None
-    # Instead of target: the value that p5 relative to its ceiling must reach in the same way. The
-    # ceiling is the p5 of dense rollouts (docs/calibration.md).
+    # Instead of target: the same for p5 relative to its ceiling, which is the p5 of dense rollouts
+    # (docs/calibration.md).
     relative_target: Probability | None = None
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest of these.
     budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (
@@ -38,8 +38,8 @@ class Calibrate(WithLists):
         253,
         509,
     )
-    # Maximum number of further passes; each tries the next budget in every length bin that is not
-    # settled.
+    # Maximum number of further passes, each of which tries another budget in every length bin that
+    # is not settled.
     refine: CountOrZero = 3
     # Rounds that sample under the schedule found so far and search again; only the last round uses
     # all prompts.

@@ -37,17 +37,17 @@ class Cost(Command):
     prompt: Count = 256  # Prompt length in tokens.
     max_batch: Count = 256  # Maximum number of sequences decoded together.
     # Lossless: mean acceptance of drafts that read 1,024 tokens, as measured by sparrow measure
-    # --mode lossless. For other budgets, the rejected share is assumed to be proportional to the
-    # budget to the power of -0.7.
+    # --mode lossless. For other budgets, the rejected share is assumed to scale as the budget to
+    # the power of -0.7.
     acceptance: Probability = 0.94
     # How landmarks are stored in every mode. By default, as the schedule specifies (auto in the
     # published schedules).
     landmark_dtype: LandmarkDtype | None = None
-    # Lossless, on one GPU: the weights that drafts use. fp8 halves the bytes of weights that a
-    # draft reads, but needs a copy in memory; set acceptance to that of such drafts.
+    # Lossless, on one GPU: the weights that drafts use. fp8 halves the weight bytes that a draft
+    # reads, but takes up memory for a copy; set acceptance to that of fp8 drafts.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: the rollout's share of a dense step's time, if you know it. If unset, training
-    # time is predicted from FLOPs.
+    # On one GPU: the rollout's share of the time of a dense step, if you know it. If unset,
+    # training time is predicted from FLOPs.
     rollout_share: Share | None = None
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Cost(Command):
 
 
 def is_known(model: str) -> bool:
-    """Return whether ``model`` is a name in ``SHAPES`` and not a path."""
+    """Return whether ``model`` is a name in ``SHAPES`` rather than a path."""
     from sparrow.cost import SHAPES
 
     return not Path(model).exists() and _short(model) in SHAPES

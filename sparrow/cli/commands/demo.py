@@ -1,4 +1,4 @@
-"""``sparrow demo``: train the bundled reasoner, and then compare the modes."""
+"""``sparrow demo``: train the bundled reasoner, then compare the modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPARED = 8  # problems sampled in each mode after training
 @dataclass(frozen=True)
 class Demo(Command):
     """Train the bundled reasoner on a CPU in a few minutes: sparse rollouts, dense policy, rising
-    reward. Then sample held-out problems in the modes dense, lossy and lossless.
+    reward. Then compare dense, lossy and lossless samples on held-out problems.
     """
 
     run_dir: Name = "runs/demo"  # The run directory; it must not contain a run yet.

@@ -1,5 +1,5 @@
-"""``sparrow train --dry-run MACHINE``: check a run, and predict its memory and time, before the
-model is loaded.
+"""``sparrow train --dry-run MACHINE``: check a run and predict its memory and time without loading
+the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine for which a dry run makes predictions, and values that it has to assume."""
+    """The machine for which a dry run makes predictions, and values that it must assume."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
@@ -61,7 +61,7 @@ def dry_run(command: TrainOptions) -> None:
             f"dry_run is {command.dry_run!r}, expected a GPU with options, "
             "such as h200:gpus=8,median=9000"
         ) from error
-    # raises early for an unknown engine; otherwise, every later check would report it again
+    # Raise early for an unknown engine, which every later check would otherwise report again.
     parse_engine(command.engine)
     problems: list[str] = []
     rows: Rows = []
@@ -152,7 +152,7 @@ def dry_run(command: TrainOptions) -> None:
 def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     """Check the machine, the engine and the precision.
 
-    Raises ConfigError: this trainer does not run on the machine, or there are no predictions for
+    Raises ConfigError: this trainer does not run on the machine, or nothing can be predicted for
     the engine or the precision.
     """
     if cluster.gpus > cluster.host:

@@ -30,8 +30,8 @@ class Eval(DecodingOptions, Sampled):
     # only the sparse actor.
     schedule: str | None = None
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
-    # Sample from the smallest set of likeliest tokens with this share of the mass, both for drafts
-    # and for the policy.
+    # Sample from the smallest set of tokens whose total probability is at least this, both for
+    # drafts and for the policy.
     top_p: Share = 1.0
     # Sample only from this many of the likeliest tokens. If unset, sample from all.
     top_k: Count | None = None

@@ -29,7 +29,7 @@ class Measure(DecodingOptions, WithLists):
     # Instead of tau: target for p5 relative to its ceiling, the p5 of dense rollouts
     # (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Write the full report to this JSON file, first after sampling and again once the ceiling is
+    # Write the full report to this JSON file, once after sampling and again when the ceiling is
     # known.
     out: Name | None = None
 

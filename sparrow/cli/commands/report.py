@@ -21,9 +21,9 @@ class Report(Command):
 
     # A run directory, a schedule from sparrow calibrate, or a file from sparrow measure --out.
     path: Annotated[Path, tyro.conf.Positional]
-    # A second run, to show beside the first.
+    # A second run to show next to the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
-    # Steps whose responses are shown. Defaults to up to 40 steps from the first to the last.
+    # Steps whose responses are shown. Defaults to up to 40 steps spread over the run.
     steps: tuple[Count, ...] = ()
 
     def run(self) -> None:

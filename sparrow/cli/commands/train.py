@@ -53,14 +53,14 @@ class Train(TrainOptions):
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
         self.check_loras()
         files.check_folder(self.run_dir)
-        # Raise errors about the run directory now. The trainer would raise them only after loading
-        # the model and the engine.
+        # Check the run directory now, because the trainer would report errors only after the model
+        # and the engine are loaded.
         RunDir(self.run_dir, self.resume)
-        # Cluster schedulers end a run with SIGTERM, and so do launchers when another of their
-        # processes has died. The run is then saved, as after Ctrl-C.
+        # Treat SIGTERM like Ctrl-C, so that the run is saved. Cluster schedulers send it to end a
+        # run, and launchers when another of their processes has died.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # Every process creates its shards from weights that it has loaded itself. By default,
-        # transformers would load the weights in only one process.
+        # Every process creates its shards from weights that it has loaded itself, whereas
+        # transformers would by default load them in only one process.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         tell: Any = note if main_process else lambda text: None
@@ -99,7 +99,7 @@ class Train(TrainOptions):
             ).train()
         finally:
             engine.close()
-        # If the run is not distributed, an existing process group belongs to the caller.
+        # If the run is not distributed, any process group belongs to the caller.
         if PartialState().distributed_type is not DistributedType.NO:
             PartialState().destroy_process_group()
         if main_process:
@@ -110,9 +110,9 @@ class Train(TrainOptions):
         from sparrow.cli.loading import load_engine
         from sparrow.train.ranks import asked_to_shard
 
-        # The actor needs its own copy of the weights if it is distilled, if a LoRA is merged for
-        # it, or if the policy's weights are sharded, because sharded weights can only be used by
-        # all processes together. Otherwise, the actor and the policy share weights.
+        # The actor shares the policy's weights unless it is distilled, a LoRA is merged for it, or
+        # the policy's weights are sharded, because sharded weights can be used only by all
+        # processes together.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = (
             copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model
@@ -139,7 +139,7 @@ class Train(TrainOptions):
         from sparrow.run.directory import METRICS
 
         if not any(Path(self.run_dir, "checkpoints").glob("step-*")):
-            # The directory may contain other files, but it does not contain a run.
+            # Whatever the directory contains, it is not a run.
             if not Path(self.run_dir, METRICS).exists():
                 return "interrupted before the first step; run the same command again to start over"
             return f"interrupted before the first checkpoint; remove {self.run_dir} to start over"

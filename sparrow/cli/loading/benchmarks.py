@@ -28,9 +28,8 @@ def load_benchmarks(
     option: str = "--eval.limit",
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
-    """Load the benchmark that each spec names, and return the benchmarks by name. The name is the
-    spec without its options, or the stem of the file's name. If two names are the same, the whole
-    specs are used instead.
+    """Load the benchmark that each spec describes, and return them by name. The name is the spec
+    without its options, or the stem of a file's name. If two names clash, the whole specs are used.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
@@ -50,9 +49,9 @@ def load_benchmark(
     option: str = "--limit",
     chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
-    """Load the first ``limit`` problems of a task's held-out stream, or of a dataset in the order
-    of its rows; load all if ``limit`` is None. ``option`` is the name of the limit on the command
-    line, for messages.
+    """Load the first ``limit`` problems of a task's held-out stream, or the first ``limit`` rows of
+    a dataset (all if ``limit`` is None). ``option`` is the name of the limit on the command line,
+    for messages.
 
     Raises ConfigError: a task has no limit; see also ``load_problems``.
     """

@@ -20,13 +20,12 @@ def load_engine(
     precision: Precision,
     audits: bool = False,
 ) -> Engine:
-    """Start the engine that ``spec`` names (``engines.registry``) for a model that has been loaded
-    from ``name``.
+    """Start the engine that ``spec`` describes (see ``engines.registry``) for a model loaded from
+    ``name``.
 
-    If ``audits`` is set, engines without Sparrow are allowed too, and engines cannot sleep.
+    With ``audits``, engines without Sparrow are allowed too, and no engine can sleep.
 
-    Raises ConfigError: there is no such engine, or the engine does not accept the options or the
-    model.
+    Raises ConfigError: there is no such engine, or it does not accept the options or the model.
     """
     parsed = parse_engine(spec)
     if parsed.kind.is_stock and not audits:
@@ -41,8 +40,8 @@ def load_scorer(
     decoding: Decoding,
     precision: Precision,
 ) -> hf.HFEngine:
-    """Start the transformers engine with ``model``. The engine scores under any schedule, and
-    samples with the settings ``decoding``.
+    """Start the transformers engine with ``model``. It can score under any schedule, and samples as
+    ``decoding`` says.
     """
     asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)
     return hf.start(asked)

@@ -19,7 +19,7 @@ Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 SMOLLM2 = "smollm2"
 OWN_NAMES = (REASONER, SMOLLM2)
-"""Names of models that Sparrow provides. The first is bundled; the second comes from another
+"""Names of models that Sparrow provides: the first is bundled, and the second is in another
 package.
 """
 
@@ -32,15 +32,15 @@ def load_model(
 
     Raises the errors of ``model_path`` and ``hf.load_model``.
     """
-    disable_progress_bar()  # because Sparrow shows its own progress
-    # This silences a warning about tied weights, which are intentionally saved only once.
+    disable_progress_bar()  # Sparrow shows its own progress
+    # Silence a warning about tied weights, which are intentionally saved only once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     return hf.load_model(model_path(name), precision, place.device)
 
 
 def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """Apply a LoRA adapter in PEFT's format to a model, without merging it into the weights.
+    """Apply a PEFT LoRA adapter to a model without merging it into the weights.
 
     Raises ConfigError: the folder contains no adapter for this model.
     """
@@ -69,7 +69,7 @@ def model_path(name: str) -> str:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return the model's maximum sequence length in tokens; None if its config does not specify
+    """Return the model's maximum sequence length in tokens, or None if its config does not specify
     one.
     """
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""Load user-supplied objects, which are specified as ``module:name``."""
+"""Load user-supplied objects, given as ``module:name``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparrow.errors import ConfigError, place
 
 
 def load_object(spec: str, what: str) -> Any:
-    """Load the object ``module:name``. The module may also be in the working directory.
+    """Load the object ``module:name``. The working directory is searched for the module, too.
 
     Raises ConfigError: there is no such module or name, or importing the module raises an error.
     """
@@ -45,8 +45,8 @@ def load_object(spec: str, what: str) -> Any:
 
 
 def _by_path(spec: str) -> str:
-    """If ``spec`` is a path, return the end of an error message, which says how to write the path
-    as ``module:name``. Otherwise, return an empty string.
+    """If ``spec`` is a path, return a hint, to append to an error message, on how to write it as
+    ``module:name``. Otherwise, return an empty string.
     """
     path, _, name = spec.partition(":")
     file = Path(path)

@@ -47,14 +47,13 @@ def load_problems(
     reward: str | None = None,
     chat: ChatConfig = NO_CHAT,
 ) -> Task:
-    """Load the given task or mixture of datasets. A task is specified by name or as
-    ``module:Class``.
+    """Load the given task, or mixture of datasets. A task is given by name or as ``module:Class``.
 
-    The questions of a dataset are rendered with the tokenizer's chat template, if it has one, and
-    with the settings ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped
-    and counted. Without a tokenizer, no template is used, and no row is dropped because of the
-    number of its tokens. If ``reward`` is given, this function (``module:function``, see
-    ``tasks.judges.Judge``) replaces the datasets' verifiers.
+    The questions of a dataset are rendered with the tokenizer's chat template, if it has one,
+    according to ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped and
+    counted. Without a tokenizer, no template is applied and no row is dropped for its length in
+    tokens. ``reward``, if given, is a function (``module:function``, see ``tasks.judges.Judge``)
+    that replaces the datasets' verifiers.
 
     Raises ConfigError: task and datasets are both given or both missing, a name or option is
     unknown, or rows cannot be used.
@@ -95,8 +94,8 @@ def is_task(spec: str) -> bool:
 
 
 def load_task_spec(spec: str) -> Task:
-    """Load a task from the form in which a user writes it: ``trace:lines=24``, or ``module:Class``
-    for the user's own class, with or without options.
+    """Load a task as written on the command line: ``trace:lines=24``, or ``module:Class`` for the
+    user's own class, with or without options.
 
     Raises ConfigError: there is no such task, or it does not accept the options. TaskError: the
     task itself raised an error.
@@ -115,9 +114,7 @@ def _load_dataset(
     judge: Judge | None,
     chat: ChatConfig,
 ) -> tuple[Task, int]:
-    """Load a dataset from the form in which a user writes it, and return the dataset with its
-    weight in a mixture.
-    """
+    """Load a dataset as written on the command line, and return it with its weight in a mixture."""
     dressing: dict[str, Any] = {}
     if tokenizer is not None:
         render = chat_template(tokenizer, chat)

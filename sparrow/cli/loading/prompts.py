@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """Return the maximum length of a prompt, in tokens, that leaves room for a response in the
-    model's context, or in the engine's context if that is smaller.
+    """Return the longest prompt, in tokens, that leaves room for a response in the model's context,
+    or in the engine's if that is smaller.
 
     Raises ConfigError: there is no room for a prompt, or there is no such engine.
     """
@@ -39,7 +39,7 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
-    """Draw the first ``count`` prompts that training on the task with this seed would draw.
+    """Draw the first ``count`` prompts that training on the task with ``seed`` would draw.
 
     Raises TaskError: the task raised an error.
     """
@@ -51,7 +51,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encode ``count`` prompts as token ids, repeating them as needed.
 
-    Prompts without tokens, or with more than ``room``, are left out and counted.
+    Prompts with no tokens, or more than ``room``, are left out and counted.
 
     Raises ConfigError: no prompt is left, or the tokenizer cannot read the prompts.
     """

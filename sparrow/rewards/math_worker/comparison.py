@@ -1,9 +1,9 @@
 r"""Compare two mathematical answers with math-verify.
 
 There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser can read,
-``wording.misread`` rejects an answer that math-verify would misread, and ``same`` is math-verify's
-comparison. ``docs/math-verify/`` lists changes that should be made in math-verify and its parser,
-with examples. Once such a change is made there, the corresponding rule here can be removed.
+``wording.misread`` rejects an answer that math-verify would misread, and ``same`` calls
+math-verify's comparison. ``docs/math-verify/`` lists, with examples, changes that should be made in
+math-verify and its parser, each of which would make a rule here unnecessary.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
 
 
 def same_choice(answer: str, reference: str) -> bool | None:
-    """Compare two multiple-choice answers by their letters and texts; None if the answers do not
-    have letters.
-    """
+    """Compare multiple-choice answers by their letters and texts; None if they have no letters."""
     given, text = choice(answer)
     expected, wanted = choice(reference)
     if given and re.fullmatch("[A-J]", words(reference)):
@@ -47,7 +45,7 @@ def chain(answer: str) -> str | None:
     """Shorten ``x = 40 + 2 = 42`` to ``x = 42``, and turn ``5 = x`` into ``x = 5``. Return None if
     the last number differs from the first.
 
-    An error between these two numbers is ignored, as in math-verify's own tests.
+    Errors between these two numbers are ignored, as in math-verify's own tests.
     """
     if match := _FLIPPED.fullmatch(answer):
         return f"{match[2]} = {match[1]}"
@@ -59,8 +57,8 @@ def chain(answer: str) -> str | None:
     last = parts[-1]
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # for example, x is about 3
-    # Approximations are checked only if the answer is a single number. After an equation, they are
-    # only remarks, and math-verify's labels ignore errors in them.
+    # Check approximations only if the answer is a single number. After an equation, they are mere
+    # remarks, and math-verify's labels ignore errors in them.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -84,13 +82,13 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """Return whether ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
+    """Return whether ``decimal`` is ``exact`` rounded to the places that ``decimal`` has."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
 
 
 def _approximate(exact: str, rounded: str) -> bool:
-    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to as many places as
+    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to the places that
     ``rounded`` has.
     """
     match = re.fullmatch(r"-?(\d*)(?:\.(\d+))?", rounded)
@@ -101,16 +99,14 @@ def _approximate(exact: str, rounded: str) -> bool:
 
 
 def _near(exact: str, decimal: str, place: float) -> bool:
-    """Return whether ``decimal`` is within half a ``place`` of ``exact``, with a margin for
-    rounding.
-    """
+    """Return whether ``decimal`` is within half a ``place`` of ``exact``, allowing for rounding."""
     return bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * place)
 
 
 @lru_cache(maxsize=256)
 def parse(answer: str) -> list[Any]:
     """Parse an answer into its readings: an expression, if it can be read as one, and the text.
-    Readings are cached, because all responses to a problem have the same reference.
+    They are cached, because all responses to a problem have the same reference.
     """
     if found := region(answer):
         return [found[1], answer]
@@ -173,10 +169,10 @@ _ALSO = re.compile(rf",|{TEXT}\{{\s*and\s*\}}|\\land(?![a-z])|\\wedge(?![a-z])|\
 @lru_cache(maxsize=256)
 def region(answer: str) -> tuple[str, Any] | None:
     """Read several inequalities in one variable, joined by *or*, *and* or commas. Return the
-    variable and the set of real numbers that satisfy them; None for other answers.
+    variable and the set of real numbers that satisfy them, or None for other answers.
 
-    Inequalities separated by commas must all be satisfied. If no number satisfies all of them, one
-    of them is enough.
+    Inequalities separated by commas must all be satisfied, or just one of them if no number
+    satisfies all.
     """
     from sympy import Intersection, Union
 
@@ -213,8 +209,8 @@ def reading(part: str) -> Any:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Compare two answers with math-verify. Assignments are compared by name. A decimal is compared
-    exactly with an irrational number.
+    """Compare two answers with math-verify: assignments by name, and decimals exactly if the
+    reference is irrational.
     """
     our_region = region(answer)
     their_region = region(reference)
@@ -246,8 +242,7 @@ def same(answer: str, reference: str) -> bool:
         given = [exact(reading) for reading in given]
         value = given[0].rhs if getattr(given[0], "is_Equality", False) else given[0]
         if getattr(value, "is_rational", False) and expected[0].is_number:
-            # Return early, because sympy would search for a power of ten that equals a power of
-            # two.
+            # Return early: sympy would search for a power of ten that equals a power of two.
             return False
     return _verify(expected, given)
 
@@ -269,10 +264,10 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def smallest(*readings: Any) -> int:
-    """Return the decimal place of the first digit of the smallest number in the expressions; 0 if
-    all numbers are at least 1.
+    """Return the decimal place of the first digit of the smallest number in the expressions, or 0
+    if all numbers are at least 1.
 
-    math-verify compares a fixed number of decimal places. With this many places added, it compares
+    math-verify compares a fixed number of decimal places, which adding this many places turns into
     a fixed number of significant digits.
     """
     from sympy import Basic, preorder_traversal
@@ -304,8 +299,8 @@ def components(expression: Any) -> list[Any]:
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """Return the values of a tuple; empty for other expressions. A tuple of two values may have
-    been read as an open interval.
+    """Return the values of a tuple, which the parser may have read as an open interval if there are
+    two; empty for other expressions.
     """
     from sympy import Interval, Tuple
 
@@ -361,8 +356,8 @@ def exact(expression: Any) -> Any:
 def equal(answer: str, reference: str) -> bool:
     """Return whether two answers are the same mathematical object or the same words.
 
-    A reference in words is compared as text. As algebra, *Evelyn* would be a product of letters in
-    any order.
+    A reference in words is compared as text, because as algebra, *Evelyn* would be a product of
+    letters in any order.
     """
     answer = plain(answer)
     reference = plain(reference)

@@ -1,7 +1,7 @@
-"""The worker process that compares answers. ``sparrow.rewards.math`` starts it.
+"""The worker process that compares answers, started by ``sparrow.rewards.math``.
 
 It answers each line of JSON with another line. The comparison itself runs in a forked process. When
-that process is ended at its limit, a new fork replaces it without importing the libraries again.
+that process is killed at its limit, a new fork replaces it without importing the libraries again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ import sys
 
 from .comparison import equal
 
-# address space of a worker; it is limited because sympy can be tricked into writing out huge
-# numbers
+# limit on a worker's address space, because sympy can be tricked into writing out huge numbers
 MEMORY_BYTES = 4 << 30
 PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
 
 
 def main() -> int:
-    """Fork a process that answers requests, and fork a new one whenever it is ended at its limit.
+    """Fork a process that answers requests, and another whenever it is killed at its limit.
 
-    A forked process has the libraries and their caches without importing them. Return the exit
-    status.
+    A fork inherits the libraries and their caches. Return the exit status.
     """
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.dup(1)
     equal("\\frac{1}{2}", "0.25 + 0.25")  # the first comparison fills caches and builds parsers
-    # What a library prints must not be taken for a reply of the worker.
+    # Whatever a library prints must not be taken for a reply.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -56,7 +54,7 @@ def main() -> int:
 def end_with_parent() -> None:
     """Have the kernel end this process when its parent ends for any reason.
 
-    Otherwise, this process would keep the pipe open, and the caller would wait until its limit.
+    It would otherwise keep the pipe open, and the caller would wait until its limit.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -66,8 +64,8 @@ def serve(replies: int, busy: mmap.mmap) -> None:
     """Answer requests until standard input ends. Each request contains an answer, a reference and
     limits.
 
-    The kernel ends this process when a comparison has used its processor seconds or its wall-clock
-    seconds, because neither timer has a handler.
+    Neither timer has a handler, so the kernel kills this process when a comparison has used up its
+    processor time or its wall-clock time.
     """
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (characters that occur in answers)
-"""Rewrite answers in other notations as LaTeX that math-verify's parser can read."""
+"""Rewrite answers in various notations as LaTeX that math-verify's parser can read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ _INVISIBLE = re.compile(
     r"(?![a-zA-Z])"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
-# Asterisks around words are emphasis in Markdown; between two operands, they are powers in Python.
+# Asterisks around words are emphasis in Markdown; between two operands, they denote powers in
+# Python.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*\\])(\*{1,3})(?=[^\s*])(.+?)(?<=[^\s*])\1(?![\w({\\*])")
 _LAST_POWER = re.compile(
     r"\s*\*\*\s*([-+]?(?:\d+(?:\.\d+)?|\\?[a-zA-Z]+)(?:\^\{.*?\}+)?|(?=\(|\\))(?!.*\*\*)", re.DOTALL
@@ -150,7 +151,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
     (re.compile(r"\\[ij]math(?![a-z])"), "i"),
     (re.compile(r"(?<=\d)j(?![a-zA-Z])"), "i"),  # the imaginary unit in engineering and in Python
-    # The mantissa is taken as exact, so 6.02 \times 10^{23} is compared as a whole number.
+    # The mantissa is taken to be exact, so 6.02 \times 10^{23} is compared as a whole number.
     (re.compile(r"(?<![\d.])(\d+\.\d+)\s*\\(?:times|cdot)\s*(?=10\s*\^)"), _mantissa),
     (re.compile(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ "),
@@ -198,7 +199,7 @@ def plain(answer: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Write Unicode superscripts, subscripts, fractions and symbols in LaTeX."""
+    """Rewrite Unicode superscripts, subscripts, fractions and symbols in LaTeX."""
 
     def plain_digits(sign: re.Match[str]) -> str:
         return unicodedata.normalize("NFKC", sign[0])
@@ -215,8 +216,8 @@ def _ascii(text: str) -> str:
 
 
 def _numbers_of_text(command: re.Match[str]) -> str:
-    """Replace a text command with its content if that is a number, or a percent sign in words.
-    Leave other commands unchanged.
+    """Replace a text command with its content if that contains a number or is "percent"; leave
+    other commands unchanged.
     """
     is_number = re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", command[1])
     return command[1] if is_number else command[0]
@@ -243,8 +244,8 @@ def _keyed(text: str) -> str:
 
 
 def _bracketed(text: str, opening: re.Pattern[str], before: str, after: str) -> str:
-    """Replace ``opening``, which ends with a parenthesis, and the closing parenthesis that matches
-    it.
+    """Replace ``opening``, which ends with a parenthesis, with ``before``, and the matching closing
+    parenthesis with ``after``.
     """
     while match := opening.search(text):
         rest = text[match.end() :]
@@ -268,7 +269,7 @@ def _numeral(subscript: re.Match[str]) -> str:
 
 
 def _ongoing(decimal: re.Match[str]) -> str:
-    """Write a decimal with an ellipsis as a fraction if its last digits repeat, as in 0.1666...,
+    """Rewrite a decimal with an ellipsis as a fraction if its last digits repeat, as in 0.1666...,
     which is 1/6.
     """
     whole, digits = decimal.groups()
@@ -301,7 +302,7 @@ def _closing(text: str, opening: str, closing: str) -> int | None:
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    """Write a repeating decimal as a fraction; 0.1666..., for example, is (16 - 1) / 90."""
+    """Rewrite a repeating decimal as a fraction: 0.1666..., for example, is (16 - 1) / 90."""
     return _as_fraction(*decimal.groups())
 
 

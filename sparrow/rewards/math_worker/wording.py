@@ -1,6 +1,5 @@
-"""Compare answers that are judged by their words: texts, letters of multiple-choice answers, times
-of day, and numerals with a base. Also detect words in an answer that a comparison of numbers would
-miss.
+"""Compare answers that are judged by their words: texts, multiple-choice letters, times of day, and
+numerals with a base. Also detect words in an answer that a comparison of numbers would miss.
 """
 
 from __future__ import annotations
@@ -76,21 +75,23 @@ _SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\
 
 
 def words(answer: str) -> str:
-    """If an answer is text, return it without the LaTeX commands and parentheses around it. Return
-    an empty string for other answers.
+    """Return an answer in words without the LaTeX commands and parentheses around it, or an empty
+    string if it is not in words.
     """
     text = " ".join(COMMAND.sub(r" \1 ", answer).strip(" $.").split())
     return text.strip("()") if _WORD.fullmatch(text) else ""
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a text consists of whole words, which would be products of letters in algebra."""
+    """Return whether a text consists of whole words, which algebra would read as products of
+    letters.
+    """
     return _WORDS.fullmatch(text.casefold()) is not None
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Return whether two texts are the same. Case matters in symbols such as ``AB``, but not in
-    whole words.
+    """Return whether two texts are the same, ignoring the case of whole words but not of symbols
+    such as ``AB``.
     """
     given = re.split("[ -]", answer)
     expected = re.split("[ -]", reference)
@@ -140,7 +141,7 @@ _NUMERALS = re.compile(r"(?<![\w\\}])\d[0-9A-F]*_\{?(\d+)\}?")
 
 def choice(answer: str) -> tuple[str, str]:
     """Return the letter and the text of a multiple-choice answer such as ``C: text``. The letter is
-    empty if the answer is of another form, or if the text names a second letter.
+    empty if the answer has another form or its text names a second letter.
     """
     text = COMMAND.sub(r" \1 ", answer.replace("\\ ", " ").replace("$", " ")).strip()
     match = _CHOICE.fullmatch(text)
@@ -173,7 +174,7 @@ def same_time(answer: str, reference: str) -> bool | None:
 
 
 def _minutes_of_day(minutes: int, half: str) -> set[int]:
-    """Return all minutes after midnight that a time may mean. ``half`` is ``a``, ``p`` or empty."""
+    """Return every minute of the day that a time may mean. ``half`` is ``a``, ``p`` or empty."""
     if half:
         return {minutes % 720 + 720 * (half == "p")}
     return {minutes, (minutes + 720) % 1440}

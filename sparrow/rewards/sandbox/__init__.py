@@ -1,5 +1,5 @@
-"""A sandbox for untrusted programs. It limits their access, resources and output, and judges them
-by tests.
+"""A sandbox that limits the access, resources and output of untrusted programs, and judges them by
+running tests.
 """
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation

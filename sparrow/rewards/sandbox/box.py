@@ -28,9 +28,10 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-# seconds that a sandbox may take to start; the limit is generous, because the machine may be busy
+# seconds that a sandbox may take to start, generous because the machine may be busy
 _START_S = 60.0
-# number of attempts to start a sandbox, because processes or memory may be exhausted for a moment
+# number of attempts to start a sandbox, because the machine may be briefly out of processes or
+# memory
 _STARTS = 4
 _log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ _INSTALL = (
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Return the reason why ``wall`` cannot confine programs on this machine; None if it can. To
-    find out, this function runs a program.
+    """Find out, by running a program, whether ``wall`` can confine programs on this machine. Return
+    the reason if it cannot, or None if it can.
     """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
@@ -70,8 +71,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """Return the wall of the kind ``held`` for this machine. If a wall that gives each sandbox its
-    own user id works here, return that one; otherwise, the plain one.
+    """Return the wall of the kind ``held`` for this machine: one that gives each sandbox its own
+    user id if that works here, and a plain one otherwise.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -110,8 +111,8 @@ def _announce(held: Held) -> None:
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """Check that the requested isolation works on this machine, and return it; ``auto`` becomes
-    bubblewrap. How programs are limited is logged once.
+    """Check that the requested isolation works on this machine, and return it, with ``auto``
+    resolved to bubblewrap. How programs are limited is logged once.
 
     Raises RewardError: the isolation does not work here. ValueError: there is no such isolation.
     """
@@ -137,7 +138,7 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
 
 
 class Sandbox(Child):
-    """A sandboxed process. After it is closed, nothing of it is left on the machine.
+    """A sandboxed process, which leaves nothing on the machine once it is closed.
 
     Args:
         request: says which program to run; see ``inside.main``.
@@ -208,8 +209,8 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """True if the process was ended by the signal that the kernel sends at the limit on
-        processor time, and not by ``kill``.
+        """Whether the kernel ended the process at its limit on processor time, as opposed to
+        ``kill``.
         """
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
@@ -220,8 +221,8 @@ class Sandbox(Child):
             return
         if self._report is not None and (first := self._first_process()):
             # Killing the first process of the namespace ends all others in it. Killing bubblewrap
-            # would do the same, but process 1 of this machine or container would then have to reap
-            # the first process, which it might never do.
+            # would, too, but would leave the first process to be reaped by process 1 of this
+            # machine or container, which might never do so.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
@@ -234,8 +235,8 @@ class Sandbox(Child):
         self.process.wait()
 
     def _first_process(self) -> int | None:
-        """Return the id of process 1 of the namespace; None if there is no such process or if it
-        has been reaped.
+        """Return the id of process 1 of the namespace, or None if there is none or it has been
+        reaped.
         """
         assert self._report is not None
         poll = select.poll()
@@ -245,8 +246,8 @@ class Sandbox(Child):
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
-        """End every process in the sandbox and remove the sandbox's files. Failures are only
-        logged, because they should not stop a run.
+        """End every process in the sandbox and remove its files. Failures are only logged, because
+        they should not stop a run.
         """
         try:
             self._undo.close()

@@ -1,5 +1,5 @@
 """Put sandboxes in control groups (version 2), if this process may create them. A group limits a
-program's total resources, including the memory that the kernel uses for it.
+program's total resources, including the kernel memory used on its behalf.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def make(group: Path, limits: Limits) -> Path:
-    """Create a subgroup of ``group`` with these limits. Raises OSError: the subgroup cannot be
-    created.
-    """
+    """Create a subgroup of ``group`` with ``limits``. Raises OSError: it cannot be created."""
     subgroup = Path(tempfile.mkdtemp(prefix="sparrow-", dir=group))
     most = limits.memory_bytes + limits.files_bytes + 3 * limits.output_bytes + _HARNESS_BYTES
     try:
@@ -82,9 +80,7 @@ def enter(group: Path, command: list[str]) -> list[str]:
 
 
 def remove(group: Path) -> None:
-    """Kill the remaining processes in the group, and remove the group. Warn if it cannot be
-    removed.
-    """
+    """Kill the remaining processes in the group and remove it, with a warning if that fails."""
     deadline = time.monotonic() + _REMOVAL_S
     while True:
         try:

@@ -1,5 +1,5 @@
 """A child process that receives objects and replies with objects, each as one line of JSON. Every
-wait for the process has a limit.
+wait for it has a limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparrow.rewards.sandbox.inside.clock import OwnTime
 from sparrow.rewards.sandbox.inside.wire import parse
 
 MOST_BYTES = 64 << 20  # maximum size of a reply, unless the caller sets a smaller one
-_LOOK_S = 0.25  # seconds between two checks of a process that does not reply
+_LOOK_S = 0.25  # seconds between checks of a process that does not reply
 _ENDING_S = 1.0  # seconds that a process may take to end after it has closed its pipes
 
 
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 def _queued_here() -> float:
-    """Return how many seconds this thread has waited for a processor; 0 if the kernel does not
-    report this.
+    """Return how many seconds this thread has waited for a processor, or 0 if the kernel does not
+    report it.
     """
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
@@ -36,16 +36,16 @@ def _queued_here() -> float:
 
 
 class ChildTimeoutError(Exception):
-    """Raised if a reply did not come in time."""
+    """Raised if no reply arrives in time."""
 
 
 class ChildEndedError(Exception):
-    """Raised if a process ended, or sent something other than a reply."""
+    """Raised if a process ends, or sends something other than a reply."""
 
 
 class Child:
-    """A process and its pipes. The process has its own session, so interrupts from the trainer's
-    terminal do not reach it.
+    """A process and its pipes. The process has a session of its own, so that interrupts from the
+    trainer's terminal do not reach it.
 
     Args:
         command: the command to run.
@@ -72,8 +72,9 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # From the last check of the child's processes: the processor time that they had used, and
-        # how long each thread had waited for a processor. Also the time since that check.
+        # As of the last check of the child's processes: the processor time that they had used, how
+        # long each of their threads and this one had waited for a processor; and the time since
+        # then.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
@@ -82,7 +83,7 @@ class Child:
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Send an object.
 
-        Raises ChildTimeoutError: the process did not read the object by the deadline, which is a
+        Raises ChildTimeoutError: the process did not read the object by the deadline, given as a
         time of ``time.monotonic``. ChildEndedError: the process no longer reads.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
@@ -97,8 +98,7 @@ class Child:
                 raise self._ended() from error
 
     def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
-        """Send an object to a program, and count the program's own time until it has read the whole
-        object.
+        """Send an object to a program, counting the program's own time until it has read all of it.
 
         Raises the errors of ``receive_within``.
         """
@@ -108,8 +108,8 @@ class Child:
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
         """Read the next reply.
 
-        The reply may come from a hostile program. This method only checks that the reply has the
-        right form and is cheap to read.
+        The reply may come from a hostile program. All that is checked is that it has the right form
+        and is cheap to read.
 
         Raises ChildTimeoutError: there was no reply by the deadline. ChildEndedError: the process
         ended, or sent something else.
@@ -128,7 +128,7 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """Read the next reply of a program. During the wait, count the program's own time against
+        """Read the next reply of a program, counting the program's own time during the wait against
         ``time_limit``.
 
         Raises ChildTimeoutError: the program has no time left. ChildEndedError: see ``receive``.
@@ -136,8 +136,8 @@ class Child:
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """Call ``attempt`` with a deadline, again and again while the program has time left, and
-        return the result.
+        """Call ``attempt`` with a short deadline, repeatedly while the program has time left, and
+        return its result.
         """
         if self._seen is None and not self._uncounted_s:
             self._queued_here_s = _queued_here()
@@ -159,9 +159,9 @@ class Child:
     def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
         """Count the time since ``began``.
 
-        At first, all of this time counts as the program's. Once enough time has accumulated, in one
-        wait or in many short ones, the processes are checked to see how much of it they spent
-        waiting for a processor.
+        At first, all of it counts as the program's own. Once enough has accumulated, in one wait or
+        in many short ones, the processes are checked for how much of it they spent waiting for a
+        processor.
         """
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s
@@ -181,11 +181,11 @@ class Child:
         self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """Return how many seconds the processes, or this thread as their reader, had to wait for a
+        """Return how many seconds the processes, or this thread as their reader, have waited for a
         processor since the last check; None if the kernel does not report this.
 
-        Only the thread that waited longest counts. If all waits were added up, a program could gain
-        time by starting many threads.
+        Only the thread that waited longest counts, or a program could gain time by starting many
+        threads.
         """
         now: dict[int, float] = {}
         for process in family:
@@ -229,7 +229,7 @@ class Child:
             raise ChildTimeoutError("no reply in time")
 
     def _ended(self) -> ChildEndedError:
-        by_itself = self._ends_by_itself()  # the process may still run and have closed its pipes
+        by_itself = self._ends_by_itself()  # it may be running with its pipes closed
         self.kill()
         self.status = self.process.returncode if by_itself else None
         os.set_blocking(self._errors, False)
@@ -242,7 +242,7 @@ class Child:
     def _ends_by_itself(self) -> bool:
         """Wait a moment for the process to end, and return whether it did.
 
-        The process is not reaped, so no other process can get its id before its group is killed.
+        The process is not reaped, so that no other can get its id before its group is killed.
         """
         deadline = time.monotonic() + _ENDING_S
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -252,8 +252,8 @@ class Child:
                     return False
                 time.sleep(0.002)
         except ChildProcessError:
-            # the kernel reaps this process's children automatically, or the child was already
-            # reaped
+            # The kernel reaps this process's children automatically, or the child has already been
+            # reaped.
             pass
         return True
 

@@ -1,4 +1,4 @@
-"""Remove the files, of any kind, that a program has left behind."""
+"""Remove whatever files a program has left behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that no process uses any more. A warning names whatever cannot be removed.
+    """Remove a folder that no process uses any more, or warn that it cannot be removed.
 
-    A program may have nested folders so deeply that no path or recursion can reach the last one.
-    Before a folder is removed, its subfolders are therefore moved to the top.
+    A program may have nested folders too deeply for any path or recursion, so the subfolders of a
+    folder are moved to the top before it is removed.
     """
     number = 0
     mark = secrets.token_hex(8)

@@ -1,23 +1,25 @@
-"""Judge programs by unit tests.
+"""Judge programs by running tests.
 
-The tests of a problem are a plain mapping, so they can be stored in datasets:
+The tests of a problem are a plain mapping, so they can be stored in datasets. There are three
+kinds:
 
 - ``{"inputs": [...], "outputs": [...]}``: the standard input and the expected standard output of
-each test; - the same with ``"fn_name"``: each input is a list of arguments, and each output is the
-expected result, both as JSON values. ``"alternatives"`` contains further lists of outputs. A
-program passes if there is one list that its results match in all tests; - ``{"test": code, "setup":
-code, "entry_point": name}``: test code with assertions, as in HumanEval and MBPP. ``setup`` runs
-before the test code. If there is an ``entry_point``, the function ``check`` of the test code is
-called with the program's function of that name.
+  each test.
+- The same with ``"fn_name"``: each input is a list of arguments, and each output the expected
+  result, both as JSON values. ``"alternatives"`` contains further lists of outputs; a program
+  passes if its results match one of the lists in all tests.
+- ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as in HumanEval
+  and MBPP. ``setup`` runs before the test code. If there is an ``entry_point``, the test code's
+  function ``check`` is called with the program's function of that name.
 
 In all three kinds, ``"prelude"`` is code that runs before the program, such as imports.
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds, this process compares the
 outputs, and the expected outputs never enter the sandbox. For assertions, the test code runs in
-another sandbox and calls the program from there (see ``sandbox.inside.exchange``). As a
-consequence, objects of a program's own classes can be used but not compared (see
-``sandbox.inside.remote``). A program passes only if it loads, and if a test has called it or read
-one of its names. Time limits apply to the program's own time (see ``OwnTime``).
+another sandbox and calls the program from there (see ``sandbox.inside.exchange``), so objects of a
+program's own classes can be used but not compared (see ``sandbox.inside.remote``). A program passes
+only if it loads and a test has called it or read one of its names. Time limits apply to the
+program's own time (see ``OwnTime``).
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]
 
 FLOAT_TOLERANCE = 1e-6
-"""Tolerance if the expected number has a decimal point or an exponent. It is relative, but absolute
-for numbers below 1.
+"""Tolerance for expected numbers with a decimal point or an exponent: relative, but absolute for
+numbers below 1.
 """
 
 _show = Repr().repr
@@ -56,21 +58,20 @@ _EXPONENT = r"[eE][-+]?\d{1,3}"
 _DECIMAL = re.compile(rf"[-+]?(?:\d+\.?\d*|\.\d+)(?:{_EXPONENT})?", re.ASCII)
 _WHOLE = re.compile(r"[-+]?\d+(?:\.0*)?", re.ASCII)
 # The forms in which programs print numbers. ``007``, ``+7`` and ``1e5`` may be names, codes or
-# parts of words, so they are compared as text.
+# parts of words, and are compared as text.
 _PLAIN_WHOLE = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 _PLAIN_DECIMAL = re.compile(
     rf"-?(?:(?:0|[1-9]\d*)?\.\d+(?:{_EXPONENT})?|[1-9][eE][-+]\d{{1,3}})", re.ASCII
 )
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
-"""The sandbox enforces a test's limits itself. This process waits for it this many seconds longer.
-"""
+"""The sandbox enforces a test's limits itself; this process waits this many seconds longer."""
 _ROOM_BYTES = 1 << 16
 _ROOM_TIMES = 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output, plus
 ``_ROOM_BYTES``.
 """
-_SHARE = 8  # a result for assertions may have at most ``output_bytes / _SHARE`` bytes
+_SHARE = 8  # a result sent to test code may have at most ``output_bytes / _SHARE`` bytes
 _TESTS_BYTES = 64 << 20  # maximum size of a message from test code, which is trusted
 _RELAYED = (
     "value",
@@ -92,12 +93,12 @@ _RELAYED = (
     "content",
     "next",
 )
-"""The keys of a program's reply that are passed on to the tests. Verdicts are not passed on."""
+"""The keys of a program's reply that are passed on to the tests. Verdicts are not among them."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts of the tests of one program."""
+    """The verdicts on one program."""
 
     verdicts: tuple[Verdict, ...]  # one per test that was run, in order
     tests: int  # number of all tests, whether run or not
@@ -106,13 +107,13 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """True if there is at least one test and the program passed all tests."""
+        """Whether the program passed all tests, of which there must be at least one."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 
 def _same_token(actual: str, expected: str) -> bool:
-    """Return whether two words are the same, or whether the expected word is a number in plain form
-    and the actual word has the same value.
+    """Return whether two words are the same or, if the expected word is a number in plain form,
+    have the same value.
     """
     if actual == expected:
         return True
@@ -133,12 +134,12 @@ def _close(actual: float, expected: float) -> bool:
 def same_output(actual: str, expected: str) -> bool:
     """Compare two outputs line by line and word by word, ignoring spaces.
 
-    If the expected word is a number in plain form, the words are compared as numbers. Whole numbers
-    must be equal and must not have an exponent; decimals are compared within a tolerance. ``0011``,
-    for example, is compared as text.
+    Words are compared as numbers if the expected one is a number in plain form, which ``0011``, for
+    example, is not. Whole numbers must be equal and must not have an exponent; decimals are
+    compared within a tolerance.
     """
-    # Compare one word at a time. For a hostile output, a list of words could take a hundred times
-    # as much memory as the output.
+    # Compare one word at a time: for a hostile output, a list of words could take a hundred times
+    # as much memory as the output itself.
     words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
     return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
 
@@ -168,15 +169,15 @@ def same_value(actual: Any, expected: Any) -> bool:
 
 
 class Judge:
-    """A judge that runs a limited number of programs at a time; further callers wait.
+    """Runs a limited number of programs at once; further callers wait.
 
     Args:
         limits: the resources that a program may use.
-        isolation: ``auto`` and ``bwrap`` use bubblewrap and raise an error without it. ``session``
-            uses Landlock and a system-call filter, which is weaker. ``none`` does not protect this
-            user's files and memory from programs.
-        workers: number of programs that run at a time; by default, the number of processors that
-            this process may use.
+        isolation: ``auto`` and ``bwrap`` use bubblewrap, without which they raise an error.
+            ``session`` uses Landlock and a system-call filter, which is weaker. ``none`` leaves
+            this user's files and memory unprotected from programs.
+        workers: number of programs that run at once; by default, the number of processors that this
+            process may use.
 
     This class is thread-safe, and keeps no process between programs.
     """
@@ -197,7 +198,7 @@ class Judge:
         fails.
 
         Raises RewardError: programs cannot be run here with the requested isolation. ValueError:
-        the tests are not of one of the three kinds.
+        the tests are of none of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -219,8 +220,8 @@ class Judge:
 
 
 class _Readings:
-    """The expected results of calls. Several lists of results may be acceptable. The results so far
-    determine which of the lists are still possible.
+    """The expected results of calls. Several lists of results may be acceptable, and each actual
+    result rules out those that do not match it.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -233,8 +234,8 @@ class _Readings:
         return self._left[0][self._at]
 
     def met_by(self, actual: Any) -> bool:
-        """Return whether a list that is still possible expects ``actual``. If so, drop the lists
-        that do not.
+        """Return whether a list that is still possible expects ``actual``. If so, rule out the
+        lists that do not.
         """
         met = [outputs for outputs in self._left if same_value(actual, outputs[self._at])]
         self._left = met or self._left
@@ -243,7 +244,7 @@ class _Readings:
 
 @dataclass
 class _Run:
-    """A program under test, and the time that it has spent."""
+    """A program under test, and the time that it has used."""
 
     prelude: str
     code: str
@@ -274,8 +275,8 @@ class _Run:
 
     @contextmanager
     def _time(self, limit_s: float) -> Iterator[OwnTime]:
-        """Yield a time limit, at most the time that is left for all tests, and count the time spent
-        inside the context.
+        """Enter a context with a time limit of ``limit_s``, or less if less is left for all tests,
+        and count the time spent inside it.
         """
         time_limit = OwnTime(min(limit_s, self.limits.program_s - self.spent_s))
         try:
@@ -316,14 +317,14 @@ class _Run:
     def _test(
         self, box: Sandbox, name: str | None, given: Any, expected: Any, readings: _Readings
     ) -> tuple[Verdict, str]:
-        """Run one test: call the function ``name`` if there is one; otherwise, run the program."""
+        """Run one test: call the function ``name`` if given, or run the program."""
         if name:
             return self._call(box, name, given, readings)
         return self._feed(box, given, expected)
 
     def _most(self, expected: str) -> int:
-        """Return the size in bytes above which a reply cannot be correct. Longer replies are not
-        read, because they cost memory that malloc does not return.
+        """Return the size in bytes above which a reply cannot be correct and is not read, because
+        malloc would not return the memory that it takes.
         """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
@@ -366,7 +367,7 @@ class _Run:
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
         except Exception as error:
-            # A result that cannot be read must not stop the run, whatever the program has returned.
+            # Whatever the program returned, a result that cannot be read must not stop the run.
             detail = f"the result cannot be read: {type(error).__name__}: {error}"
             return "wrong", detail[:_DETAIL_CHARS]
 
@@ -378,7 +379,7 @@ class _Run:
             "test": tests["test"],
             "entry_point": tests.get("entry_point"),
         }
-        # The tests are trusted. They may need more memory than the program is allowed, for example
+        # The tests are trusted, and may need more memory than the program is allowed, for example
         # to import numpy.
         roomy = replace(self.limits, memory_bytes=max(self.limits.memory_bytes, 1 << 30))
         with (

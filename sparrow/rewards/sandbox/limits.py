@@ -10,19 +10,18 @@ class Limits:
     """Limits on the resources of one program."""
 
     cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    # wall-clock seconds per test. Unlike ``cpu_s``, they include sleep, and waits on a busy
-    # machine.
+    # seconds per test that the program may run and sleep (``OwnTime``)
     wall_s: float = 12.0
-    # seconds for all tests of a program. If the tests call the program, this is also the limit on
-    # its processor seconds, rounded up.
+    # seconds for all tests of a program; if the tests call the program, also the limit on its
+    # processor seconds, rounded up
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # maximum address space
-    # maximum size of the output and of each file; results for assertions may have an eighth of this
-    # size
+    # maximum size of the output and of each file; a result sent to test code may have an eighth of
+    # this size
     output_bytes: int = 8 << 20
     files_bytes: int = 64 << 20  # maximum total size of all files
-    files: int = 1000  # maximum number of files, folders and links at a time
-    tasks: int = 128  # maximum number of threads at a time
+    files: int = 1000  # maximum number of files, folders and links at once
+    tasks: int = 128  # maximum number of threads at once
 
     def __post_init__(self) -> None:
         wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]

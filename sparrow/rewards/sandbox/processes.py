@@ -1,5 +1,5 @@
-"""Read from the kernel the state of processes, their processor time, and how long they have waited
-for a processor.
+"""Read the state of processes, the processor time that they have used, and how long they have
+waited for a processor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Process(NamedTuple):
     parent: int
     # processor seconds used by the process, and by those of its children that it has waited for
     processor_s: float
-    # seconds that each thread was ready to run but waited for a processor; None if the kernel does
-    # not report them
+    # seconds that each thread, though ready to run, has waited for a processor; None if the kernel
+    # does not report them
     queued_s: Mapping[int, float] | None = None
 
 
@@ -35,8 +35,8 @@ def look(pid: int) -> Process:
 
 
 def queued(pid: int | str) -> dict[int, float] | None:
-    """Read how many seconds each thread of a process has waited for a processor; None if the kernel
-    does not report this. A thread that ends in the meantime is left out.
+    """Read how many seconds each thread of a process has waited for a processor, leaving out
+    threads that end meanwhile; None if the kernel does not report this.
     """
     waits: dict[int, float] = {}
     try:
@@ -55,7 +55,7 @@ def queued(pid: int | str) -> dict[int, float] | None:
 
 def family(root: int) -> list[Process]:
     """Read the states of a process and all its descendants, including how long they have waited for
-    a processor. The result is empty if the process no longer exists.
+    a processor. The list is empty if the process no longer exists.
     """
     processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):

@@ -1,10 +1,10 @@
-"""A seccomp filter, for x86-64 and arm64, that denies system calls to a judged program.
+"""A seccomp filter, for x86-64 and arm64, that denies system calls to the program being judged.
 
-In bubblewrap, the filter is a second wall inside the namespaces. Without bubblewrap, the filter and
-Landlock are the only protection. With the filter, the program is a single process. It cannot start
-other processes, send signals to them, open sockets, change the owner, mode or attributes of files,
-or use the kernel's larger interfaces. Of the system calls that are newer than those listed here,
-only those in ``_NEW`` are allowed.
+In bubblewrap, the filter is a second wall inside the namespaces; without bubblewrap, the filter and
+Landlock are the only protection. The filter confines the program to a single process, which cannot
+start or signal others, open sockets, change the owner, mode or attributes of files, or use the
+kernel's larger interfaces. Of the system calls newer than those listed here, only those in ``_NEW``
+are allowed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _PRCTL = (157, 167)
 _SENDTO = (44, 206)
 _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
-# From 424 on, both architectures have the same numbers. Allowed are close_range, openat2,
-# faccessat2, epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal.
-# clone3 is denied because it hides its flags behind a pointer; the C library uses clone instead.
+# Both architectures use the same numbers from 424 on. Allowed are close_range, openat2, faccessat2,
+# epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is
+# denied because it hides its flags behind a pointer; the C library uses clone instead.
 _FIRST_NEW = 424
 _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
@@ -62,8 +62,8 @@ _F_SETFL = 4
 # Allowed: asking whether a file is a terminal, how large the terminal is and how many bytes can be
 # read; setting whether a file blocks, and whether programs inherit it.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-# Allowed: naming threads and mappings, huge pages, timers, and reading settings. Nothing is allowed
-# that would let the program outlive its parent.
+# Allowed: naming threads and mappings, huge pages, timers, and reading settings, but nothing that
+# would let the program outlive its parent.
 _PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
 
 _DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -89,8 +89,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "kcmp": (312, 272),
-    # identity; with another user or group, the program would also no longer end when its parent
-    # ends
+    # identity; under another user or group, the program would also outlive its parent
     "setuid": (105, 146),
     "setgid": (106, 144),
     "setreuid": (113, 145),
@@ -136,7 +135,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # files; other limits restrict their contents, but not their owners, permissions or attributes
+    # files; other limits cover their contents, but not their owners, permissions or attributes
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -205,7 +204,7 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _call(number: int, tests: list[Instruction]) -> list[Instruction]:
-    """Run ``tests`` only for the system call ``number``. They must end with a return."""
+    """Run ``tests``, which must end with a return, only for the system call ``number``."""
     return [(_EQUAL, 0, len(tests), number), *tests]
 
 
@@ -218,8 +217,8 @@ def _one_of(values: Iterable[int | str], then: Instruction) -> list[Instruction]
 
 
 def program_filter() -> list[Instruction]:
-    """Build the filter for this machine's processor. Raises RewardError: the processor is neither
-    x86-64 nor arm64.
+    """Build the filter for this machine's processor. Raises RewardError: it is neither x86-64 nor
+    arm64.
     """
     machine = platform.machine()
     if machine not in _ARCHES:
@@ -254,7 +253,7 @@ def program_filter() -> list[Instruction]:
                 _PASS,
             ],
         ),
-        # Sending is allowed only over a socket pair, not to an address.
+        # Allow sending only over a socket pair, not to an address.
         *_call(
             _SENDTO[column],
             [_load(4), (_EQUAL, 1, 0, 0), refuse, _load(4, True), (_EQUAL, 1, 0, 0), refuse, _PASS],
@@ -271,7 +270,7 @@ def program_filter() -> list[Instruction]:
 @cache
 def packed_filter() -> tuple[str, list[int]]:
     """Return the filter in the kernel's format, as hexadecimal text, and the byte offsets at which
-    the filtered process's own id must be inserted.
+    to insert the filtered process's own id.
     """
     code = program_filter()
     packed = b"".join(

@@ -1,7 +1,7 @@
-"""The walls that confine a program. A wall consists of the command that starts a sandbox, and of
-information for the harness inside.
+"""The walls that confine a program. A wall consists of the command that starts a sandbox and
+information for the harness inside it.
 
-THREATS.md describes what each kind of wall stops. The kind ``none`` has only the filter and the
+THREATS.md describes what each kind of wall stops. With ``none``, there are only the filter and the
 limits.
 """
 
@@ -41,15 +41,16 @@ class Wall:
     """One way to confine programs."""
 
     held: Held
-    # whether a privileged user starts bubblewrap, and each sandbox has its own user id
+    # whether root starts bubblewrap and gives each sandbox its own user id
     own_user: bool = False
 
     @property
     def counted_by_kernel(self) -> bool:
-        """True if the kernel limits the number of a program's tasks without counting other tasks.
+        """Whether the kernel can limit the number of a program's tasks without counting anyone
+        else's.
 
-        The kernel does so if no other process has the sandbox's user id. Since Linux 5.14, it also
-        does so in a user namespace, unless root created it.
+        It can if no other process has the sandbox's user id and, since Linux 5.14, in a user
+        namespace that was not created by root.
         """
         if self.own_user:
             return True
@@ -93,10 +94,10 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """Return the path of the virtual environment if it has to be mounted elsewhere, so that a
-    program cannot see where it is; None if it can stay in place.
+    """Return the path of the virtual environment if it is in one of ``_OWN_FOLDERS`` and can be
+    mounted elsewhere, so that programs cannot see where it is; None if it stays in place.
 
-    The Python from which the environment was created cannot be mounted elsewhere, because the
+    The Python that the environment was created from cannot be mounted elsewhere, because the
     environment's files contain its path.
     """
 
@@ -112,13 +113,13 @@ def _moved() -> str | None:
 
 
 def _place(folder: str) -> str:
-    """Return the path that one of Python's folders has inside bubblewrap."""
+    """Return the path of one of Python's folders inside bubblewrap."""
     return _MOVED if folder == _moved() else folder
 
 
 def _user_id() -> int:
-    """Choose a user id that no user and no other sandbox on this machine has. It is near the
-    highest id of this process's user namespace.
+    """Choose a user id, near the highest of this process's user namespace, that no user or other
+    sandbox on this machine has.
     """
     maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     ids = max(int(first) + int(length) for first, _, length in maps)
@@ -130,8 +131,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if own_user:
-        # A user namespace is not used. Root inside it would still be root to the kernel, so limits
-        # on tasks would not apply.
+        # Do not use a user namespace: root inside it would still be root to the kernel, which would
+        # not limit its tasks.
         command += [
             "--unshare-ipc",
             "--unshare-pid",
@@ -144,8 +145,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
         command += ["--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534"]
     if _bwrap_sizes(binary):
         command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    # bubblewrap before 0.7 cannot limit the size of a tmpfs, so programs cannot write to /tmp at
-    # all
+    # bubblewrap before 0.7 cannot limit the size of a tmpfs, so do not let programs write to /tmp
+    # at all
     else:
         command += ["--dir", "/tmp", "--chdir", "/tmp"]
     if own_user:  # otherwise, only root may enter the parent folders that bubblewrap creates
@@ -156,8 +157,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
         }
         for parent in sorted(above - {"/", "/tmp"}):
             command += ["--perms", "0755", "--dir", parent]
-    # These folders are mounted after /tmp is made private, because the Python from which an
-    # environment was created may be in /tmp.
+    # Mount these folders after making /tmp private, because the Python that an environment was
+    # created from may be in /tmp.
     for folder in _folders():
         command += ["--ro-bind", folder, _place(folder)]
     for link in _SYSTEM:
@@ -199,19 +200,19 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness, if its folder is writable. Inside the sandbox, the folder is not
-    writable, so every program would otherwise compile the harness again.
+    """Compile the harness if its folder is writable. Inside the sandbox it is not, so every program
+    would have to compile the harness again.
     """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
 def _python(folder: str, executable: str) -> list[str]:
-    """Return the command with which Python runs the package ``inside`` of a folder. The folder is
-    not on the path of programs.
+    """Return the command that makes Python run the package ``inside`` of ``folder``, without
+    leaving the folder on the program's path.
     """
     # Skipping the .pth files of installed packages (for example, of editable ones) cuts Python's
-    # startup time to a third. Imports create no garbage, so disabling garbage collection saves
-    # another twentieth of the harness's time.
+    # startup time to a third. Imports create no garbage, so disabling garbage collection during
+    # them saves another twentieth of the harness's time.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

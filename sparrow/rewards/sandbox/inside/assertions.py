@@ -1,6 +1,4 @@
-"""The mode that runs test code. Test code is trusted, and calls the program's functions, which run
-in another sandbox.
-"""
+"""The mode that runs trusted test code, which calls the program's functions in another sandbox."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Names(dict[str, "Any"]):
-    """The globals of the test code. A name that is not defined here is looked up in the program
-    each time it is used.
+    """The globals of the test code. A name that they do not define is looked up in the program each
+    time it is used.
     """
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
@@ -43,11 +41,10 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Find the built-in function that the program redefines. If the tests use no other name of the
-    program, it is the built-in that they call. Return a set that contains its name, or an empty set
-    if there is no such function.
+    """Find the built-in function that the program redefines: the one that the tests call, if they
+    use no other name of the program. Return a set with its name, or an empty set if there is none.
 
-    Raises ValueError: the tests call several built-ins, so it is unknown which of them is tested.
+    Raises ValueError: the tests call several built-ins, so it is unknown which one is tested.
     """
     nodes = list(ast.walk(tree))
     bound = defined | {
@@ -84,8 +81,8 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests. A name that neither the tests nor their setup define is looked
-    up in the program.
+    """Mode ``judge``: run the tests, looking up in the program any name that neither they nor their
+    setup define.
     """
 
     def not_here(name: str) -> Any:
@@ -112,8 +109,8 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
-    """Run the setup and the test code, and then the test functions and classes that it defines but
-    does not call.
+    """Run the setup and the test code, then the test functions and classes that they define but do
+    not call.
 
     Raises the first exception that a test raises. RemoteError: the program cannot be loaded.
     ValueError: no test has called the program or read any of its names.

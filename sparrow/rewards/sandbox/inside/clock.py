@@ -1,8 +1,8 @@
-"""A program's own time, to which limits apply: the time that it runs or sleeps, but not the time
-that it waits for a processor.
+"""A program's own time, to which limits apply: the time that it spends running or sleeping, but not
+waiting for a processor.
 
-Linux reports how long a thread has waited for a processor. If this is not available, a program that
-gets less than a twentieth of a processor is taken to be asleep, unless it is known to be runnable.
+Linux reports how long a thread has waited for a processor. Where it does not, a program that gets
+less than a twentieth of a processor is taken to be asleep unless it is known to be runnable.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 
 STARVED = 10
 """A program that gets no processor time is stopped after this many times its limit."""
-# A program is taken to be asleep if it ran for less than this share of the time between two checks.
+# A program that ran for less than this share of the time between two checks is taken to be asleep.
 _AWAKE = 1 / 20
 
 
 class OwnTime:
-    """The time that a program spends from now on, excluding waits for a processor, and the limit on
-    this time.
+    """Counts the time that a program spends, excluding waits for a processor, and compares it with
+    a limit. The count starts when this object is created.
 
     Args:
         limit_s: seconds that the program may spend.
@@ -38,8 +38,7 @@ class OwnTime:
         """Count the time between two checks: ``waited_s`` of wall-clock time, of which the program
         ran for ``ran_s`` and waited for a processor for ``queued_s``, if known.
 
-        A program that is ``runnable`` could use a processor, so it is not asleep even if it gets
-        none.
+        A ``runnable`` program would use a processor if it got one, so it is not asleep.
         """
         ran_s = min(ran_s, waited_s)
         if queued_s is not None:
@@ -50,12 +49,12 @@ class OwnTime:
 
     @property
     def left_s(self) -> float:
-        """The number of seconds that the program has left, at least zero."""
+        """The seconds that the program has left, at least zero."""
         return max(0.0, self._limit_s - self.spent_s)
 
     @property
     def over(self) -> bool:
-        """True if the program has no time left, or gets so little processor time that it is given
-        up.
+        """Whether the program has no time left, or gets too little processor time to be worth
+        waiting for.
         """
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

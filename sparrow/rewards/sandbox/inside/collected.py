@@ -1,7 +1,6 @@
-"""Run the tests that a test runner would collect, which are functions named ``test_...`` and test
-classes.
+"""Run the tests that a test runner would collect: functions named ``test_...`` and test classes.
 
-Here, ``run`` takes the place of unittest or pytest: it finds the tests and calls them.
+``run`` takes the place of unittest or pytest: it finds the tests and calls them.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def _is_test(name: str) -> bool:
 
 
 def prepare(source: str, namespace: dict[str, Any]) -> None:
-    """Prepare the globals for the test code ``source``. ``main`` of unittest and pytest is replaced
-    by a function that does nothing, because ``run`` calls the tests. numpy's comparisons are
-    guarded (see ``guard_numpy``).
+    """Prepare the globals for the test code ``source``. The ``main`` functions of unittest and
+    pytest are replaced with one that does nothing, because ``run`` calls the tests, and numpy's
+    comparisons are guarded (see ``guard_numpy``).
     """
     namespace[_ENTERED] = set()
     if "unittest" in source:
@@ -52,9 +51,8 @@ def _nothing(*_: Any, **__: Any) -> int:
 
 
 def guard_numpy() -> None:
-    """Make numpy's comparisons fail if one side has elements and the other has none. Otherwise,
-    ``allclose([], 2.5)`` would be true, because the number is repeated as often as there are
-    elements.
+    """Make numpy's comparisons fail if one side has elements and the other has none. Broadcasting
+    would otherwise make ``allclose([], 2.5)`` true.
     """
     numpy: Any = import_module("numpy")
 
@@ -95,7 +93,7 @@ def guard_numpy() -> None:
 
 
 def run(namespace: dict[str, Any]) -> None:
-    """Run each test function and test class that the tests define but have not called.
+    """Run every test function and test class that the tests define but have not called.
 
     Raises the exception of the first test that fails. TypeError: a test has parameters, for which
     only pytest could supply arguments.
@@ -127,7 +125,9 @@ def _run_test_case(case: Any) -> None:
     import unittest
 
     class Result(unittest.TestResult):
-        """A result that keeps the first exception itself. ``TestResult`` keeps only its text."""
+        """A result that keeps the first exception itself, of which ``TestResult`` keeps only the
+        text.
+        """
 
         first: BaseException | None = None
 

@@ -1,5 +1,5 @@
-"""Confine the process of a program permanently, with resource limits, Landlock and a system-call
-filter, and without capabilities.
+"""Confine a program's process permanently, with resource limits, Landlock, a system-call filter and
+no capabilities.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NO_NEW_PRIVS = 38
 _SECCOMP = 22
 _DUMPABLE = 4
 _DEATH_SIGNAL = 1
-# size to which the main thread's stack can always grow, because the kernel leaves a gap of 128 MiB
-# for it
+# size to which the main thread's stack can always grow within the gap of 128 MiB that the kernel
+# leaves for it
 _STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
@@ -40,7 +40,7 @@ _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _TRUNCATE = 1 << 14
 _EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # version 5 added device control
-# Folders, files and links can be removed and created, but devices and sockets cannot be created.
+# Folders, files and links may be removed and created, but devices and sockets may not be created.
 _REMOVE = (1 << 4) | (1 << 5)
 _MAKE = (1 << 7) | (1 << 8) | (1 << 12)
 _REFER = 1 << 13
@@ -61,8 +61,8 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
         (_SIGPENDING, _TIMERS),
     ):
         _lower(kind, value, value)
-    if request["own_tasks"]:  # the kernel counts no tasks other than the program's
-        # Four more tasks are allowed, because the harness needs them.
+    if request["own_tasks"]:  # the kernel counts only the program's tasks
+        # The harness needs four more tasks.
         _lower(resource.RLIMIT_NPROC, limits["tasks"] + 4, limits["tasks"] + 4)
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
@@ -84,7 +84,7 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
 
 
 def landlock_version() -> int:
-    """Return the kernel's Landlock version; 0 if the kernel has no Landlock."""
+    """Return the kernel's version of Landlock, or 0 if it has none."""
     return max(0, _libc().syscall(_CREATE_RULESET, None, 0, 1))
 
 
@@ -154,9 +154,7 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 
 
 def allow_cpu(limits: Mapping[str, Any]) -> None:
-    """Let this process use ``cpu_s`` more seconds of processor time, but no more than ``program_s``
-    in total.
-    """
+    """Allow this process ``cpu_s`` more processor seconds, within ``program_s`` in total."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(
         resource.RLIMIT_CPU, (min(hard, int(time.process_time()) + 1 + limits["cpu_s"]), hard)
@@ -164,9 +162,8 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Set this process's user id to ``uid`` (None: leave it unchanged). Have the kernel end the
-    process when its parent ends. Prevent other processes of the user from reading or writing its
-    memory through /proc.
+    """Set this process's user id to ``uid``, unless that is None; have the kernel kill it when its
+    parent ends; and keep the user's other processes from accessing its memory through /proc.
     """
     if uid is not None:
         os.setgroups([])

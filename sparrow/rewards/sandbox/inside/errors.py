@@ -1,4 +1,4 @@
-"""Exceptions in the form in which the program and the tests report them to each other."""
+"""Exceptions as the program and the tests report them to each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ DETAIL_CHARS = 400
 
 
 class RemoteError(Exception):
-    """An exception that the other side raised. If that exception has a built-in base class, this
-    error is also an instance of that class.
+    """An exception that the other side raised. It is also an instance of that exception's built-in
+    base class, if it has one.
     """
 
     detail = ""

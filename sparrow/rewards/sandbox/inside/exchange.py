@@ -1,13 +1,13 @@
-"""Calls between test code and the program that it tests. The two run in different sandboxes, which
-are called sides here.
+"""Calls between test code and the program that it tests, which run in different sandboxes, here
+called sides.
 
 Both sides send the same requests: ``call`` a function of the other side with arguments; ``look`` up
 a global; read or ``set`` a ``part`` of an object; or carry out an ``operation`` (see ``remote``).
-The answer contains a ``value``, or says what was ``raised`` or why the request was ``refused``. A
-side that waits for an answer serves requests in the meantime, so that a test can pass a function to
-the program. Values are sent in the format of ``wire``, to which this module adds a few standard
-types. Functions, and objects of other classes, stay on their side and are identified by a number
-(see ``remote``). The answer also reports how a call changed its arguments, and what it printed.
+The answer contains a ``value``, or says what was ``raised`` or why the request was ``refused``; for
+a call, it also reports changes to the arguments and whatever was printed. While a side waits for an
+answer, it serves requests, so that a test can pass a function to the program. Values are sent in
+the format of ``wire``, to which this module adds a few standard types. Functions and objects of
+other classes stay on their side and are identified by number (see ``remote``).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _array(content: Any) -> Any:
     return import_module("numpy").array(content[1], dtype=content[0])
 
 
-# For each class, by module and name: a function that writes a value, and one that reads it back. A
-# class is imported only when a value needs it.
+# For each class, by module and name, a function that writes a value and one that reads it back.
+# Classes are imported only when a value needs them.
 _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): (str, lambda c: import_module("decimal").Decimal(c)),
     ("fractions", "Fraction"): (str, lambda c: import_module("fractions").Fraction(c)),
@@ -101,8 +101,8 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
-# Every exception is a subclass of one of the first two. The other classes would end a test's
-# ``map`` or generator as if it had finished.
+# The first two are the bases of every exception. The others would end a test's ``map`` or generator
+# as if it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -134,8 +134,8 @@ class Exchange:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Parts of the other side's objects that were read and can be changed in place here,
-        # together with their contents at the time. The keys contain object, kind of part and name.
+        # Parts of the other side's objects that were read and can be changed in place here, with
+        # their contents at the time, by object, kind of part and name.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -145,8 +145,8 @@ class Exchange:
         kwargs: Mapping[str, Any],
         owner: Any = None,
     ) -> Any:
-        """Call a function of the other side. If the function is a method of a copy, ``owner`` is
-        this copy.
+        """Call a function of the other side. ``owner`` is the copy whose method the function is, if
+        any.
 
         Raises RemoteError: the function raised an error. CannotCrossError: an argument or the
         result cannot be sent.
@@ -166,9 +166,7 @@ class Exchange:
                 self._renew(copy)
 
     def look(self, name: str) -> Any:
-        """Return the value of a global of the other side. Raises RemoteError: there is no such
-        global.
-        """
+        """Return the value of a global of the other side. Raises RemoteError: there is none."""
         return self.ask({"look": name})
 
     def require(self) -> None:
@@ -176,13 +174,13 @@ class Exchange:
         self.ask({"load": True})
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """Carry out one of ``OPERATIONS`` on the side to which the objects belong."""
+        """Carry out one of ``OPERATIONS`` on the side that the objects belong to."""
         self._settle()
         return self.ask({"operation": [name, self._crossing(list(operands))]})
 
     def part(self, key: int | str, kind: str, name: Any) -> Any:
-        """Return an attribute or an item of an object of the other side. If the result is mutable,
-        such as a list or a dict, changes made to it here are sent back before the next call.
+        """Return an attribute or an item of an object of the other side. If it is mutable, such as
+        a list or a dict, changes made to it here are sent back before the next call.
         """
         place = [key, kind, self._crossing(name)]
         written = json.dumps(place)
@@ -206,7 +204,7 @@ class Exchange:
         self.ask({"delete": [key, name]})
 
     def written(self, value: Any) -> str:
-        """Return a text that is equal for two values if they are sent in the same form."""
+        """Return a text that is the same for values that are sent in the same form."""
         return json.dumps(self._crossing(value))
 
     def ask(self, message: dict[str, Any], arguments: Mapping[int | str, Any] | None = None) -> Any:
@@ -323,10 +321,9 @@ class Exchange:
         return getattr(owner, name)
 
     def _settable(self, key: int | str, name: str) -> Any:
-        """Return the object with this number if the other side may set its attribute ``name``.
+        """Return the object ``key`` if the other side may set its attribute ``name``.
 
-        Raises AttributeError: the other side may not set it, because this could change what code
-        does.
+        Raises AttributeError: it may not, because this could change what code does.
         """
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
@@ -349,7 +346,7 @@ class Exchange:
         _change(part, self._unpack(new))
 
     def _next(self, key: int, count: int) -> tuple[list[Any], bool]:
-        """Return at most ``count`` next items of an iterator, and whether the iterator has ended."""
+        """Return up to ``count`` further items of an iterator, and whether it has ended."""
         if key in self._failed:
             raise self._failed.pop(key)
         iterator = self._kept[key]
@@ -369,7 +366,7 @@ class Exchange:
         return items, False
 
     def _crossing(self, value: Any) -> Any:
-        """Pack ``value`` for the other side. Raises CannotCrossError: the value cannot be sent."""
+        """Pack ``value`` for the other side. Raises CannotCrossError: it cannot be sent."""
         try:
             packed = self._pack(value)
         except TypeError as error:
@@ -434,16 +431,14 @@ class Exchange:
         return _KINDS[module, name][1](self._unpack(content))
 
     def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:
-        """Return the stand-in for an object of the other side. There is only one stand-in per
-        object.
-        """
+        """Return the one stand-in for an object of the other side."""
         if number not in self._remotes:
             self._remotes[number] = make(number)
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """Return the copy of a value whose class is a subclass defined by the other side. The copy
-        has the value's current contents.
+        """Return the copy, with current contents, of a value whose class is a subclass that the
+        other side defines.
         """
         value = self._unpack(content)
         copy = self._remotes.get(number)
@@ -457,8 +452,8 @@ class Exchange:
 
 
 def _content(value: Any) -> Any:
-    """Return the contents of a value as its built-in base class reads them, regardless of what the
-    subclass defines.
+    """Return the contents of a value as its built-in base class reads them, whatever the subclass
+    defines.
     """
     if isinstance(value, dict):
         return dict(dict.items(value))
@@ -470,7 +465,7 @@ def _content(value: Any) -> Any:
 
 def _public_name(value: Any) -> list[str] | None:
     """Return the module and name of a class or function that exists on both sides, such as ``int``
-    or ``operator.add``; None for all others.
+    or ``operator.add``, or None for any other.
     """
     name = getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(name, str):
@@ -487,8 +482,8 @@ def _public_name(value: Any) -> list[str] | None:
 
 
 def _change(original: Any, new: Any) -> None:
-    """Change a mutable argument in place to the value that the other side's copy now has. Its parts
-    keep their identities.
+    """Change a mutable argument in place to the value of the other side's copy, keeping the
+    identities of its parts.
     """
     if isinstance(original, dict):
         merged = {key: _kept(original.get(key), value) for key, value in new.items()}
@@ -525,8 +520,8 @@ def _raised(error: BaseException, pack: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteError:
-    """Build an exception from one that the other side raised, so that the same ``except`` clauses
-    catch it.
+    """Rebuild an exception that the other side raised, so that the same ``except`` clauses catch
+    it.
     """
     detail = str(reply["raised"])
     for name in reply.get("kinds", ()):
@@ -534,7 +529,7 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
         if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
-            # the exception's class needs certain arguments, so use its base class
+            # The class needs certain arguments, so use its base class.
             except TypeError:
                 continue
             error.detail = detail
@@ -545,11 +540,11 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
 
 
 def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
-    """Mode ``exchange``: answer the tests' calls with any values and objects that can be sent."""
+    """Mode ``exchange``: answer the tests' requests with any objects that can be sent."""
     printed = Printed()
     sys.stdout = printed
     program = load(channel, request)
-    printed.take()  # to discard what the program printed while it was loaded
+    printed.take()  # to discard what the program printed while loading
     exchange = Exchange(channel, program.find, program.loaded)
     while True:
         header = channel.receive()

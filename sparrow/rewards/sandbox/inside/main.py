@@ -1,15 +1,16 @@
-"""The entry point inside the sandbox. There, the folder ``inside`` is imported without the rest of
+"""The entry point inside the sandbox, where the folder ``inside`` is imported without the rest of
 this package.
 
 It communicates over its standard input and output, in lines of JSON. The first line says what to
 run, and is acknowledged before anything runs. Its ``mode`` is one of
 
-- ``stdio``: every further line contains the standard input of one test. For each line, the program
-runs once, in a forked process. The reply says how the program ended, and is followed by its output.
-- ``serve``: the program is loaded once, also in a forked process. Every further line calls one of
-its functions. - ``exchange``: like ``serve``, but the calls come from test code, and objects can be
-passed. - ``judge``: the first line contains trusted test code, which calls the program's functions
-by sending lines.
+- ``stdio``: every further line contains the standard input of one test, for which the program runs
+  once, in a forked process. The reply says how the program ended, and is followed by its output.
+- ``serve``: the program is loaded once, also in a forked process, and every further line calls one
+  of its functions.
+- ``exchange``: like ``serve``, but the calls come from test code, and objects can be passed.
+- ``judge``: the first line contains trusted test code, which calls the program's functions by
+  sending lines.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
 def _runs(mode: str) -> Callable[[Channel, Mapping[str, Any]], None]:
     """Return the function that runs the given mode.
 
-    Modules that only test code needs are imported only for test code, because importing them would
-    delay every program. They are imported before ``hide`` is called, because this process may not
-    be able to read their files afterwards.
+    Modules that only test code needs are imported only for it, so as not to delay every program,
+    and before ``hide`` is called, after which this process may not be able to read their files.
     """
     if mode == "judge":
         from .assertions import judge

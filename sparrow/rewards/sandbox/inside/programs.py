@@ -1,8 +1,8 @@
-"""The two modes that run the judged program: once for the standard input of each test, or once for
-many calls.
+"""The two modes that run the program being judged: once for the standard input of each test, or
+once for many calls.
 
-Expected outputs are not known here. A program that takes over this process therefore gains nothing,
-because it can still only report what it has computed.
+Expected outputs are not known here, so a program gains nothing by taking over this process: it can
+still only report what it has computed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-# maximum number of characters, of what a called function prints, that the tests see
+# the tests see this many characters of what a called function prints
 _PRINTED_CHARS = 1 << 16
-_LOOK_S = 0.1  # seconds between two checks of a running program
+_LOOK_S = 0.1  # seconds between checks of a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
@@ -53,8 +53,8 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by its path, although there is no /proc here to resolve the
-    path.
+    """Let programs open standard input by its path, which cannot be resolved here for lack of
+    /proc.
     """
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,13 +76,13 @@ def open_standard_input() -> None:
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``: run the program once for each standard input."""
-    # Import here, once, what ``finish`` would otherwise import in every forked process.
+    # Import once what ``finish`` would otherwise import in every forked process.
     import atexit  # noqa: F401
     import gc
     import threading  # noqa: F401
 
-    # Otherwise, garbage collection in a forked process would copy all memory that it shares with
-    # this process.
+    # Keep garbage collection in a forked process from copying all memory that it shares with this
+    # one.
     gc.freeze()
     watch = Watch(request)
     while True:
@@ -119,7 +119,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def finish(*sources: str) -> NoReturn:
-    """Run source code as a complete program, and then end this process as the interpreter would.
+    """Run source code as a complete program, then end this process as the interpreter would.
 
     The interpreter's own shutdown is skipped, because it would free, and therefore copy, every
     memory page that is shared with the parent.
@@ -148,8 +148,8 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """Wait for a process, and describe how it ended. The process is killed if it exceeds
-    ``wall_s``, or the limits on files or tasks.
+    """Wait for a process, killing it if it exceeds ``wall_s`` or the limits on files or tasks, and
+    describe how it ended.
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
@@ -178,12 +178,12 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
 def reap(
     pid: int, watch: Watch, wall_s: float = math.inf
 ) -> tuple[int, resource.struct_rusage, str | None]:
-    """Wait for a process, and return its exit code, its resource usage, and the reason why it was
-    killed. The reason is empty if the process reached the time limit, and None if it ended by
-    itself.
+    """Wait for a process, and return its exit code, its resource usage, and why it was killed: an
+    empty string if it reached the time limit, and None if it ended by itself.
 
     The time limit is reached once the process has run and slept for ``wall_s`` in total. Waiting
-    for a processor counts only while the process gets less than a twentieth of one (``OwnTime``).
+    for a processor counts only while the process gets less than a twentieth of one, when it is
+    taken to be asleep (``OwnTime``).
     """
     why: str | None = None
     looking = False
@@ -225,7 +225,7 @@ def reap(
 
 
 class Program:
-    """A program that has been loaded or has failed to load."""
+    """A program that has been loaded, or has failed to load."""
 
     def __init__(self, prelude: str, code: str) -> None:
         self._code = code
@@ -238,17 +238,16 @@ class Program:
             self._failure = error
 
     def loaded(self) -> None:
-        """If loading the program failed, raise the error with which it failed."""
+        """Raise the error with which loading failed, if it did."""
         if self._failure is not None:
             raise self._failure
 
     def find(self, name: str) -> Any:
-        """Return a function or other global that the program itself defines, or a method of its
+        """Return a function or any other global that the program itself defines, or a method of its
         class ``Solution``.
 
-        Raises NameError: the program does not define the name; it does not matter whether the
-        prelude or Python does. If loading the program failed, raises the error with which it
-        failed.
+        Raises NameError: the program does not define the name, even if the prelude or Python does.
+        If loading the program failed, raises the error with which it failed.
         """
         self.loaded()
         value = self._namespace.get(name)
@@ -261,8 +260,8 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Return whether the program itself sets a name. This is also true if it sets the name to
-        the same value as the prelude, for example by importing it again.
+        """Return whether the program itself sets a name, even if only to the same value as the
+        prelude, for example by importing it again.
         """
         import dis
 
@@ -272,7 +271,7 @@ class Program:
 
 
 class Printed(io.StringIO):
-    """The text that a called function prints. Only the beginning is kept."""
+    """The text that a called function prints, of which only the beginning is kept."""
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
@@ -286,8 +285,8 @@ class Printed(io.StringIO):
 
 
 def load(channel: Channel, request: Mapping[str, Any]) -> Program:
-    """Load the program in a forked process, and return only in that process. Its parent waits for
-    it and ends when it ends.
+    """Load the program in a forked process, and return only there. The parent waits for that
+    process and then ends, too.
     """
     limits = request["limits"]
     if pid := os.fork():

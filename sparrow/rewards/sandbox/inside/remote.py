@@ -1,5 +1,5 @@
-"""Stand-ins for objects of the other side. An operation on a stand-in is carried out on the other
-side, and the result is returned as a value.
+"""Stand-ins for objects of the other side. Operations on a stand-in are carried out on the other
+side, and their results are returned as values.
 
 On the tests' side (``strict``), the program must not influence the outcome of an assertion. Its
 objects never decide a comparison, never receive operands from the tests in arithmetic, cannot
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .exchange import Exchange
 
-MOST_AHEAD = 256  # maximum number of an iterator's items that are requested at a time
+MOST_AHEAD = 256  # maximum number of items of an iterator that are requested at once
 
 _REVERSIBLE = {
     "add": operator.add,
@@ -86,14 +86,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "exit": _exit,
 }
-"""Operations on objects of the other side, by the names that requests use."""
+"""Operations on objects of the other side, by their names in requests."""
 
 
 class CannotCrossError(BaseException):
     """Raised if a test needs something that a program in another process cannot provide.
 
-    This class is not an ``Exception``, so that a test cannot mistake it for an exception that the
-    test expects.
+    It is not an ``Exception``, so that a test cannot mistake it for one that it expects.
     """
 
 
@@ -121,7 +120,7 @@ class Remote:
             "_identity": key if identity is None else identity,
             "_owner": None,  # if this is a method of a ``Like``, that ``Like``
             "_way": None,  # how the object was read: by index or by iteration
-            # the exchange's ``changes`` at the time when the following values were read
+            # the exchange's ``changes`` when the following values were read
             "_read_at": -1,
             "_items": [],
             "_parts": {},
@@ -151,9 +150,9 @@ class Remote:
     # Reading the object as a container.
 
     def _renew(self, way: str | None = None) -> None:
-        """Discard the values that were read, if anything has changed on the other side since then.
+        """Discard the values that were read if anything may have changed on the other side since.
 
-        Raises CannotCrossError: the object was read in the other way before.
+        Raises CannotCrossError: the object has already been read in the other way.
         """
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
@@ -317,10 +316,10 @@ for _name in _REVERSIBLE:
 
 
 class RemoteIterator(Remote):
-    """A stand-in for an iterator of the other side. The iterator may be endless.
+    """A stand-in for an iterator, possibly endless, of the other side.
 
-    ``next`` requests one item. A loop requests more and more items at a time, but never more than
-    it has already used.
+    ``next`` requests one item. A loop requests ever more items at once, but never more than it has
+    already used.
     """
 
     def __init__(self, exchange: Exchange, key: int) -> None:
@@ -336,7 +335,7 @@ class RemoteIterator(Remote):
             if self._done:
                 raise StopIteration
             items, done = self._exchange.ask({"next": [self._key, max(1, self._ahead)]})
-            # An empty reply is treated as the end. Otherwise, requests would never stop.
+            # Treat an empty reply as the end, or requests would never stop.
             self.__dict__.update(
                 _buffer=list(reversed(items)),
                 _done=bool(done) or not items,
@@ -348,14 +347,14 @@ class RemoteIterator(Remote):
 
 
 class Like:
-    """A stand-in for a value whose class is a subclass of tuple, list, dict, set or frozenset. It
-    is a copy of the contents in the built-in class, and has the original's other attributes.
+    """A stand-in for a value whose class is a subclass of tuple, list, dict, set or frozenset: a
+    copy of the contents in the built-in class, with the original's other attributes.
 
-    Comparisons, lengths and items are those of the copy, regardless of what the subclass defines.
+    Comparisons, lengths and items are those of the copy, whatever the subclass defines.
     """
 
     _remote: Remote
-    _known: Any  # the packed contents at the time when both sides last agreed
+    _known: Any  # the packed contents on which both sides last agreed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -397,7 +396,7 @@ MUTABLE_LIKE = (LikeList, LikeDict, LikeSet)
 
 
 def stand_in(value: Any) -> Remote | None:
-    """Return the stand-in that ``value`` is or contains; None if ``value`` belongs to this side."""
+    """Return the stand-in that ``value`` is or contains, or None if it belongs to this side."""
     kind = type(value)  # ``isinstance`` would trust the value's own ``__class__``
     if issubclass(kind, Remote):
         return value
@@ -424,8 +423,8 @@ _DECIDING = (
 
 
 def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
-    """Return the built-in class that can represent ``value``. Return None if the value's class has
-    no such base class, or changes its behaviour.
+    """Return the built-in class that can represent ``value``, or None if the value's class has no
+    such base or changes its behaviour.
 
     ``own`` contains the names of the modules in which this side defines classes.
     """

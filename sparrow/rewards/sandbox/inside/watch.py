@@ -1,5 +1,5 @@
-"""A watch on a program, from outside. Several times per second, it counts the files and tasks that
-resource limits do not count.
+"""Watch a program from outside: many times per second, count the files and tasks that resource
+limits do not count.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 EVERY_S = 0.02
-_SHARE = 5  # a slow check is followed by a pause that is this many times as long as the check
+_SHARE = 5  # a slow check is followed by a pause this many times as long
 
 
 class Watch:
-    """A watch on one program, from another process.
+    """Watches one program from another process.
 
     Args:
         request: the harness's request. The program may write to ``folder``, which is a separate
@@ -33,7 +33,7 @@ class Watch:
         self._next = 0.0
 
     def over(self, pid: int) -> str | None:
-        """Describe the limit that the program has exceeded; None if it has exceeded none."""
+        """Describe the limit that the program has exceeded, or return None."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -67,8 +67,8 @@ class Watch:
             except FileNotFoundError:  # the program has just removed the folder
                 continue
             except OSError as error:
-                # The path is too long for any system call, or not even its creator may list the
-                # folder.
+                # The path is too long for any system call, or not even the folder's creator may
+                # list it.
                 return f"made a folder that cannot be read: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None

@@ -1,5 +1,5 @@
-"""The format of messages between the sandbox and the outside. Each line contains one plain value,
-as JSON that preserves the value's type.
+"""The format of messages between the sandbox and the outside: one plain value per line, as JSON
+that preserves its type.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-# replaces typing.TYPE_CHECKING, because importing typing would delay every program
+# in place of typing.TYPE_CHECKING, because importing typing would delay every program
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,15 +22,15 @@ MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
 MOST_DEPTH = 200
 MOST_DIGITS = 4300
-# maximum number of keys with the same hash; building a set compares all of these with each other
+# maximum number of keys with the same hash, all of which building a set compares with each other
 MOST_ALIKE = 32
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# These functions return a plain value even for a value of a subclass. The subclass's own
-# conversions and comparisons could return anything.
+# These functions return a plain value even for an instance of a subclass, whose own conversions and
+# comparisons could return anything.
 _SCALARS: tuple[tuple[type, Any], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -39,8 +39,8 @@ _SCALARS: tuple[tuple[type, Any], ...] = (
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Write a built-in value as JSON that preserves its type. Arguments and results are sent in
-    this format.
+    """Convert a built-in value to JSON that preserves its type, the format in which arguments and
+    results are sent.
 
     ``other`` converts a value of any other type, or returns None if it does not support the type.
 
@@ -79,7 +79,9 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-    """Read the value that ``pack`` wrote. Raises ValueError: ``pack`` did not write this value."""
+    """Restore the value that ``pack`` converted. Raises ValueError: ``value`` was not made by
+    ``pack``.
+    """
     if isinstance(value, list):
         return [unpack(item, other) for item in value]
     if not isinstance(value, dict):
@@ -104,8 +106,8 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """Check the hashes of ``keys``, and return ``keys`` unchanged. Raises ValueError: so many keys
-    have the same hash that building a set would take too long.
+    """Check the hashes of ``keys``, and return ``keys``. Raises ValueError: so many of them have
+    the same hash that building a set would take too long.
     """
     alike: dict[int, int] = {}
     for key in keys:
@@ -117,7 +119,8 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Read an object from a line of JSON that may be hostile. First check how expensive reading is.
+    """Read an object from a line of JSON that may be hostile, after checking how expensive it is to
+    read.
 
     Raises ValueError: the line is not JSON or not an object, has too many values, containers,
     strings or digits, or is nested too deeply.
@@ -137,7 +140,7 @@ def parse(line: bytes) -> dict[str, Any]:
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
 
-    # The interpreter's own limit on digits is cheaper to check, so it is used if it is strict
+    # Rely on the interpreter's own limit on digits, which is cheaper to check, if it is strict
     # enough.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
     try:
@@ -164,8 +167,8 @@ def _short_int(digits: str) -> int:
 
 
 class Channel:
-    """A channel that sends objects as lines of JSON. It uses two file descriptors, and a third one
-    for a final message.
+    """Exchanges objects as lines of JSON over two file descriptors, with a third one for a final
+    message.
     """
 
     hostile = False  # whether messages come from a program and must be read by ``parse``
@@ -176,18 +179,18 @@ class Channel:
         self._error_fd = error_fd
 
     def receive(self) -> dict[str, Any]:
-        """Receive the next object. If there is none, end this process."""
+        """Receive the next object, or end this process if there is none."""
         line = self._requests.readline()
         if not line:
             os._exit(0)
         return parse(line) if self.hostile else json.loads(line)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send one object, followed by ``body``. The object contains the length of ``body``."""
+        """Send one object, which must contain the length of ``body``, followed by ``body``."""
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
-        """Write a message that says why this process ends."""
+        """Write a message that says why this process is ending."""
         write_whole(self._error_fd, text.encode(errors="replace"))
 
     def close(self, but_errors: bool = False) -> None:
