@@ -86,7 +86,7 @@ def test_a_pass_over_one_token_equals_a_decode_step():
     with torch.no_grad():
         step = sequences.read(ids[:, -1:])
     several = pass_over(model, ids, ids[:, :3])
-    torch.testing.assert_close(several[:, :1], step, atol=1e-5, rtol=0)
+    torch.testing.assert_close(several[:, :1], step, atol=1e-4, rtol=0)
     assert sparse_calls(model) == 2 * 4
 
 
