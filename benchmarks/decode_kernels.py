@@ -183,9 +183,7 @@ WIDE_BATCHES = [(32, 15_000), (64, 4_096)]
 WIDE_GROUPS = {2: "Qwen3-1.7B", 4: "Qwen3-8B"}
 WIDE_TOKENS = (1, 2, 4, 8)
 WIDE_BUDGET = 61
-INT8_EXPONENT = (
-    122  # the byte for a scale of 2^-5, so that the code 127 is four standard deviations
-)
+INT8_EXPONENT = 122  # for a scale of 2^-5, so that the code 127 is four standard deviations
 
 
 class Pool:

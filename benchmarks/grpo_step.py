@@ -45,9 +45,7 @@ from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-    "0"  # so that stock vLLM, too, gets new weights on the GPU
-)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # stock vLLM, too, gets weights on the GPU
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule

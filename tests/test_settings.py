@@ -1,4 +1,4 @@
-"""Settings: types and ranges are checked for every style of annotations."""
+"""Tests that types and ranges of settings are checked for every style of annotation."""
 
 import math
 import sys

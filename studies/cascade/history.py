@@ -64,9 +64,7 @@ class Options:
     longest: int = 8  # Maximum length in tokens of the suffixes to look up.
     shortest: int = 1  # Minimum length in tokens of these suffixes.
     rows: int = 32  # Rows in a batch that waits for its slowest row.
-    parts: Path | None = (
-        None  # A JSON file of measured times, in the format that README.md describes.
-    )
+    parts: Path | None = None  # A JSON file of measured times; README.md has the format.
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,7 @@ class Variant:
     score: Score = "mean query"
     page_size: int = 16
     precision: Literal["16 bit", "fp8"] = "16 bit"  # of landmarks
-    candidates: int = (
-        0  # pages ranked in the second level, as a multiple of top-k; 0: only one level
-    )
+    candidates: int = 0  # pages ranked in the second level, relative to top-k; 0: one level
     first_follower: int = (
         0  # this layer and every second one after it reuse the pages of the previous layer; 0: none
     )

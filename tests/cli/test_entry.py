@@ -1,4 +1,4 @@
-"""The command line end to end, on a tiny checkpoint: what it prints, writes and refuses."""
+"""End-to-end tests of the command line on a tiny checkpoint: what it prints, writes and refuses."""
 
 import json
 import re
@@ -81,7 +81,8 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert re.search(
         r"log-probs of the sampled tokens differ from the policy's by \d(e-\d+)?", printed
     )
-    # Lists leave open how far dense samples are from the policy, although the distance is zero.
+    # Because of the lists, it is unknown how far dense samples are from the policy, although they
+    # do not differ.
     assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
     assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
@@ -364,7 +365,7 @@ def test_lists_are_lengthened_until_the_verdict_is_decided(checkpoint, tmp_path,
     )
     assert "1.000; use longer lists (--top-n)" in said and " undecided" in said
     assert re.search(r"p5 between .* 0\.\d+ and 1\.000 ", said)
-    for lists in (["--top-n", "151"], []):  # as many as needed, unless a number is given
+    for lists in (["--top-n", "151"], []):  # without --top-n, lists are as long as needed
         main([*arguments, *lists])
         said = " ".join(capsys.readouterr().out.split())
         assert "is unknown" not in said and " holds" in said
@@ -519,7 +520,9 @@ def test_a_missing_model_is_reported_in_one_sentence(command, capsys):
 
 
 def test_the_recorded_reward_rises_within_the_number_of_demo_steps():
-    """Longer runs of the same seeds, whose first steps are the demo's, were measured."""
+    """The recorded runs are longer, but have the same seeds, so their first steps are those of the
+    demo.
+    """
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]
         assert len(reward) == Demo.steps <= 8 and sum(reward[-2:]) - sum(reward[:2]) > 2 * 0.1

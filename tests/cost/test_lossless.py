@@ -1,4 +1,6 @@
-"""The cost of lossless decoding: cycles by hand, 8-bit landmarks and weights, recommendations."""
+"""Tests of the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
+weights, and recommendations.
+"""
 
 from dataclasses import astuple, replace
 

@@ -1,4 +1,6 @@
-"""The transformers engine: sparse decoding, equal to teacher forcing, and refusals."""
+"""Tests of the transformers engine: sparse decoding, which must equal teacher forcing, and
+refusals.
+"""
 
 from dataclasses import replace
 
@@ -399,14 +401,14 @@ def test_auto_mode_is_exact_up_to_the_verified_length_and_sparse_afterwards(temp
         int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
     )
     dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
-    # A page that ends at 96 belongs to the next bin; the policy samples one token more, because the
+    # A page that ends at 96 belongs to the next bin. The policy samples one more token, because
     # prefill yields it.
     ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
     assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         apart = np.abs(r.top_logprobs - scores.top_logprobs).max(1)
         assert apart[:end].max() < 2e-4
-        # The tokens that follow are those of a lossy actor after a dense prompt of all verified
+        # Later tokens are those of a lossy actor whose dense prompt consists of all verified
         # tokens.
         if end < len(r):
             assert apart[end:].max() > 0.01

@@ -1,5 +1,5 @@
-"""Generation by transformers and compiled models: what counts as prefill or as a decode step, and
-what is refused.
+"""Tests of generation with transformers and of compiled models: what counts as prefill or as a
+decode step, and what is refused.
 """
 
 import copy
@@ -29,7 +29,7 @@ def model():
 def fresh_compiler(monkeypatch):
     monkeypatch.delenv(
         "TORCHDYNAMO_DISABLE", raising=False
-    )  # tests of vLLM switch it off for the whole process
+    )  # vLLM's tests switch compilation off for the whole process
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -153,7 +153,7 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Such steps would silently be dense, whoever makes ``generate`` run them."""
+    """Such passes would silently be dense, for whatever reason ``generate`` runs them."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):
@@ -226,7 +226,7 @@ def test_a_missing_teacher_forced_pass_is_reported_at_the_end_of_the_context(mod
 
 @pytest.mark.slow
 def test_generation_with_a_static_cache_compiles_once_and_counts_every_step(model):
-    """Compilation is requested on a CPU as well; its backend only counts."""
+    """Compilation is also requested on a CPU, with a backend that only counts."""
     graphs, seen = [], []
 
     def count(graph, example_inputs):

@@ -1,5 +1,5 @@
-"""Hybrid models: sparse in full-attention layers, unchanged in linear layers, and refused by name
-for anything else.
+"""Tests of hybrid models: their full-attention layers are sparse, their linear layers are
+unchanged, and everything else is refused by name.
 """
 
 import pytest
@@ -61,8 +61,9 @@ def test_attention_layers_of_a_hybrid_decode_like_the_eager_reference(kind):
 
 
 def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
-    # As published, one layer in four. Linear layers sum in a different order step by step than over
-    # a chunk; with larger weights, float32 results would differ by more than the bound.
+    # As published, one layer in four has full attention. Linear layers sum in a different order in
+    # single steps than in a chunk, so with larger weights, float32 results would differ by more
+    # than the bound.
     model = build("qwen3_next", None, initializer_range=0.2)
     number = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=number).tolist() for n in (40, 33, 25)]

@@ -1,5 +1,5 @@
-"""Chunked log-probs compared with the model's own logits, and the packing of sequences into micro-
-batches.
+"""Tests of chunked log-probs against the model's own logits, and of packing sequences into
+micro-batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
 """
@@ -30,8 +30,8 @@ def ragged_batch(top: bool = True, seed: int = 0) -> Batch:
 
 
 def direct(model, batch: Batch, temperature: float):
-    """Compute each row alone, without padding, from the model's own logits: ``[M, V]`` log-probs
-    and ``[M]`` ids.
+    """Compute log-probs ``[M, V]`` and ids ``[M]`` of each row alone, without padding, from the
+    model's own logits.
     """
     log_p, target = [], []
     for row, (p, r) in zip(batch.input_ids, SPANS, strict=True):

@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""Honest test code of every kind judges programs as if both ran in one process, and builtins do not
-replace functions.
+"""Tests that honest test code of every kind judges programs as if both ran in one process, and that
+builtins do not count as functions of the program.
 """
 
 import ast
@@ -21,7 +21,7 @@ from sparrow.tasks.dataset import load_dataset_task
 DATA = Path(__file__).parents[1] / "data"
 LIMITS = Limits(cpu_s=2, wall_s=2.0, program_s=20)
 
-# name: (test code, a right program, a wrong one)
+# name -> test code, a correct program, and a wrong program
 CASES = {
     "a builtin's name": (
         "assert sum([1, 2]) == 3",
@@ -346,8 +346,8 @@ def test_hostile_callbacks_cannot_obtain_a_pass(verifier, name):
 
 
 class Mutate(ast.NodeTransformer):
-    """A transformer that changes one numbered place of a program: a comparison, an operator, a
-    constant or a result.
+    """An AST transformer that changes the n-th comparison, operator, constant or result of a
+    program.
     """
 
     SWAPS: ClassVar = {
@@ -408,7 +408,9 @@ def mutants(code):
 
 
 def natively(code, tests):
-    """Return whether the tests pass in one plain process; an isolated verdict must agree."""
+    """Return whether the tests pass in a single, unisolated process, with which isolated verdicts
+    must agree.
+    """
     if "inputs" in tests:
         return all(
             _output(code, tests, *pair)
@@ -462,7 +464,7 @@ def _output(code, tests, given, expected):
     ],
 )
 def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, not_told):
-    """Every mutant fails except those that the tests cannot detect, which also pass in one plain
+    """All mutants fail, except those that the tests cannot detect, which also pass in a single
     process.
     """
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
@@ -484,7 +486,9 @@ def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, no
 
 
 def test_correct_programs_also_pass_in_a_single_process(verifier):
-    """The cases above pass and fail in one plain process as well, so their tests are honest."""
+    """The cases above also pass and fail in a single process, which shows that their tests are
+    honest.
+    """
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))
     assert [name for name, right in zip(CASES, rights, strict=True) if not right] == []

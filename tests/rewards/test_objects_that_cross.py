@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Objects passed between tests and program: honest objects are judged as in one process, no object
-of a program decides a comparison, and objects that cannot be passed are refused rather than
-judged wrong.
+"""Tests of objects that are passed between tests and program: honest objects are judged as in a
+single process, objects of the program never decide a comparison, and objects that cannot be passed
+are refused rather than judged wrong.
 """
 
 import json
@@ -15,7 +15,7 @@ NODE = "class Node:\n def __init__(self, val, next=None): self.val, self.next = 
 TREE = "class Tree:\n def __init__(self, val, left=None, right=None): self.val, self.left, self.right = val, left, right\n"
 VECTOR = "class V:\n def __init__(self, x): self.x = x\n def __add__(self, o): return V(self.x + o.x)\n def __len__(self): return 3\n def __getitem__(self, i): return [self.x, 2, 3][i]\n"
 
-# name: (test code, a right program, a wrong one)
+# name -> test code, a correct program, and a wrong program
 HONEST = {
     "named tuple": (
         "assert f() == (1, 2) and f().x == 1 and f()[1] == 2 and isinstance(f(), tuple) and len(f()) == 2",

@@ -1,5 +1,5 @@
-"""Collecting the experience of a step: the parts of a reward, which groups are replaced, and
-agreement between processes.
+"""Tests of collecting the experience of a step: the parts of a reward, which groups are replaced,
+and that processes agree.
 """
 
 import json
@@ -169,7 +169,7 @@ def test_bundled_tasks_extract_the_stated_answer():
 
 
 class Digits:
-    """Problem i asks for i; all responses to every third problem fail."""
+    """A task whose problem i asks for i. All responses to every third problem fail."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         return Problem(
@@ -178,7 +178,9 @@ class Digits:
 
 
 class Signs:
-    """Answers plus to even and minus to odd samples of a prompt, recognised by their seeds."""
+    """An engine that answers plus to even samples of a prompt and minus to odd ones, which it
+    recognises by their seeds.
+    """
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -237,8 +239,8 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
 
 def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
-    # Of problems 0 to 7, the rewards of 0, 3 and 6 are all equal, so 8, 9 and 10 replace them.
-    # Those of 9 are equal as well, so 11 replaces it.
+    # Among problems 0 to 7, all rewards of 0, 3 and 6 are equal, so 8, 9 and 10 replace them. The
+    # same is true for 9, which 11 replaces.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
@@ -344,7 +346,7 @@ def test_truncated_responses_do_not_contribute_to_the_loss(tmp_path, monkeypatch
         tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")
     ).train()
     assert [advantage for advantage, _ in keep] == [advantage for advantage, _ in seen]
-    # In theory, a response may also end by itself after 24 tokens.
+    # In theory, a response may also end on its own after 24 tokens.
     assert [length if length < 24 else 0 for _, length in keep] == [length for _, length in seen]
     assert 0 < sum(length > 0 for _, length in seen) < 64 and any(
         a for a, length in keep if length == 24

@@ -1,4 +1,4 @@
-"""The dial by hand, and with an overoptimistic meter."""
+"""Tests of the dial against hand calculations, and with an overoptimistic meter."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
     assert dial.verified_up_to == inf
     assert words(dial.turn(drafts, [])) == [(i, "lossless", "ready") for i in (1, 2, 3)]
     assert dial.verified_up_to == 300
-    # Bin 3 now contains unverified tokens, and only these count; its drafts are ignored.
+    # Bin 3 now contains unverified tokens, so only these count, and its drafts are ignored.
     found = dial.turn([*drafts[:2], tail(3, 0.5)], [tail(3, 0.96)])
     assert words(found) == [
         (1, "lossless", "ready"),
@@ -123,7 +123,7 @@ def test_a_bin_becomes_lossy_only_if_that_is_faster():
 
 
 def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimistic():
-    """Drafts are measured at 0.99, but unverified tokens turn out at 0.93."""
+    """The p5 of drafts is 0.99, but that of unverified tokens turns out to be 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
         up_to = dial.verified_up_to
@@ -162,10 +162,12 @@ def test_the_gain_matches_a_hand_calculation():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
-    # 100 tokens at 2 ms and 300 at 1 ms, where lossless takes 2 ms for all 400.
+    # 100 tokens take 2 ms each and 300 take 1 ms, whereas lossless mode takes 2 ms for each of the
+    # 400.
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx(0.8 / 0.5)
     assert gain(bins, {}) == 1.0
-    # Lossless takes 1.5 ms in the first bin and 2.5 in the second, and lossy 1.
+    # Lossless mode takes 1.5 ms in the first bin and 2.5 ms in the second, and lossy mode takes 1
+    # ms.
     dial = Dial(TAU, lambda length, acceptance: (length * 1e-5, 1e-3))
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
@@ -184,5 +186,5 @@ def test_predicted_times_match_the_cost_model():
     # Where lossy mode reads everything, it cannot be faster.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)
     assert lossless <= lossy
-    # As many sequences as fit.
+    # as many sequences as fit
     assert price(shape, machine, schedule, 4, 10**6)(12_000, 0.97)[1] < 0.2
