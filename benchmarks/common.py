@@ -40,7 +40,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
         architectures=["Qwen3MoeForCausalLM"],
     )
 }
-"""Fields of the mixtures' configurations that other shapes lack or that have other values there."""
+"""Configuration fields that only mixtures of experts have, or whose values differ from those of the
+other shapes.
+"""
 SMALL_VOCAB = 4096
 """The vocabulary of ``small_qwen3``."""
 LINE = 300

@@ -37,7 +37,9 @@ STATES = {
 """The number of sequences, and the cached tokens of each at the start."""
 RATES = (0.9, 0.945, 0.98)
 HELD, FOUND = (2.0,), (4.0, 4.0, 4.0, 4.0)
-"""Seconds of the rounds before the timed one, with a fixed budget and with a chosen one."""
+"""Durations in seconds of the rounds before the timed one, with a fixed budget and with a chosen
+one.
+"""
 TIMED_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""Run the same GRPO training on one, two and four GPUs, and runs that lose a process or their
+"""Compare the same GRPO run on one, two and four GPUs, and test runs that lose a process or their
 server.
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json

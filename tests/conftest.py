@@ -98,7 +98,7 @@ def pytest_runtest_call(item):
     used = sum(os.times()[:4]) - before
     if ONE_THREAD and used > LIMIT_S and not item.get_closest_marker("slow"):
         pytest.fail(
-            f"took {used:.0f} s of processor time: make it faster, or mark it slow", pytrace=False
+            f"took {used:.0f} s of processor time; make it faster, or mark it slow", pytrace=False
         )
     return result
 

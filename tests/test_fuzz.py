@@ -123,7 +123,7 @@ def outcome(*argv: str) -> tuple[int, str]:
         except SystemExit as stopped:
             code = int(stopped.code or 0)
     if code == 0:
-        assert out.getvalue().strip(), "it succeeded and printed nothing"
+        assert out.getvalue().strip(), "the command succeeded but printed nothing"
     else:
         said = [line for line in err.getvalue().splitlines() if line.startswith("sparrow: ")]
         boxed = code == 2 and "For full helptext" in err.getvalue()  # tyro's, on a few lines
@@ -144,7 +144,7 @@ def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
             wrong.append(f"{name}: {' '.join(argv)}\n    {type(error).__name__}: {error}")
     assert not wrong, "\n".join([f"{len(wrong)} of {expected} cases", *wrong])
     assert len(codes) == expected and 0 in codes and 1 in codes, (
-        f"cases that can tell nothing apart: {codes}"
+        f"the cases do not include both success and failure: {codes}"
     )
 
 

@@ -227,7 +227,7 @@ def modules() -> dict[str, Path]:
 def part_of(module: str) -> str:
     """Return the longest name in the table that contains ``module``."""
     fits = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
-    assert fits, f"sparrow.{module} has no place in the architecture; give it one in ALLOWED"
+    assert fits, f"sparrow.{module} is not in the table of imports; add it to ALLOWED"
     return max(fits, key=len)
 
 

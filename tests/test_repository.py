@@ -95,7 +95,7 @@ def test_every_module_has_a_test_at_its_path_or_a_listed_test():
         assert (package / module).exists() and (tests / test).exists(), f"{module}: {test}"
         mirrored = tests / Path(module).parent / f"test_{Path(module).name}"
         assert module.endswith("/") or not mirrored.exists(), (
-            f"{module} has {mirrored.name} and need not be listed"
+            f"{module} is tested by {mirrored.name}; remove it from ELSEWHERE"
         )
 
 

@@ -158,7 +158,7 @@ def test_every_command_checks_its_settings():
     unchecked = {
         f.name for c in commands for f in fields(c) if f.type in ("int", "float", int, float)
     }
-    assert not unchecked, f"these numbers have no range: {sorted(unchecked)}"
+    assert not unchecked, f"these settings have no range: {sorted(unchecked)}"
 
 
 def test_the_range_of_an_inherited_field_is_checked():

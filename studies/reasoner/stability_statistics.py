@@ -182,8 +182,8 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """Return the threshold that misclassifies the fewest runs (collapsed above it, or not collapsed
-    below it), in the middle of a gap between runs.
+    """Return the threshold that misclassifies the fewest runs, which are those that collapsed above
+    it or did not collapse below it. It lies in the middle of a gap between runs.
     """
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]

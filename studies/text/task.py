@@ -55,8 +55,8 @@ FULL = 160
 code is longer.
 """
 OTHER = 0.25
-"""The share that code earns if it reads none of the prompt's names, and its maximum share of the
-reward. Such code is still code, but needs no long context.
+"""The share of its length that a line earns if it reads none of the prompt's names, and the maximum
+share of the reward that such lines can earn. They are valid code, but need no long context.
 """
 ALIKE = 2
 """The maximum number of lines with the same shape that earn something. The model tends to write

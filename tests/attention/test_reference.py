@@ -293,7 +293,7 @@ def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
             assert (
                 (out[b, h].double() - expected[h]).abs() <= math.expm1(2 * delta + 3 * u) * spread
             ).all()
-            assert delta < 0.1, "or the bound would forgive a wrong page"
+            assert delta < 0.1, "with a larger bound, a wrong page would go unnoticed"
 
 
 def test_autocast_gives_the_same_output_as_inputs_cast_beforehand():
@@ -451,8 +451,8 @@ def test_gradients_match_finite_differences():
         for t in range(int(prompt[b]), int(length[b])):
             own, column = slice(int(start[b]), int(start[b]) + t + 1), int(start[b]) + t
             gaps.append(attend(q[b, :, column], k[b, :, own], v[b, :, own], 1, layout, 1.0)[2])
-    assert sum(math.isfinite(gap) for gap in gaps) == 7, "pages are left out"
-    assert min(gaps) > 1e-3, "a finite difference of 1e-6 turns no selection over"
+    assert sum(math.isfinite(gap) for gap in gaps) == 7, "the test needs pages that are left out"
+    assert min(gaps) > 1e-3, "finite differences of 1e-6 must not change the selection"
     top_k = torch.ones(2, 9, dtype=torch.long)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(

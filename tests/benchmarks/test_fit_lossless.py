@@ -56,14 +56,14 @@ def test_the_fit_recovers_known_constants(fit):
         for cycle in cycles
     ]
     with np.errstate(divide="ignore"):
-        assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
+        assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "constants must not be negative"
 
 
 def test_the_shipped_constants_predict_every_measured_cycle(fit):
     cycles = fit.measured()
     assert len(cycles) == 81 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
     assert max(map(abs, fit.errors(cycles))) < 0.05, (
-        "fit them again: python benchmarks/fit_lossless.py"
+        "update the constants: run python benchmarks/fit_lossless.py"
     )
     assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(CYCLE_H200), rel=0.1)
 

@@ -216,7 +216,7 @@ def test_unreached_lengths_do_not_shift_the_table():
         (800, 45),
     ]  # 37 would be sufficient
     assert found.schedule.top_k == (5, 13, 38, 38, 38, 45, ALL_PAGES)
-    assert len(calls) == len(set(calls)), "every pass tries what it was meant to"
+    assert len(calls) == len(set(calls)), "no pass should repeat an earlier one"
 
 
 @pytest.mark.slow

@@ -131,7 +131,9 @@ def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path,
     assert "drafts by exact acceptance" in printed and "sparse actor" not in printed
     assert not any(word in printed for word in ("tau", "ceiling", "undecided"))
     counted = json.loads(out.read_text())["drafts"]
-    assert counted["accepted"] + counted["cycles"] <= 4 * 24, "more than one pass was counted"
+    assert counted["accepted"] + counted["cycles"] <= 4 * 24, (
+        "counts of several passes were added up"
+    )
     passes.clear()
     main(["measure", "--schedule", "dense", *sampled])
     assert passes == [(20, True)]
@@ -149,11 +151,11 @@ def test_reported_counters_are_those_of_the_last_sampling_pass(
     sampled = ["measure", "--model", checkpoint, *SAMPLED, "--schedule", "fixed:0", "--tau", "0.6"]
     main(sampled)
     lengths = [top_n for top_n, is_dense in passes if not is_dense]
-    assert lengths[:2] == [20, 80], "this test needs lists that grow"
+    assert lengths[:2] == [20, 80], "the test needs lists that are lengthened"
     after_several = kept[-1].tokens_held
 
     main([*sampled, "--top-n", str(lengths[-1])])
-    assert after_several == kept[-1].tokens_held, "earlier samples were counted too"
+    assert after_several == kept[-1].tokens_held, "counts of earlier passes were included"
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_teacher_forcing_matches_decoding_step_by_step(architecture, pages):
     set_schedule(model, schedule)
     tokens, stepwise = greedy(model, ids, mask)
     assert (stepwise - dense_logp).abs().max() > 0.05, (
-        "the schedule must bite, or this test shows nothing"
+        "the test needs a schedule that changes the output"
     )
     full, full_mask = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens)], 1)
     with torch.no_grad(), teacher_forced(model, [len(r) for r in rows]):
@@ -309,7 +309,7 @@ def test_a_changed_attention_implementation_is_detected_and_can_be_restored():
     dense = model(input_ids=ids).logits
     with teacher_forced(model, [4]) as forcing:
         assert (model(input_ids=ids).logits - dense).abs().max() > 0.01
-    assert forcing.implementation == "reference", "the model is on the CPU"
+    assert forcing.implementation == "reference", "on a CPU, the reference must be used"
 
 
 @pytest.mark.parametrize("loaded_with", ["sdpa", "eager"])

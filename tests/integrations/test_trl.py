@@ -376,7 +376,7 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         assert (
             step["sparrow/p5/64-128/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
         )  # all acceptance except the mass outside the lists
-        assert "sparrow/p5" not in step, "samples are the policy's own"
+        assert "sparrow/p5" not in step, "samples follow the policy, so there is no mismatch to log"
         assert step["sparrow/tokens_read"] < 0.8
         assert (
             step["sparrow/drafts/p5"]

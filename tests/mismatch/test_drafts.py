@@ -96,5 +96,5 @@ def test_counters_are_logged_as_plain_numbers():
     assert metered["acceptance"] == 0.25 and [b["drafts"] for b in metered["bins"]] == [1]
     assert "drafts" not in Counters(30, 60).to_dict()
     assert "bins" not in Counters(30, 60, cycles=1).to_dict()["drafts"], (
-        "this engine counts no acceptance"
+        "an engine without acceptance counts must not report bins"
     )

@@ -312,7 +312,7 @@ def test_samples_follow_the_dense_policy(monkeypatch, how):
     p_value = stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue
     if how == "as it should":
         assert p_value > 1e-3
-        assert counted["drafted"] > 1.1 * counted["passes"], "guesses must be right sometimes"
-        assert counted["accepted"] < 0.9 * counted["drafted"], "drafts must be wrong often"
+        assert counted["drafted"] > 1.1 * counted["passes"], "the test needs some correct guesses"
+        assert counted["accepted"] < 0.9 * counted["drafted"], "the test needs many rejected drafts"
     else:
         assert p_value < 1e-6, p_value

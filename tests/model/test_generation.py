@@ -94,7 +94,9 @@ def test_a_custom_decoding_loop_can_mark_steps_as_prefill(model):
         with dense_steps(model):
             last = model(input_ids=ids[:, 42:], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(last, dense, rtol=0, atol=1e-4)
-    assert (step - dense).abs().max() > 0.05, "without it the token is decoded"
+    assert (step - dense).abs().max() > 0.05, (
+        "outside dense_steps, the token must be decoded sparsely"
+    )
 
 
 def test_decoding_is_still_sparse_after_a_failed_generation(model):
@@ -246,4 +248,4 @@ def test_generation_with_a_static_cache_compiles_once_and_counts_every_step(mode
         assert sparse_calls(model) - calls == (steps - 1) * (LAYERS - 1)
         assert torch.equal(found_tokens, expected_tokens[:, :steps])
         torch.testing.assert_close(found, expected[:, :steps], rtol=0, atol=1e-4)
-    assert seen[0] > 0 and seen[1] == seen[0], "no step may compile anew"
+    assert seen[0] > 0 and seen[1] == seen[0], "later steps must not compile again"

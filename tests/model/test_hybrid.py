@@ -57,7 +57,7 @@ def build(kind: str, layer_types: list[str] | None = ALTERNATING, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_layers_of_a_hybrid_decode_like_the_eager_reference(kind):
-    assert check(build(kind), kind), "sparsity must show, or this test shows nothing"
+    assert check(build(kind), kind), "the test needs sparsity to change the output"
 
 
 def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
@@ -69,7 +69,9 @@ def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
     prompts = [torch.randint(3, VOCAB, (n,), generator=number).tolist() for n in (40, 33, 25)]
     engine = HFEngine(model, SPARSE, eos_ids=[7, 8, 9])
     rollouts = engine.generate(prompts, Sampling(40, top_n=5, seed=4))
-    assert len({len(rollout) for rollout in rollouts}) > 1, "responses must end at different times"
+    assert len({len(rollout) for rollout in rollouts}) > 1, (
+        "the test needs responses that end at different times"
+    )
     counters = engine.counters()
     held = sum(
         len(p) + t + 1 for p, r in zip(prompts, rollouts, strict=True) for t in range(len(r) - 1)

@@ -116,7 +116,9 @@ def test_padded_rows_decode_as_they_would_alone(model, name, static):
     answers = tokens(len(rows), STEPS, seed=5)
     expected = alone(model, rows, answers)
     set_schedule(model, SparsitySchedule.dense())
-    assert (alone(model, rows, answers) - expected).abs().max() > 0.05, "the schedule must bite"
+    assert (alone(model, rows, answers) - expected).abs().max() > 0.05, (
+        "the test needs a schedule that changes the output"
+    )
     set_schedule(model, SPARSE)
     torch.testing.assert_close(
         decode(model, ids, mask, answers, static), expected, rtol=0, atol=1e-4
@@ -189,7 +191,7 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(mode
         )
         generated.append((out.sequences[:, -STEPS:], torch.stack(out.logits, 1)))
     (answers, found), (_, dense) = generated
-    assert (found - dense).abs().max() > 0.05, "the schedule must bite"
+    assert (found - dense).abs().max() > 0.05, "the test needs a schedule that changes the output"
     set_schedule(peft_model, SPARSE)
     virtual = peft_model.get_prompt(batch_size=1)
     for i, row in enumerate(rows):

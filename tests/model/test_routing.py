@@ -163,7 +163,7 @@ def test_a_copy_of_a_model_has_a_separate_schedule(copied):
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert not out.logits[0].any(), "generate must run the copy"
+    assert not out.logits[0].any(), "generate must use the copy"
 
 
 # --- a check pass beside the model's own attention ---

@@ -169,4 +169,4 @@ def test_micro_batches_contain_every_index_once_within_the_budget(lengths, budge
     order = [lengths[i] for group in groups for i in group]
     assert order == sorted(lengths, reverse=True)
     for group, following in pairwise(groups):
-        assert lengths[group[0]] * (len(group) + 1) > budget, f"{following[0]} would have fitted"
+        assert lengths[group[0]] * (len(group) + 1) > budget, f"{following[0]} would have fit"

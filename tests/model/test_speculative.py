@@ -109,7 +109,7 @@ def test_greedy_tokens_match_dense_decoding(k, pages):
         assert ours.top_ids.tolist() == dense.top_ids.tolist()
     counters = engine.counters()
     assert 0 < counters.accepted < counters.drafted, (
-        "drafts must be right and wrong, or this test shows nothing"
+        "the test needs both accepted and rejected drafts"
     )
 
 
@@ -233,7 +233,7 @@ def test_continuations_follow_the_dense_policy(monkeypatch, how, k, top_k, top_p
         assert p_value > 1e-3
         counters = engine.counters()
         alpha = counters.acceptance
-        assert alpha.mean < 0.9, "drafts must be wrong often, or this test shows nothing"
+        assert alpha.mean < 0.9, "the test needs many rejected drafts"
         # Each draft that is verified is accepted with the probability measured by the meter.
         assert abs(counters.accepted - alpha.sums.sum()) < 4 * np.sqrt(alpha.drafts) / 2
     else:
@@ -298,7 +298,7 @@ def test_samples_do_not_depend_on_the_rest_of_the_batch():
     sampling = Sampling(23, temperature=0.9, top_n=2, seeds=range(len(rows)))
     together = HFEngine(model, lossless(1, 5), eos_ids=[7]).generate(rows, sampling)
     assert len({len(r) for r in together}) > 1, (
-        "responses must end at different times, or this test shows less"
+        "the test needs responses that end at different times"
     )
     engine = HFEngine(model, lossless(1, 5), eos_ids=[7])
     for i, row in enumerate(rows):
@@ -384,7 +384,7 @@ def test_responses_stop_at_the_end_of_the_context():
     )
     found = engine.generate(rows, sampling)
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
-    assert len(found[0]) == 24 and max(positions) == 62, "the last token of all is never read"
+    assert len(found[0]) == 24 and max(positions) == 62, "the very last token must not be read"
     with torch.no_grad():
         sequences = CachedSequences(model, torch.tensor([0, 52]))
         sequences.read(torch.randint(1, VOCAB, (2, 62)))
@@ -393,7 +393,7 @@ def test_responses_stop_at_the_end_of_the_context():
         )
     assert cycle.count[0] == 1 and sequences.lengths[0] == 63
     assert max(positions) == 63, (
-        "a row that drafts nothing goes along with one that does, but not past the end"
+        "a row without drafts must not be processed beyond the end of the context"
     )
     with pytest.raises(ConfigError, match=r"prompt 0 has 41 tokens.*context of 64"):
         engine.generate(prompts([41]), sampling)

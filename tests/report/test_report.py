@@ -303,7 +303,7 @@ def test_series_bins_and_tails_are_read_back_as_they_were_written(run):
     tail_SN = log.tail_by_step()
     assert tail_SN.tolist() == [[b["lower_bound"] for b in row["mismatch"]["bins"]] for row in rows]
     assert isnan(log.bins()[2].interval_low), (
-        "one response reaches the last bin, whose interval is null"
+        "only one response reaches the last bin, so it has no interval"
     )
 
 
@@ -334,9 +334,7 @@ def test_a_partly_written_last_line_is_ignored(tmp_path, name):
         )
         assert found == ([1] if kept == whole[:-40] else [1, 2])
     (path / name).write_text(whole[:-1])
-    assert len(RunLog.load(path).metrics) == 2, (
-        "a last line that only lacks its end of line is whole"
-    )
+    assert len(RunLog.load(path).metrics) == 2, "a last line without a line break is still complete"
 
 
 def test_a_damaged_line_is_refused(tmp_path):
@@ -547,7 +545,7 @@ def test_tables_contain_the_recorded_numbers(parsed, run):
 
 
 def test_every_token_is_coloured_and_labelled_by_its_acceptance(parsed):
-    assert len(parsed.responses) == 16, "two responses of each of eight steps"
+    assert len(parsed.responses) == 16, "there are eight steps with two responses each"
     for spans in parsed.responses:
         assert [text for _, text in spans] == TOKENS
         assert [found["class"] for found, _ in spans] == LEVEL
@@ -645,7 +643,7 @@ def contrast(one: str, other: str) -> float:
 
 def test_levels_of_the_colour_scale_differ_in_lightness():
     for one, other in pairwise(map(luminance, theme.LEVEL_COLORS)):
-        assert other < one, "each lower level lies further from the page"
+        assert other < one, "each lower level must have more contrast with the page"
     for ink, background in zip(theme.LEVEL_INKS, theme.LEVEL_COLORS, strict=True):
         assert contrast(ink, background) >= 4.5
     for color in (theme.INK, theme.MUTED, theme.ABOVE, theme.BELOW):
@@ -790,7 +788,7 @@ def test_two_runs_are_shown_on_one_page(run, tmp_path):
         articles.index(f"A {BAD}-3-1"),
         articles.index(f"B {BAD}-3-1"),
     ]
-    assert order == sorted(order), "responses to one problem stand beside each other"
+    assert order == sorted(order), "responses to the same problem must be adjacent"
 
 
 def test_a_series_that_only_one_of_two_runs_has_is_in_the_legend():

@@ -295,7 +295,7 @@ def test_processor_wait_in_many_short_calls_does_not_count_toward_the_limit(monk
 def test_the_kernel_reports_how_long_threads_waited_for_a_processor():
     """Two processes share a processor, so each waits half of the time."""
     if processes.queued("self") is None:
-        pytest.skip("this kernel does not say how long a thread has waited")
+        pytest.skip("this kernel does not report how long threads waited")
     cpu = min(os.sched_getaffinity(0))
     burn = f"import os, time\nos.sched_setaffinity(0, [{cpu}])\nwhile time.monotonic() < {time.monotonic() + 60}: pass"
     with (

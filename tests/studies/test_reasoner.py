@@ -244,7 +244,7 @@ def test_a_step_of_a_run_is_recorded(tmp_path):
     start, before, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert start["arm"] == "dense" and before["step"] == 0 and step["step"] == 1
     assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, (
-        "actor and policy are one"
+        "actor and policy must be the same"
     )
     assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
 

@@ -99,7 +99,7 @@ def test_problems_contain_the_expected_answer_if_it_is_text():
     checked = load_dataset_task(
         "mbpp", {**VERIFIERS, "code": VERIFIERS["math"]}, path=DATA / "mbpp.jsonl"
     )
-    assert all(problem.answer is None for problem in checked), "tests are no text to read"
+    assert all(problem.answer is None for problem in checked), "tests are not readable text"
     synthetic = load_task("trace", lines=4).problem(0)
     assert synthetic.verify(f"answer: {synthetic.answer}") == 1.0
 

@@ -54,7 +54,7 @@ def test_a_tokenizer_that_appends_eos_to_prompts_is_refused():
     with pytest.raises(ConfigError, match=r"ends every prompt with '</s>'.*add_eos_token"):
         encode(tokenizer, "a")
     assert encode(tokenizer, "a", rendered=True) == [3]
-    assert encode(words("a"), "a </s>") == [1, 3, 2], "this one is the prompt's own"
+    assert encode(words("a"), "a </s>") == [1, 3, 2], "this EOS is part of the prompt"
 
 
 def test_template_arguments_are_parsed_as_json_if_possible():

@@ -246,10 +246,12 @@ def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
         i for i in range(8) for _ in "ab"
     ]
-    assert len(set(engine.seeds)) == len(engine.seeds) == 24, "a response has a seed of its own"
+    assert len(set(engine.seeds)) == len(engine.seeds) == 24, (
+        "every response must have its own seed"
+    )
     (bounded,), _ = collected(1, resample=1)
     assert [p.id for p in bounded.problems[6:8]] == ["9", "9"] and bounded.cursor == 11, (
-        "what is left stays"
+        "groups that remain after the last round must be kept"
     )
     (plain,), _ = collected(1, resample=0, cursor=6)
     assert [p.id for p in plain.problems[::2]] == [
@@ -266,7 +268,7 @@ def test_every_process_receives_the_batch_of_a_single_process(ranks):
         assert [p.id for p in one.problems] == [p.id for p in alone.problems]
         assert [g.problem.id for g in one.drawn] == [g.problem.id for g in alone.drawn]
     assert sorted(seed for e in engines for seed in e.seeds) == sorted(engine.seeds), (
-        "and sampled its share of it"
+        "together, the processes must sample what a single process samples"
     )
     assert max(len(e.seeds) for e in engines) <= min(len(e.seeds) for e in engines) + 3
 
@@ -317,7 +319,7 @@ def test_a_run_that_resamples_groups_resumes_exactly(tmp_path):
         json.loads(line)["problem"]
         for line in Path(tmp_path / "whole", "rollouts.jsonl").read_text().splitlines()
     ]
-    assert len(set(drawn)) == len(drawn), "no problem is drawn twice"
+    assert len(set(drawn)) == len(drawn), "no problem may be drawn twice"
 
 
 def test_a_run_with_a_penalty_logs_the_parts_of_its_reward(tmp_path):

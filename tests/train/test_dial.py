@@ -87,10 +87,10 @@ def test_a_bin_with_few_responses_cannot_become_lossy_but_can_restore_verificati
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), tail(3, 0.5, sequences=7)], [])
     assert found[-1].verdict == "unknown" and dial.verified_up_to == 200
     dial.turn([tail(1, 0.5)], [tail(2, 0.97), tail(3, 0.949, sequences=7)])
-    assert dial.verified_up_to == 200, "its interval reaches tau"
+    assert dial.verified_up_to == 200, "its interval still reaches tau"
     dial.turn([tail(1, 0.5)], [tail(2, 0.97), tail(3, 0.9, sequences=7)])
     assert dial.verified_up_to == inf, (
-        "nothing longer is lossy, and what is shorter would reach into it"
+        "no longer bin is lossy, and responses of shorter bins would continue into this one"
     )
 
 
@@ -103,7 +103,7 @@ def test_a_failing_bin_and_all_shorter_bins_become_lossless_but_not_longer_ones(
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     dial.turn([], [tail(1, 0.94), tail(2, 0.96, sequences=8), tail(3, 0.96)])
     assert dial.verified_up_to == 200, (
-        "the longer ones begin with the second; eight responses are enough"
+        "all bins from the second on stay lossy, because eight responses are enough"
     )
 
 
@@ -114,7 +114,9 @@ def test_a_bin_becomes_lossy_only_if_that_is_faster():
     dial = Dial(TAU, by_length)
     found = dial.turn([tail(i, 0.99) for i in (1, 2, 3)], [])
     assert [b.verdict for b in found] == ["waits", "ready", "even"]
-    assert dial.verified_up_to == 200, "the longest bin gains nothing and comes along"
+    assert dial.verified_up_to == 200, (
+        "the longest bin gains nothing, but becomes lossy with the next one"
+    )
     found = dial.turn([tail(1, 0.99)], [tail(2, 0.99), tail(3, 0.99)])
     assert dial.verified_up_to == 200 and found[0].verdict == "waits" and "0.91x" in found[0].why
     slower = Dial(TAU, lambda length, acceptance: (1.0, 1.01 if acceptance > 0.9 else 0.5))
@@ -132,7 +134,7 @@ def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimisti
         own = [tail(i, 0.93) for i in bins if 100 * i >= up_to]
         lossy.append(len(own))
         dial.turn(drafts, own)
-    assert set(lossy) == {0, 1}, "every try is one bin, and one step"
+    assert set(lossy) == {0, 1}, "every attempt must be limited to one bin and one step"
     tries = [step for step, n in enumerate(lossy) if n]
     assert tries == [1, 1 + WAIT + 1, 1 + WAIT + 1 + 2 * WAIT + 1, 1 + 7 * WAIT + 3]
 
@@ -143,7 +145,7 @@ def test_the_dial_does_not_oscillate_if_p5_is_close_to_tau():
         p5 = TAU.value + (0.003 if step % 2 else -0.003)
         dial.turn([tail(3, p5)] if dial.verified_up_to == inf else [], [tail(3, p5)])
         ends.append(dial.verified_up_to)
-    assert set(ends) == {inf}, "what does not surely hold is never tried"
+    assert set(ends) == {inf}, "a bin that may miss tau must never become lossy"
 
 
 def test_the_dial_can_be_restored_from_a_saved_state():

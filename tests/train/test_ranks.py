@@ -162,7 +162,7 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
     unequal, reward, disk, lost = told[0]
-    assert told[1] == [unequal, reward, disk], "all processes say the same"
+    assert told[1] == [unequal, reward, disk], "all processes must report the same errors"
     assert unequal.startswith("ConfigError: the processes of this run start from different weights")
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
     assert disk.startswith("CheckpointError: could not write the checkpoint of step 2")

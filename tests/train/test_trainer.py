@@ -396,7 +396,7 @@ def test_a_killed_process_can_be_resumed(tmp_path):
     for _ in range(1200):
         if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
             break
-        assert process.poll() is None, "the run ended by itself"
+        assert process.poll() is None, "the run ended before it was killed"
         threading.Event().wait(0.1)
     process.kill()
     process.wait()

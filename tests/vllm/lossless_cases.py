@@ -358,7 +358,7 @@ def test_only_draft_steps_store_tokens_for_an_immediately_following_decode_kerne
         cycles = llm.collective_rpc("sparrow_acceptance")[0]["cycles"][4]
     drafts, verifications = stores[True, 1], stores[False, 5]
     assert cycles >= 4 and drafts == 4 * cycles * (layers - 1), (
-        "the layer that drafts read whole is vLLM's"
+        "in the dense layer, drafts must use vLLM's own attention"
     )
     assert layers * (cycles - 2) <= verifications <= layers * cycles
     assert stores[False, 1] == 4 * cycles and not any(
@@ -406,7 +406,7 @@ def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
     served(lossless(4, pages=1000), "auto")
     few, everything, wide_everything = accepted
     assert few < 0.5 and everything == wide_everything, (
-        "drafts that read everything are all accepted, but for the ends"
+        "drafts that read everything must be accepted, except at the ends of responses"
     )
     assert found.worst < 1e-5 and found.pages > 500
 

@@ -14,7 +14,7 @@ backends = pytest.importorskip("triton.backends")
 if "nvidia" not in backends.backends:
     pytest.skip("needs Triton's NVIDIA backend", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels in the interpreter are not compiled", allow_module_level=True)
+    pytest.skip("the interpreter does not compile kernels", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402

@@ -42,7 +42,7 @@ SMALL = SparsitySchedule(top_k=(2, 3, 4, 6), bin_tokens=100, dense_layers=(0,))
 UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
 CACHE_IN_8_BITS = pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
-    reason="vLLM has 8-bit KV caches on CPUs with AVX-512 or AMX only",
+    reason="vLLM supports 8-bit KV caches only on CPUs with AVX-512 or AMX",
 )
 
 

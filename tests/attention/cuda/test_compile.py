@@ -56,7 +56,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     code, _ = compiled("decode.cu", tuple(defines.items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
     assert [bytes([n])[0] for n in range(256)] == list(range(256)), (
-        "the compiler wrote into bytes that Python shares"
+        "the compiler overwrote byte objects that Python caches"
     )
 
 

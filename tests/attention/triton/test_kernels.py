@@ -337,7 +337,7 @@ def check(case: Case, config: Config) -> None:
     )
     worst = (error - bound).argmax()
     assert (error <= bound).all(), (
-        f"error {error.flatten()[worst]:.2e} over the bound {bound.flatten()[worst]:.2e}"
+        f"error {error.flatten()[worst]:.2e} exceeds the bound {bound.flatten()[worst]:.2e}"
     )
 
 
@@ -1273,7 +1273,7 @@ def check_shipped_cuda(one_row: Case) -> None:
         assert torch.equal(out, run(case, config))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the kernel itself is tested")
 def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
     """Check everything about a launch except the kernel itself, which needs a GPU: the plan, the
     macros, and all fields of its argument.

@@ -197,9 +197,9 @@ def test_a_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
         )
     assert found["sparrow/p5"] == min(found[f"sparrow/p5/{at}"] for at in ("200-300", "300-400"))
     assert found["sparrow/sequences"] == 3 == watched.report.n_sequences
-    assert watched.counted() == {}, "what was read to measure is not the trainer's"
+    assert watched.counted() == {}, "reads of the measurement must not be counted"
     server = VLLMServer(url, SMALL)
-    assert server.schedule == SMALL, "the schedule is back"
+    assert server.schedule == SMALL, "the schedule must be restored"
     server.generate(RAGGED, SAMPLED)
     assert 0.3 < watched.counted()["sparrow/tokens_read"] < 0.9
     short = watched.measured(asked, max_new_tokens=40, top_n=8)  # the ceiling is kept

@@ -138,7 +138,7 @@ def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, ge
     threads = [
         thread.name for thread in threading.enumerate() if "process_request" not in thread.name
     ]
-    assert len(threads) <= before, "what still runs as Python ends can abort it"
+    assert len(threads) <= before, "threads that are still running when Python exits can abort it"
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_only_the_leading_client_controls_the_server(pretender):
     led.set_schedule(SCHEDULE.replace(top_k=(1, 2)))
     led.sleep()
     led.wake()
-    assert handed == ["a", "b"], "sharded weights are put together by all processes"
+    assert handed == ["a", "b"], "all processes must take part in gathering sharded weights"
     assert state["calls"] == [] and led.counters().tokens_held == 0
     leader.update_weights(weights())
     leader.sleep()

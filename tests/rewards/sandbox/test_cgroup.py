@@ -146,9 +146,7 @@ def test_real_kernel_groups_are_entered_and_emptied(mount):
 def kernel_s() -> Path:
     """Return where the kernel lets this process create groups that limit memory and tasks."""
     if (group := cgroup.parent()) is None:
-        pytest.skip(
-            "the kernel gives this process no control groups of version 2 with memory and pids"
-        )
+        pytest.skip("this process cannot create control groups of version 2 with memory and pids")
     return group
 
 

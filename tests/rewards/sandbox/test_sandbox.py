@@ -234,7 +234,7 @@ def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent)
     changed.
     """
     if not os.access(parent, os.W_OK):
-        pytest.skip(f"{parent} cannot be written here")
+        pytest.skip(f"{parent} is not writable")
     program = """
         import os, sys, numpy
         print(os.getcwd(), os.listdir("/tmp"), os.listdir("/dev/shm"), os.access(sys.prefix, os.W_OK))

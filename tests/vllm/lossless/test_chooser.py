@@ -348,7 +348,7 @@ def test_a_length_without_data_uses_the_acceptance_of_the_nearest_length():
 
 def test_draft_counts_predicted_to_be_slow_are_never_tried():
     chosen, _ = simulate(DraftChooser(CHOICES), 300, 0.95, SHORT)
-    assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
+    assert set(chosen) == {0, 4}, "four drafts are half as fast as none, so eight must not be tried"
 
 
 def test_the_typical_time_is_the_interquartile_mean():

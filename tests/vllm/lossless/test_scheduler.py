@@ -277,7 +277,7 @@ def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
     assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, (
-        "a replay ends with what it was for"
+        "after a replay, the scheduler must choose again"
     )
 
 
