@@ -2,11 +2,12 @@
 
     python benchmarks/audit_drafters.py    # writes benchmarks/results/audit_drafters.json
 
-The test is that of ``sparrow audit`` at a level of 1 %, on the bundled reasoner in bfloat16. In
-lossless mode, drafts read few pages. The EAGLE-3 head has random weights, so most of its drafts are
-rejected, but not all. One engine samples all seeds of an arm. The two drafters and the dense
-decoding of their engines run at the same time, each in its own process. Once its engine has ended,
-a process ranks its tokens with transformers. Results of other drafters in the file are kept.
+The script runs the test of ``sparrow audit`` at a significance level of 1 % on the bundled reasoner
+in bfloat16. In lossless mode, drafts read few pages. The EAGLE-3 head has random weights, so most
+of its drafts are rejected, but not all. Each drafter is compared with dense decoding by the same
+kind of engine. All of these engines run at the same time, each in its own process, and one engine
+samples all seeds. After its engine has shut down, the process ranks the tokens with transformers.
+With ``--drafters``, the file keeps its results of the other drafters.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from vllm_versions import FEW_PAGES
 
 DRAFTS = 3  # of EAGLE-3
 ARMS = {"lossless": "lossless, dense", "eagle3": "stock"}
-"""The drafters, and the arm with the dense decoding of each one's engine."""
+"""The drafters, and the arm in which each one's engine decodes densely."""
 TEMPERATURES = dict.fromkeys(("lossless", "lossless, dense"), 1.0)
 TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
-"""At the higher temperature distributions are flat, and more random drafts are accepted."""
+"""At a higher temperature, distributions are flatter, so more of the random drafts are accepted."""
 
 
 def head(folder: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
     python benchmarks/audit_serving.py --arms LoRA             # one GPU
     python benchmarks/audit_serving.py --arms "data parallel"  # two GPUs
 
-Results are added to benchmarks/results/audit_serving.json. The test, its model and its drafts are
-those of ``audit_drafters.py``: ``sparrow audit`` at a level of 1 % on the bundled reasoner in
-bfloat16, with drafts that read few pages.
+Results are added to benchmarks/results/audit_serving.json. As in ``audit_drafters.py``, the test is
+that of ``sparrow audit`` at a significance level of 1 %, on the bundled reasoner in bfloat16, with
+drafts that read few pages.
 
-- ``LoRA``: in every batch, a third of the requests has no adapter, a third has one random adapter,
-  and a third has another. Every cycle has four drafts. Tokens are ranked by transformers with the
-  adapter merged.
+- ``LoRA``: every batch mixes requests without an adapter and requests for two random adapters, a
+  third each. Every cycle has four drafts. Transformers ranks the tokens with the adapter merged
+  into the weights.
 - ``data parallel``: a server with one engine on each of two GPUs. The engines share the requests,
   and each engine chooses its own numbers of drafts.
 
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
     from sparrow.rollout import Rollout, Sampling
 
 ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
-"""The arms, and the dense decoding that each is compared with."""
+"""The arms, each with the dense arm that it is compared with."""
 RANKS = 2
 DRAFTS = 4
 RANK = 8
 ALPHA = 16
 STRENGTH = 0.2
-"""The standard deviation of the weights of the adapters' B."""
+"""Standard deviation of the weights in the adapters' B matrices."""
 ADAPTERS = 2
 WITH_LORA = f"enable_lora=true,max_loras={ADAPTERS},max_lora_rank={RANK}"
 
 
 @contextlib.contextmanager
 def serving(options: str, precision: str, log: Path) -> Iterator[str]:
-    """Yield the address of a server in lossless mode with data parallelism.
+    """Start a server in lossless mode with data parallelism, and yield its address.
 
     Args:
         options: vLLM's options, as ``sparrow audit --engine`` takes them.

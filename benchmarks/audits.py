@@ -1,8 +1,8 @@
 """Audit several arms of an engine, each with many seeds against its dense decoding.
 
-An arm is a way to decode. One engine samples all seeds of an arm in its own process. Once the
-engine has ended, the same process ranks the tokens with transformers. Every seed is tested as in
-``sparrow audit``, on the bundled reasoner.
+An arm is a way to decode. Each arm has its own process, in which one engine samples all seeds.
+After the engine has shut down, the process ranks the tokens with transformers. Every seed is tested
+as in ``sparrow audit``, on the bundled reasoner.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 TASK = "trace:lines=24"
 SEEDS = 10
-COUNT = 768  # responses of a seed
+COUNT = 768  # responses per seed
 NEW_TOKENS = 128
 LEVEL = 0.01
 Arms = Mapping[str, str]
-"""Names of arms, and of the dense decoding with which each is compared."""
+"""Names of arms, each with the name of the dense arm that it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Sampled:
 
 
 def command_line(about: str, name: str, kind: str, arms: Arms) -> argparse.ArgumentParser:
-    """Return the command line of a script, with an option ``kind`` (such as drafters) that chooses
-    arms.
+    """Return the command line of a script.
 
     Args:
         name: name of the JSON file.
+        kind: name of the option that chooses arms, such as drafters.
     """
     options = parser(about, name)
     options.add_argument(f"--{kind}", nargs="+", choices=arms, default=tuple(arms))
     options.add_argument("--seeds", type=int, default=SEEDS)
-    options.add_argument("--count", type=int, default=COUNT, help="responses of each seed")
-    options.add_argument("--options", default=AUDITED, help="vLLM's, of every engine")
+    options.add_argument("--count", type=int, default=COUNT, help="responses per seed")
+    options.add_argument("--options", default=AUDITED, help="vLLM options for every engine")
     return options
 
 
@@ -78,8 +78,8 @@ def loaded(spec: str, precision: Any, count: int) -> tuple[Any, Any, list[list[i
 
 
 def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> list[Sampling]:
-    """Return how to sample each seed of an arm, or of its dense decoding. No two arms share a seed,
-    so their tokens are independent.
+    """Return the sampling settings for each seed of an arm. No two arms share a seed, dense arms
+    included, so their tokens are independent.
     """
     from sparrow.rollout import Sampling
 
@@ -90,8 +90,8 @@ def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> lis
 def audited(
     arms: Arms, chosen: Sequence[str], sample: Callable[..., Sampled], *arguments: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Sample the chosen arms and their dense decoding at the same time, and yield each arm with its
-    verdicts.
+    """Sample the chosen arms and their dense arms at the same time, and yield each chosen arm with
+    its verdicts.
 
     Args:
         sample: called with the name of an arm and ``arguments``, in a new process.
@@ -111,7 +111,7 @@ def audited(
 
 
 def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
-    """Return the verdict on a seed, its smallest p-value, and the bias that the test would have
+    """Return the verdict on a seed, its smallest p-value, and how large a bias would have been
     detected.
     """
     from sparrow.audit.statistics import audit

@@ -1,17 +1,17 @@
-"""GPU time of a calibration at Qwen3-1.7B's shape and 32K tokens, compared with sampling again at
-each of 18 budgets.
+"""Measure the GPU time of a calibration for Qwen3-1.7B's shape and 32K tokens, and compare it with
+sampling new responses at each of 18 budgets.
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
 
-``tables.py`` adds them up. Both methods use the same 256 sequences of 32,768 tokens. Sequences are
-decoded to the end in batches of 32 that are always full, which favours sampling; a partly filled
-batch counts as a full one. Prefill and the statistics are left out for both methods.
+``tables.py`` computes the totals. Both methods use 256 sequences of 32,768 tokens. Decoding is
+assumed to run in batches of 32 that stay full to the end, which favours sampling; a partly filled
+batch counts as a full one. For both methods, the totals exclude prefill and statistics.
 
-Weights are random, so the result of the search is prescribed. ``calibrate_engine`` runs unchanged,
-and every pass that it requests is run and timed on some of the sequences, but the answers are
-simulated: p5 depends on the budget as in the published tables, with a little noise, and the actor's
-own responses need 15 % more pages.
+With random weights, p5 is meaningless, so the results of the search's passes are simulated: p5
+depends on the budget as in the published tables, with a little noise, and the actor's own responses
+need 15 % more pages. Otherwise, ``calibrate_engine`` runs unchanged, and every pass that it
+requests is run and timed on a few sequences.
 
 Shapes: T tokens.
 """
@@ -34,7 +34,7 @@ from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
 SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
-SCORED = 2  # number of sequences that a pass scores, one by one
+SCORED = 2  # sequences on which a pass is timed, one by one
 LENGTHS = (512, 4096, 16_384, 32_000)  # lengths at which steps are timed
 PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the timed steps
 BUDGETS = (
@@ -47,8 +47,8 @@ DRIFT, NOISE = 1.15, 0.004
 
 
 def steps() -> None:
-    """Time decode steps of a full batch with the top-20 lists that calibration needs. The published
-    layers are dense.
+    """Time decode steps of a full batch that return the top-20 lists which calibration needs.
+    Layers 0 and 1 are dense, as published.
     """
     from rollout import Bench
 
@@ -66,7 +66,7 @@ def steps() -> None:
 
 
 class Told(Engine, Scorer):
-    """An engine whose passes run on some of the sequences, but whose answers are simulated."""
+    """An engine whose passes run on a few sequences, but whose results are simulated."""
 
     def __init__(self, scorer: Any, rollouts: Sequence[Rollout]) -> None:
         self.scorer, self.rollouts = scorer, rollouts
@@ -108,8 +108,8 @@ class Told(Engine, Scorer):
         return [Scores(a[:, 0], a, np.zeros(len(a), np.float32)) for a in answers]
 
     def answer(self, schedule: SparsitySchedule, sequence: int) -> np.ndarray:
-        """Return the actor's log-prob of the only listed token, float32 ``[T, 1]``; the policy's is
-        0.
+        """Return simulated log-probs of the actor, float32 ``[T, 1]``, for lists of one token whose
+        log-prob under the policy is 0.
         """
         drift = DRIFT if len(self.rounds) > 1 else 1.0
         length_T = schedule.page_end(np.arange(PROMPT, LENGTH))
@@ -127,7 +127,7 @@ class Told(Engine, Scorer):
 
 
 def search() -> None:
-    """Run the part of ``sparrow calibrate`` that follows sampling. A pass scores a list of 20
+    """Run the search of ``sparrow calibrate``, without its sampling. A pass scores a list of 20
     tokens at every position.
     """
     import torch
@@ -181,7 +181,7 @@ def search() -> None:
 
 
 def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> float:
-    """Return the seconds to decode sequences; step times are interpolated linearly in length and in
+    """Return the seconds that decoding takes. Step times are interpolated linearly in length and in
     pages.
     """
     length_T = np.arange(PROMPT, LENGTH)
@@ -199,9 +199,7 @@ def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> f
 
 
 def calibration_cost() -> str:
-    """Return the seconds that sampling at every budget takes, and the seconds that two ways of
-    calibrating take.
-    """
+    """Compare the seconds that sampling at every budget takes with those of two ways to calibrate."""
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     dense = (
@@ -216,7 +214,8 @@ def calibration_cost() -> str:
         )
         for r, n in zip(rounds, counts, strict=True)
     )
-    # The dense pass, the trials except the one sampled under, and what --refine allows.
+    # The dense pass, one pass per budget except the one sampled under, and those that --refine
+    # adds.
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
     slowest = max(s for r in rounds for p in r["passes"] for s in p["sequence_s"])
     ways = {
@@ -246,7 +245,7 @@ def calibration_cost() -> str:
 
 def scoring_passes() -> str:
     def span(top_k: list[Any]) -> str:
-        """Return the range of pages of a schedule, except at lengths that were not measured."""
+        """Return the range of a schedule's pages, leaving out lengths that were not measured."""
         pages = [k for k in top_k if k != "all"] or top_k
         return f"{pages[0]}" if len(pages) == 1 else f"{pages[0]} to {pages[-1]}"
 

@@ -1,5 +1,5 @@
-"""Code shared by benchmarks and studies: where results are stored, how they are written, and tables
-made from them.
+"""Code shared by benchmarks and studies, mainly to read and write results and to make tables from
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 REASONER = ROOT / "sparrow" / "reasoner"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
-"""The shapes that are measured, and what tables call them."""
+"""The shapes that are measured, and their names in tables."""
 SIZES = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
@@ -29,7 +29,7 @@ SIZES = {
     "qwen3-14b": (5120, 17_408, 40, 40, False),
     "qwen3-30b-a3b": (2048, 6144, 48, 32, False),
 }
-"""Width, width of the MLP, layers, query heads, and whether embeddings are tied."""
+"""Hidden size, MLP width, layers, query heads, and whether embeddings are tied."""
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": dict(
         num_key_value_heads=4,
@@ -40,11 +40,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
         architectures=["Qwen3MoeForCausalLM"],
     )
 }
-"""What a mixture of experts has besides, or in place of what other shapes share."""
+"""Configuration fields that only mixtures of experts have, or whose values differ from those of the
+other shapes.
+"""
 SMALL_VOCAB = 4096
 """The vocabulary of ``small_qwen3``."""
 LINE = 300
-"""Characters of a line of a result that lists and objects may fill unbroken."""
+"""Maximum length in characters of a list or an object that is written on one line."""
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]
 
@@ -53,8 +55,7 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
     """Return a command line whose help is the docstring of its script.
 
     Args:
-        out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if it
-            is not given.
+        out: if given, adds the option ``--out``, which defaults to ``benchmarks/results/OUT.json``.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,22 +68,22 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
 
 
 def add_draft_weights(options: argparse.ArgumentParser) -> None:
-    """Add the option ``--draft-weights`` of scripts that measure lossless mode."""
+    """Add the option ``--draft-weights`` to a script that measures lossless mode."""
     from sparrow.decoding import DraftWeights
 
     options.add_argument(
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="weights that drafts multiply with",
+        help="the weights that drafts use",
     )
 
 
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:
-    """Read the command line of a script that measures states of a shape. A state is a number of
-    sequences and their length in tokens.
+    """Read the command line of a script that measures a shape in several states. A state is a
+    number of sequences and their length in tokens.
 
     Returns: The shape, its requested states, and the file to write,
         ``NAME_SHAPE.json`` by default.
@@ -92,7 +93,7 @@ def parse_states(
         "--sequences",
         type=int,
         nargs="+",
-        help="only states with these numbers of sequences; all by default",
+        help="measure only states with these numbers of sequences",
     )
     options.add_argument(
         "--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default"
@@ -131,7 +132,7 @@ def qwen3(shape: str, **changed: Any) -> Any:
 
 
 def small_qwen3(is_mixture: bool = False) -> Any:
-    """Return the configuration of the Qwen3 of six layers whose random weights are checked."""
+    """Return the configuration of a small Qwen3 with six layers, for checks with random weights."""
     small: dict[str, Any] = dict(
         vocab_size=SMALL_VOCAB,
         hidden_size=1024,
@@ -153,8 +154,8 @@ def small_qwen3(is_mixture: bool = False) -> Any:
 def tracing(
     path: str | Path, lines: int, count: int, seed: int, device: Any
 ) -> tuple[Any, list[int], list[list[int]]]:
-    """Return a model for the task ``trace`` in float32, its end tokens, and token ids
-    of prompts.
+    """Load a model for the task ``trace`` in float32. Return it with its EOS tokens and the token
+    ids of ``count`` prompts.
     """
     from sparrow.engines.hf import eos_ids, load_model
     from sparrow.tasks import Trace
@@ -166,7 +167,7 @@ def tracing(
 
 
 def machine() -> str:
-    """Return the name of the GPU, or of the processor if there is no GPU."""
+    """Return the name of the GPU, or of the CPU if there is none."""
     import torch
 
     return (
@@ -175,14 +176,14 @@ def machine() -> str:
 
 
 def device() -> Any:
-    """Return the GPU that torch would use, or the CPU if there is no GPU."""
+    """Return the current GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def clock() -> float:
-    """Return the time in seconds after the device has finished its work."""
+    """Wait until the device has finished its work, and return the time in seconds."""
     import torch
 
     if torch.cuda.is_available():
@@ -191,7 +192,7 @@ def clock() -> float:
 
 
 def last_error(log: Path, code: int) -> str:
-    """Return the last error that a process printed to ``log``, or its exit status if it printed
+    """Return the last error in ``log``, or the exit status ``code`` of the process if there is
     none.
     """
     lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
@@ -204,12 +205,12 @@ def load(name: str) -> Any:
 
 
 def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file to which a run on a shape is added, and the runs that the file contains.
+    """Return the file to which a run with a shape is added, and the runs that it already contains.
 
     Args:
         out: the file; by default, ``benchmarks/results/NAME_SHAPE.json``.
 
-    Raises ValueError: the file has runs on another shape.
+    Raises ValueError: the file has runs with another shape.
     """
     path = (out or RESULTS / f"{name}_{shape}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +223,7 @@ def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[st
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result. Add the machine, the versions and the date if they are missing."""
+    """Write a result, adding the machine, the versions and the date if they are missing."""
     import torch
 
     record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
@@ -231,14 +232,16 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, result: Any) -> None:
-    """Write a result unchanged, with eight-digit numbers and one line per row."""
+    """Write a result without adding anything, with one row per line and numbers rounded to eight
+    digits.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = json.loads(json.dumps(result))  # keys as JSON has them, tuples as lists
+    plain = json.loads(json.dumps(result))  # turn keys into strings, and tuples into lists
     path.write_text(compact(rounded(plain)) + "\n", encoding="utf-8")
 
 
 def rounded(x: Any) -> Any:
-    """Round numbers to eight digits at any depth; integers stay unchanged."""
+    """Round all floats in a nested structure to eight digits."""
     if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     if isinstance(x, list):
@@ -249,8 +252,8 @@ def rounded(x: Any) -> Any:
 
 
 def compact(x: Any, indent: str = "") -> str:
-    """Return JSON in few lines. Anything that fits on one line, or that contains neither lists nor
-    objects, is kept on one line.
+    """Format as JSON, with few line breaks: a list or object is kept on one line if it fits, or if
+    it contains no other list or object.
     """
     whole = json.dumps(x)
     inner: list[Any] = []
@@ -272,18 +275,18 @@ def compact(x: Any, indent: str = "") -> str:
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:
-    """Return the speed of one engine relative to that of another.
+    """Return the speed of the second of two engines relative to the first, with a 95 % interval.
 
-    The 95 % interval comes from resampling pairs of turns.
+    The interval is computed by resampling pairs of turns.
 
     Args:
-        turns: tokens and seconds of each turn, ``[turns, 2, 2]``; the other engine comes first.
+        turns: tokens and seconds of both engines in each turn, ``[turns, 2, 2]``.
     """
     each = np.asarray(turns)
     draws = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))
     sums = np.concatenate(
         [each.sum(0)[None], each[draws].sum(1)]
-    )  # for all turns first, and then for each resample
+    )  # of all turns, and then of each resample
     speeds = sums[..., 0] / sums[..., 1]
     ratio, *resampled = (speeds[:, 1] / speeds[:, 0]).tolist()
     return [ratio, *np.percentile(resampled, [2.5, 97.5]).tolist()]
@@ -302,7 +305,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
-    """Return a table with a line per row; a column is a format of the row's fields or a function of
+    """Return a table. Each column is either a format string for the row's fields or a function of
     the row.
     """
     lines = (
@@ -313,8 +316,8 @@ def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
 
 
 def render(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """Return the page with the text between each ``<!-- table: NAME -->`` and ``<!-- end -->``
-    regenerated.
+    """Regenerate the tables of a page, each of which is between ``<!-- table: NAME -->`` and ``<!--
+    end -->``.
     """
 
     def fill(match: re.Match[str]) -> str:

@@ -1,22 +1,22 @@
-"""Decode kernels on one GPU: their time compared with the time of reading the bytes that they need,
-and sparse decoding compared with dense decoding.
+"""Time the decode kernels on one GPU, and compare them with the time of reading the bytes that they
+need, and sparse decoding with dense decoding.
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
-    python benchmarks/decode_kernels.py --families # attention shapes of common models, CUDA beside Triton
+    python benchmarks/decode_kernels.py --families # attention shapes of common models, with CUDA and with Triton
     python benchmarks/decode_kernels.py --sweep    # the same shapes in several configurations of the CUDA kernel
-    python benchmarks/decode_kernels.py --tokens   # several new tokens of each sequence at a time, CUDA beside Triton
-    python benchmarks/decode_kernels.py --tuned    # those of the shapes that `sparrow tune` has tuned on this GPU
+    python benchmarks/decode_kernels.py --tokens   # several new tokens per sequence, with CUDA and with Triton
+    python benchmarks/decode_kernels.py --tuned    # the shapes that `sparrow tune` has tuned on this GPU
 
-Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded
-tails, random values and random block order; a CUDA graph runs through the layers, so nothing is
-read twice in a row. The block table is as wide as a model's with 40,960 positions, and one row in
-sixteen completes a page. Times are medians over graph replays, per layer, with the 10th and 90th
-percentile as spread. "Dense" is the fastest of this project's own kernels with every page kept;
-vLLM's FlashAttention is timed beside it where vLLM is installed. The read limit is the bandwidth of
-a kernel that only reads, on this GPU.
+Every case has the caches of several layers, with random values and in random block order. They are
+in vLLM's layout, with landmarks in the padded tails of blocks. A CUDA graph runs through all
+layers, so that no layer is read twice in a row. The block table is as wide as for a model with
+40,960 positions, and one row in sixteen completes a page. Times are per layer: medians over graph
+replays, with the 10th and 90th percentile. "Dense" is the fastest of this project's own kernels
+with every page kept; vLLM's FlashAttention is also timed if vLLM is installed. The read limit is
+the bandwidth that a kernel which only reads reaches on this GPU.
 
-Shapes: B sequences, L tokens of each, T new tokens of each, G query heads per kv head, k pages kept
-by score, K kv heads, D head dim, P page size.
+Shapes: B sequences, L tokens per sequence, T new tokens per sequence, G query heads per kv head, k
+pages kept by score, K kv heads, D head dim, P page size.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ DENSE = [
     (8, 1_024),
     (1, 1_024),
 ]
-# Shape and query heads per kv head: batches of its rollout trace, with rows of unequal length,
-# under its 0.86 table.
+# Shapes and their query heads per kv head. Their batches come from the rollout traces, with rows of
+# unequal length, under the 0.86 tables.
 RAGGED = [("qwen3-1.7b", 2), ("qwen3-4b", 4)]
-# Head dim, dtype of the cache, page size; the rest of the benchmark uses the first. All keep
-# equally many tokens.
+# Head dim, dtype of the cache, and page size. The rest of the benchmark uses the first row. All
+# rows keep the same number of tokens.
 SHAPES = [
     (128, torch.bfloat16, 16),
     (64, torch.bfloat16, 16),
@@ -105,13 +105,13 @@ SHAPES = [
 ]
 
 
-# Storage formats of keys and values, with the dtype of the landmarks.
+# Storage formats of keys and values, with the dtypes of landmarks to measure.
 CACHES: dict[str, tuple[LandmarkDtype, ...]] = {
     "auto": ("auto",),
     "fp8": ("auto", "fp8_e4m3"),
     "int8": ("auto",),
 }
-# Kv heads, group and head dim, and a model that has them.
+# Kv heads, group, head dim, and a model with these numbers.
 FAMILIES = [
     (8, 2, 128, "Qwen3-1.7B"),
     (8, 5, 128, "Qwen3-14B"),
@@ -129,8 +129,8 @@ FAMILIES = [
 FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
 TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
-TURNS = 3  # how often the shipped and the tuned configuration are measured in turn
-# Batches in other tables that have as many items as some family: sequences, tokens, kv heads,
+TURNS = 3  # how often the shipped and the tuned configuration alternate
+# Batches of other tables with as many items as one of the families: sequences, tokens, kv heads,
 # group, head dim, budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
 # Configurations to compare with the shipped one, by head dim and number of items.
@@ -177,18 +177,18 @@ SWEPT = {
         CudaConfig(8, 1, 1),
     ],
 }
-# Steps over several new tokens: batches, groups (each with a model that has it), and numbers of
-# tokens. 64 pages of 16 tokens are kept.
+# Steps over several new tokens: batches, groups (each with a model as an example), and numbers of
+# new tokens. 64 pages of 16 tokens are kept.
 WIDE_BATCHES = [(32, 15_000), (64, 4_096)]
 WIDE_GROUPS = {2: "Qwen3-1.7B", 4: "Qwen3-8B"}
 WIDE_TOKENS = (1, 2, 4, 8)
 WIDE_BUDGET = 61
-INT8_EXPONENT = 122  # byte of the scale 2^-5, with which a code of 127 is four standard deviations
+INT8_EXPONENT = 122  # for a scale of 2^-5, so that the code 127 is four standard deviations
 
 
 class Pool:
-    """Caches of all layers: for each, ``[blocks, K, P, 2 D]`` and a tail of landmarks in one
-    allocation.
+    """The caches of all layers. Each is a single allocation of ``[blocks, K, P, 2 D]`` with a tail
+    of landmarks per block.
     """
 
     def __init__(
@@ -243,10 +243,10 @@ class Pool:
 
 
 class Case:
-    """One batch over the blocks of the pool, the same in every layer."""
+    """A batch whose sequences use blocks of the pool, the same ones in every layer."""
 
     budgets: Sequence[torch.Tensor] = ()  # per layer, if not all kv heads keep ``top_k``
-    triton = False  # whether to run Triton's kernels whatever the number of rows
+    triton = False  # whether to use Triton's kernels for any number of rows
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int, tokens: int = 1) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
@@ -271,7 +271,7 @@ class Case:
         self.q = torch.randn(B * tokens, K * G, D, device="cuda").bfloat16()
         self.out = torch.empty_like(self.q)
         self.workspace = DecodeWorkspace(B, K, G, D, self.table.shape[1], "cuda", tokens)
-        parts = B * K + 1024  # room for any configuration
+        parts = B * K + 1024  # enough for any configuration
         self.workspace.partial = torch.empty(parts, G * tokens, D, device="cuda")
         self.workspace.stats = torch.empty(parts, 2, G * tokens, device="cuda")
         self.workspace.plan = torch.empty(
@@ -279,8 +279,8 @@ class Case:
         )
 
     def bytes(self, top_k: torch.Tensor) -> float:
-        """Return the bytes that a layer reads: landmarks of heads that leave out pages, and keys
-        and values of the kept pages.
+        """Return the bytes that a layer reads: the landmarks of heads that leave out pages, and the
+        keys and values of kept pages.
         """
         P, D, K = self.pool.layout.page_size, self.pool.D, self.pool.K
         every = list(self.budgets) or [torch.full((K,), BUDGET_UNIT, device="cuda")]
@@ -296,8 +296,8 @@ class Case:
         return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(budgets)
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
-        """Return the launches of a decode step, in the shipped configuration unless another one is
-        given.
+        """Return the launches of a decode step. If ``config`` is None, they use the shipped
+        configuration.
         """
         pool = self.pool
         batch = DecodeBatch(
@@ -324,7 +324,7 @@ class Case:
         else:
             by_triton.check(batch, self.workspace)
             step = by_triton.Launches(batch, self.workspace, config)
-        step.plan()  # once per model step rather than per layer
+        step.plan()  # done once per model step rather than once per layer
         return step
 
     def time(
@@ -335,7 +335,7 @@ class Case:
         return timed([launches(step, what) for step in steps])
 
     def flash(self) -> dict[str, float] | None:
-        """Return the time per layer of vLLM's FlashAttention over the whole cache, called as in a
+        """Return the time per layer of vLLM's FlashAttention on the whole cache, called as in a
         captured decode step.
         """
         try:
@@ -395,8 +395,8 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
 
 
 def measured(case: Case, limit: float, **about: Any) -> Row:
-    """Return a row with the times of a sparse step and of one with every page kept, and their read
-    limits.
+    """Time a sparse step and a step with every page kept, and return a row with their times and
+    read limits.
     """
     everything = torch.full_like(case.top_k, ALL_PAGES)
     row = about | dict(
@@ -410,7 +410,7 @@ def measured(case: Case, limit: float, **about: Any) -> Row:
 
 
 def sparse_only(case: Case, limit: float, **about: Any) -> Row:
-    """Return a row with the time of a sparse step and its read limit."""
+    """Time a sparse step, and return a row with its time and its read limit."""
     row = about | case.time(None, "step") | {"limit_us": case.bytes(case.top_k) / limit * 1e6}
     show(about, row, row["limit_us"])
     return row
@@ -454,8 +454,8 @@ def landmarks(limit: float) -> Row:
 
 
 def caches(limit: float, names: Sequence[str]) -> Row:
-    """Measure sparse and dense steps with 16-bit and 8-bit keys and values; landmarks are 16-bit
-    and, with fp8, also 8-bit.
+    """Measure sparse and dense steps with 16-bit and 8-bit keys and values. Landmarks have 16 bits
+    and, with fp8, also 8 bits.
     """
     rows = []
     for cache, landmark_dtype in [(name, dtype) for name in names for dtype in CACHES[name]]:
@@ -469,8 +469,8 @@ def caches(limit: float, names: Sequence[str]) -> Row:
 
 
 def head_budgets(limit: float, spread: float) -> Row:
-    """Measure steps whose kv heads all keep the same number of pages, and steps with the same mean
-    but different budgets, whose logs have the standard deviation ``spread``.
+    """Measure steps whose kv heads all have the same budget, and steps whose budgets differ but
+    have the same mean. ``spread`` is the standard deviation of their logarithms.
     """
     pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
@@ -485,8 +485,8 @@ def head_budgets(limit: float, spread: float) -> Row:
 
 
 def family_pool(K: int, D: int) -> Pool:
-    """Return caches that take the same memory for every shape, so that no shape finds more of its
-    data in the L2 cache than the other shapes do.
+    """Return caches whose size in bytes is the same for every shape, so that the L2 cache helps all
+    shapes equally.
     """
     return Pool(TOKENS, LAYERS * 8 * 128 // (K * D), D, K=K)
 
@@ -517,7 +517,7 @@ def tuned(limit: float) -> Row:
     """Measure Triton's kernels as shipped and as tuned, for the shapes that ``sparrow tune`` has
     tuned on this GPU.
 
-    Raises SystemExit: there are no such shapes.
+    Raises SystemExit: no shape has been tuned.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
@@ -548,12 +548,14 @@ def tuned(limit: float) -> Row:
             print(row, flush=True)
         del pool, case
     if not rows:
-        raise SystemExit("no shape is tuned on this GPU; run sparrow tune --shape 8,4,128 first")
+        raise SystemExit(
+            "no shape has been tuned on this GPU; run sparrow tune --shape 8,4,128 first"
+        )
     return dict(tuned=rows)
 
 
 def sweep(limit: float) -> Row:
-    """Measure the shipped configuration and those in ``SWEPT``."""
+    """Measure the shipped configuration and the configurations in ``SWEPT``."""
     B, L = FAMILY_BATCH
     batches = [(B, L, K, G, D, FAMILY_BUDGETS) for K, G, D, _ in FAMILIES]
     rows = []
@@ -578,8 +580,8 @@ def sweep(limit: float) -> Row:
 
 
 def several_tokens(limit: float) -> Row:
-    """Measure steps over several new tokens of each sequence with the CUDA kernel and with Triton's
-    kernels, and a step of the default kernel over one token for comparison.
+    """Measure steps over several new tokens per sequence with the CUDA kernel and with Triton's
+    kernels, and for comparison, a step over one token with the default kernel.
     """
     pool, rows = Pool(TOKENS // 2, LAYERS), []
     sizes = [(B, L, G, T) for B, L in WIDE_BATCHES for G in WIDE_GROUPS for T in WIDE_TOKENS]
@@ -603,7 +605,7 @@ def several_tokens(limit: float) -> Row:
 
 
 def compile_wide(cases: Sequence[Case]) -> None:
-    """Compile the kernels of both implementations for these cases in parallel threads."""
+    """Compile both implementations' kernels for these cases in parallel threads."""
     steps: dict[str, list[Any]] = {}
     for kernel in ("cuda", "triton"):
         for case in cases:
@@ -611,13 +613,13 @@ def compile_wide(cases: Sequence[Case]) -> None:
         steps[kernel] = [case.step(None, 0) for case in cases]
     with ThreadPoolExecutor() as executor:
         list(executor.map(compile_for, steps["cuda"]))
-        # Triton compiles on the first launch. The plans in memory are those of Triton's steps,
-        # because these plans were made last.
+        # Triton compiles on the first launch. These launches are safe because Triton's steps were
+        # planned last, so the plans in memory are theirs.
         list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
 
 
 def compile_for(step: cuda.Launches) -> None:
-    """Compile a step's kernel; later launches with the same macros find the machine code."""
+    """Compile a step's kernel, so that later launches with the same macros find it compiled."""
     compiled("decode.cu", tuple(step.defines.items()), "sm_90")
 
 
@@ -665,7 +667,7 @@ def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConf
 
 
 def dense_configs() -> list[LaunchConfig]:
-    """Return the configurations among which the fastest dense kernel is searched."""
+    """Return the candidate configurations for the fastest dense kernel."""
     tried = [
         attending(*tile) for tile in ((64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1))
     ]
@@ -677,12 +679,14 @@ def dense_configs() -> list[LaunchConfig]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped"
+        "--triton",
+        action="store_true",
+        help="use Triton's kernels even where the CUDA kernel is the default",
     )
     options.add_argument(
         "--landmarks",
         action="store_true",
-        help="only draft steps, by the dtype of landmarks",
+        help="measure only draft steps, by dtype of landmarks",
     )
     options.add_argument(
         "--caches",
@@ -694,27 +698,27 @@ def main() -> None:
         "--head-budgets",
         type=float,
         metavar="SPREAD",
-        help="only kv heads with their own budgets",
+        help="measure only kv heads with different budgets",
     )
     options.add_argument(
         "--families",
         action="store_true",
-        help="only the attention shapes of common models, with both kernels",
+        help="measure only the attention shapes of common models, with both kernels",
     )
     options.add_argument(
         "--sweep",
         action="store_true",
-        help="only these shapes, in several configurations of the CUDA kernel",
+        help="measure only these shapes, in several configurations of the CUDA kernel",
     )
     options.add_argument(
         "--tokens",
         action="store_true",
-        help="only several new tokens of each sequence at a time, with both kernels",
+        help="measure only steps over several new tokens per sequence, with both kernels",
     )
     options.add_argument(
         "--tuned",
         action="store_true",
-        help="only shapes that sparrow tune has tuned on this GPU, as shipped and as tuned",
+        help="measure only shapes that sparrow tune has tuned on this GPU, as shipped and as tuned",
     )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()

@@ -1,17 +1,18 @@
-"""The time that DistillSparse adds to the dense policy update, measured with the trainer's own code
-on a full-size model with random weights.
+"""Measure the time that DistillSparse adds to the dense policy update, with the trainer's own code
+and a full-size model with random weights.
 
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
-One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the
-published 0.86 schedule. A dense update is everything from the corrections to the optimiser step;
-"added" is the time of phi's update, including its own optimiser step, divided by the time of the
-dense update of the same round. It is given as median and range.
+The script runs on one GPU, with Qwen3-1.7B's shape, float32 weights under bfloat16 autocast,
+gradient checkpointing, and the published 0.86 schedule. A dense update comprises everything from
+the corrections to the optimiser step. "added" is the time of the adapter's update, including its
+own optimiser step, divided by the time of the dense update in the same round, given as median and
+range.
 
-The cost of sparse attention depends on ``read``: how many pages a tile of 32 neighbouring positions
-reads for each page that one position keeps. There are two kinds of text: "random" tokens, whose
-neighbours want different pages (the worst case), and "runs" of equal tokens, long enough that
-``read`` is about 3, as for the trained reasoner (docs/LOG.md).
+The cost of sparse attention depends on ``read``: the number of pages that a tile of 32 neighbouring
+positions reads, divided by the number that a single position keeps. Two kinds of text are timed:
+"random" tokens, where neighbours keep different pages (the worst case), and "runs" of equal tokens,
+which are long enough for a ``read`` of about 3, as with the trained reasoner (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from sparrow.train.trainer import Trainer
 
 PROMPT, TOP_N = 256, 20
 TOKENS, RESPONSES, ROUNDS = 16_384, 4, 2
-"""Prompt and response together; how many; and how often every update is timed."""
+"""Tokens per sequence (prompt and response), responses per update, and how often each update is
+timed.
+"""
 EVERYTHING = DistillConfig(enabled=True, responses=1.0)
 VARIANTS = {
     "everything": EVERYTHING,
@@ -49,12 +52,12 @@ VARIANTS = {
     "a_quarter_of_the_responses": replace(EVERYTHING, responses=0.25),
 }
 TEXTS = {"random": 1, "runs": 12}
-"""How many equal tokens come in a row."""
+"""The length of the runs of equal tokens, by kind of text."""
 
 
 def experience(run: int) -> Experience:
-    """Return responses of random tokens in runs of ``run`` equal tokens, with the lists of an actor
-    that gave each of these tokens probability 1.
+    """Return responses of random tokens in runs of ``run`` equal tokens, with top-n lists of
+    equally unlikely tokens.
     """
     rng = np.random.default_rng(0)
     T = TOKENS - PROMPT
@@ -88,12 +91,12 @@ def make_trainer(folder: str) -> Trainer:
         distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
-    unused = cast(Any, None)  # this script does not tokenize, sample or verify
+    unused = cast(Any, None)  # the script does not tokenize, sample or verify
     return Trainer(config, model, unused, unused, unused, schedule)
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
-    """Return the seconds of ``work`` and its peak of allocated memory in GiB."""
+    """Return how many seconds ``work`` takes, and its peak memory in GiB."""
     torch.cuda.reset_peak_memory_stats()
     begin = clock()
     work(*arguments)
@@ -102,8 +105,8 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Return the pages that a tile reads per page kept by one of its positions: the mean over
-    sparse layers for one response.
+    """Return the pages that a tile reads per page that one of its positions keeps, averaged over
+    the sparse layers, for one response.
     """
     ratios = []
     select = Call.select
@@ -123,7 +126,7 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 
 def measure(trainer: Trainer, out: Path) -> None:
-    """Run rounds of the dense update and every variant on every text, saving the results after each
+    """Time the dense update and all variants on every kind of text, and save the results after each
     round.
     """
     learner = trainer.learner
@@ -149,8 +152,8 @@ def measure(trainer: Trainer, out: Path) -> None:
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
-    """Return the seconds of one update in each round, its peak memory, and its overhead over the
-    dense update of the same round.
+    """Return an update's seconds in each round, its peak memory, and its time relative to the dense
+    update of the same round.
     """
     added = [times[name][0] / times["dense_update"][0] for times in rounds]
     return {

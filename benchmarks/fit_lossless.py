@@ -1,10 +1,10 @@
-"""Fit the constants of a lossless cycle to every point of ``benchmarks/lossless.py`` that is in
+"""Fit the constants of a lossless cycle to all points that ``benchmarks/lossless.py`` wrote to
 ``benchmarks/results``.
 
     python benchmarks/fit_lossless.py
 
-Prints the fitted constants, those of ``sparrow.cost.lossless``, and the errors of the latter by
-shape.
+The script prints the fitted constants, those in ``sparrow.cost.lossless``, and the errors of the
+latter by shape.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ H200 = MACHINES["h200"]
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return measured cycles on an H200 with a fixed number of drafts and a 16-bit cache;
-    acceptance does not affect their time.
+    """Return the cycles measured on an H200 with a fixed number of drafts and a 16-bit cache.
+    Acceptance does not affect the time of a cycle.
     """
     points = []
     for path in sorted(RESULTS.glob("lossless_*.json")):
@@ -45,14 +45,14 @@ def measured() -> list[dict[str, Any]]:
 
 
 def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
-    """Fit the constants by least squares of the relative errors of ``cycle_seconds``. No constant
-    is below zero.
+    """Fit non-negative constants by least squares of the relative errors of ``cycle_seconds``.
 
     Args:
         cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
             ``length``, ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype``
             and ``draft_weights`` where these are not ``auto``.
-        machine: the machine that they ran on, whose dense steps have the overheads of an H200.
+        machine: the machine that they ran on. Its dense steps are assumed to have the overheads of
+        an H200.
     """
     rows, left = [], []
     for cycle in cycles:
@@ -70,7 +70,7 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
 
 
 def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
-    """Predict the seconds of a measured cycle in the format of ``fit_cycles``."""
+    """Predict how many seconds a cycle takes, given in the format of ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
     drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))

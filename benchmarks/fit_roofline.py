@@ -3,15 +3,15 @@ them.
 
     python benchmarks/fit_roofline.py                       # refits the H200's constants
 
-``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole
-decode steps with ``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule``
-(in a form that ``SparsitySchedule.load`` accepts), and those that return top-20 lists with
-``lists``. The dense and sparse steps that ``rollout.py`` measured are added. The fit minimises the
-squared relative errors, with no constant below zero. The last column is the error of a fit from
-which all points of the same model shape were left out. The steps of the rollout traces, whose
-sequences differ in length, are not used in any fit; their errors come after the table. The host's
-seconds per sequence are fitted to the rollouts of ``grpo_step.py``, whose first steps are so large
-that the host cannot keep up.
+``roofline_h200.json`` contains a ``machine`` (a key of ``sparrow.cost.MACHINES``) and ``steps``. A
+step is a whole decode step with ``shape``, ``batch``, ``length`` and ``ms``. A sparse step also has
+a ``schedule`` (in a form that ``SparsitySchedule.load`` accepts), and a step that returns top-20
+lists has ``lists``. The dense and sparse steps that ``rollout.py`` measured are added. The fit
+minimises the squared relative errors with non-negative constants. The last column is the error of a
+fit without any point of the same model shape. The steps of the rollout traces, whose sequences
+differ in length, are not used in any fit; their errors come after the table. The host's seconds per
+sequence are fitted to the rollouts of ``grpo_step.py``, whose first steps are so large that the
+host cannot keep up.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sparrow.cost import MACHINES, SHAPES, Overheads, decode_step
 from sparrow.schedule import SparsitySchedule
 
 STEADY = 1.5
-"""Above this ratio of the 90th to the 10th percentile, a step takes one of two times: the host
-keeps up or does not.
+"""Above this ratio of the 90th to the 10th percentile, the times of a step fall into two clusters,
+depending on whether the host keeps up.
 """
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: its name, the factor of each constant (of the inverse for read_fraction),
-    and its seconds.
+    """A measured step. ``features`` are the factors of the constants in its prediction (for
+    read_fraction, the factor of its inverse).
     """
 
     name: str
@@ -48,8 +48,8 @@ class Point:
 
 
 def measured() -> dict[str, Any]:
-    """Return the H200's file with decode steps and, as ``ragged``, the trace steps measured by
-    ``rollout.py``.
+    """Read the H200's file, and add the decode steps that ``rollout.py`` measured. The steps of its
+    traces are ``ragged``.
     """
     rows = load("roofline_h200") | {
         "ragged": [],
@@ -85,7 +85,7 @@ def measured() -> dict[str, Any]:
 
 
 def point(row: Mapping[str, Any], machine: str) -> Point:
-    """Return a measured step with the factors of the constants in its prediction."""
+    """Compute the factors of the constants in the prediction of a measured step."""
     shape, spec = SHAPES[row["shape"]], row.get("schedule")
     schedule = None if spec is None else SparsitySchedule.load(spec)
     lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
@@ -111,7 +111,7 @@ def fit(points: list[Point]) -> Overheads:
 
 
 def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]:
-    """Return the response lengths of a step of ``grpo_step.py``, and its schedule."""
+    """Return the response lengths and the schedule of a step of ``grpo_step.py``."""
     preset = SparsitySchedule.preset(run["shape"])
     pages = tuple(run["schedule"] or preset.top_k)
     schedule = preset.replace(top_k=pages, bin_tokens=preset.bin_tokens // run["scale"])
@@ -119,8 +119,8 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
-    """Return ``overheads`` with the host seconds per sequence that minimise relative errors over
-    parts of rollouts.
+    """Return ``overheads`` with the host's seconds per sequence that minimise the relative errors
+    over parts of rollouts.
     """
     rows, device, seconds = [], [], []
     for run in runs:
@@ -159,8 +159,8 @@ def arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
-    """Return the constants, and each point with its predicted seconds, relative error, and error in
-    a fit without its shape.
+    """Return the fitted constants and, for each point, its predicted seconds, its relative error,
+    and its error in a fit without its shape.
     """
     points = [point(row, rows["machine"]) for row in rows["steps"]]
     overheads = fit_host(fit(points), rows["rollouts"])
@@ -175,7 +175,7 @@ def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float,
 
 
 def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, list[float]]:
-    """Return relative errors at the steps of traces, by shape and kind."""
+    """Return the relative errors for the steps of the traces, by shape and kind."""
     by_kind: dict[str, list[float]] = {}
     for row in rows["ragged"]:
         p = point(row, rows["machine"])

@@ -1,20 +1,20 @@
-"""An 8-bit KV cache and fp8 weights in vLLM on a GPU, compared with exact arithmetic on the same
+"""Check 8-bit KV caches and fp8 weights in vLLM on a GPU against exact arithmetic on the same
 rounded keys and values.
 
     python benchmarks/fp8_check.py                 # writes benchmarks/results/fp8_equal.json
     python benchmarks/fp8_check.py --cache int8    # writes benchmarks/results/int8_equal.json
 
-The model is the random one of ``vllm_check.py``. Three engines decode with every page kept, each
-from its own samples: stock vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3
-rounds queries to fp8 as well), and Sparrow with an fp8 cache. *truth* is transformers in float32;
-*rounded* is the same with every key and value rounded to e4m3 with Sparrow's own scales, in float32
-(what an fp8 cache costs by itself) and in bfloat16 (the yardstick for a kernel that rounds once
-more, as in ``vllm_check.py``). *prefill from decode* compares the log-probs of a response that a
-decoding engine returned with those that the same engine gives for prompt and response as one
-prompt.
+The model is the random one of ``vllm_check.py``. Three engines decode with every page kept: stock
+vLLM in bfloat16, stock vLLM with an fp8 cache (whose FlashAttention 3 rounds queries to fp8 as
+well), and Sparrow with an fp8 cache. Each engine's own samples are scored by transformers. *truth*
+is the score in float32. *rounded* is the score with every key and value rounded to e4m3 with
+Sparrow's own scales, in float32 (to show what an fp8 cache costs by itself) and in bfloat16 (the
+yardstick for a kernel that rounds once more, as in ``vllm_check.py``). *prefill from decode*
+compares the log-probs of a response as it was decoded with those that the same engine returns if
+prompt and response are passed as one prompt.
 
-``--cache int8`` does all of this with keys and values in int8, with a scale for each token and
-head; stock vLLM serves that with its Triton backend, and its scales are not powers of 2.
+``--cache int8`` does the same for keys and values in int8, with one scale per token and head. Stock
+vLLM uses its Triton backend for this, and its scales are not powers of 2.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from sparrow.rollout import Rollout
 from sparrow.vllm.runtime import find
 
 STORED = {"fp8": "fp8", "int8": "int8_per_token_head"}
-"""vLLM's names of how keys and values are stored."""
+"""vLLM's names for these cache formats."""
 
 
 def sampled(llm: LLM) -> list[Rollout]:
-    """Return samples of any vLLM with the settings in ``vllm_check.SAMPLED``, as rollouts."""
+    """Sample from vLLM, stock or with Sparrow, with the settings in ``vllm_check.SAMPLED``."""
     parameters = [
         SamplingParams(
             max_tokens=192,
@@ -68,8 +68,8 @@ def sampled(llm: LLM) -> list[Rollout]:
 
 
 def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
-    """Return the differences between log-probs of the rollouts and those of the same tokens as
-    parts of a prompt.
+    """Return the differences between the log-probs of rollouts and those of the same tokens in a
+    prompt.
     """
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
     requests = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
@@ -157,8 +157,8 @@ def main() -> None:
         def weights_go_and_come(
             engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str
         ) -> list[Rollout]:
-            """Record whether samples are unchanged after weights were replaced and restored. Return
-            the samples with the new weights.
+            """Replace the weights and restore them, and record whether samples are the same as
+            before. Return the samples with the new weights.
             """
             engine.update_weights(new_weights.named_parameters())
             updated = generated(engine)

@@ -1,16 +1,16 @@
-"""Rollouts with 8-bit KV caches and fp8 weights in vLLM on one GPU, stock dense against
-Sparrow.
+"""Compare rollouts of Sparrow with 8-bit KV caches and fp8 weights with those of stock vLLM, on one
+GPU.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
-Every variant runs in its own engine, one after another on the same GPU: stock vLLM in bfloat16;
+The variants run one after another on the same GPU, each in its own engine: stock vLLM in bfloat16;
 stock vLLM with cache and weights in fp8, for a fair comparison; and Sparrow with the published
-table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. Weights are
-quantised by vLLM (``quantization="fp8_per_channel"``) in both. ``--variants`` selects the variants
-to measure; earlier results of other variants are kept. The trace of ``rollout.py`` is timed as in
-that script, with top-20 log-probs. It is timed once with as many requests at a time as the bfloat16
-cache holds, and once with as many as the variant's own cache holds. Tokens per second include the
-prefill of joining requests.
+table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. In all of them, vLLM
+quantises the weights (``quantization="fp8_per_channel"``). ``--variants`` selects the variants to
+measure; earlier results of other variants are kept. The trace of ``rollout.py`` is timed as in that
+script, with top-20 log-probs: once with as many concurrent requests as fit in the bfloat16 cache,
+and once with as many as fit in the variant's own cache. Tokens per second include the prefill of
+new requests.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 REQUESTS = 240
 MOST = 2.75
-"""Requests that a variant is started for, times those that fit into an H200 in bfloat16."""
+"""The number of concurrent requests for which engines start, relative to the number that fit on an
+H200 in bfloat16.
+"""
 
 
 def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
-    """Time a trace served ``slots`` at a time, from ``count`` of its steps."""
+    """Estimate the time of a trace with ``slots`` concurrent requests from ``count`` of its
+    steps.
+    """
     tokens = responses(REQUESTS)
     spans = simulate([PROMPT] * REQUESTS, tokens, slots)
     chosen, steps = states(spans, count), sum(n for n, _, _ in spans)
@@ -63,8 +67,8 @@ def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
 
 
 def most_slots(kv_tokens: int, block: int, limit: int) -> int:
-    """Return the largest multiple of 8, up to ``limit``, for which the fullest moment of the trace
-    fits.
+    """Return the largest multiple of 8, up to ``limit``, for which the whole trace fits in the
+    cache.
     """
     tokens = responses(REQUESTS)
 
@@ -76,7 +80,7 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
 
 
 def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
-    """Measure one variant in this process with ``count`` steps of each trace."""
+    """Measure one variant in this process, timing ``count`` steps of each trace."""
     kind, options = VARIANTS[variant]
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
@@ -108,16 +112,14 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shape", choices=SLOTS, required=True)
     options.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    options.add_argument(
-        "--states", type=int, default=12, help="steps of each trace that are timed"
-    )
+    options.add_argument("--states", type=int, default=12, help="number of steps to time per trace")
     arguments = options.parse_args()
     out = RESULTS / f"fp8_{arguments.shape}.json"  # variants not measured now are kept
     variants = json.loads(out.read_text())["variants"] if out.exists() else {}
     for variant in arguments.variants:
         with ProcessPoolExecutor(
             1, mp_context=get_context("spawn")
-        ) as alone:  # the GPU is free when the process has ended
+        ) as alone:  # the GPU's memory is freed when the process ends
             measured = alone.submit(measure, arguments.shape, variant, arguments.states).result()
         variants[variant] = measured
         save(

@@ -1,4 +1,6 @@
-"""Timing of GPU work that the host launches; ``sparrow.attention.triton.timing`` times CUDA graphs."""
+"""Time GPU work that the host launches. To time CUDA graphs, use
+``sparrow.attention.triton.timing``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the median time of ``work`` on the GPU when the host launches it each time."""
+    """Return the median GPU time of ``work``, which the host launches anew each time."""
     work()
     torch.cuda.synchronize()
     times = []

@@ -1,5 +1,5 @@
-"""Whole GRPO steps at Qwen3-1.7B's shape, stock dense rollouts against Sparrow's, on one GPU and on
-several.
+"""Compare whole GRPO steps with stock dense rollouts and with Sparrow's, for Qwen3-1.7B's shape, on
+one or several GPUs.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
@@ -10,18 +10,18 @@ several.
 
 Sparrow's own trainer runs unchanged: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
-checkpointing), and the new weights into vLLM. Weights are random, rewards are coin tosses, and each
-response ends at a length drawn beforehand. The first step has a sixteenth of the lengths and is not
-counted: it compiles, and initialises AdamW's moments. The drafts of ``lossless`` are accepted with
-a given probability, as in ``benchmarks/lossless.py``.
+checkpointing), and transfer of the new weights to vLLM. Weights are random, rewards are coin
+tosses, and each response ends at a length drawn beforehand. A first step with a sixteenth of the
+lengths, which compiles kernels and initialises AdamW's moments, is not counted. The drafts of
+``lossless`` are accepted with a given probability, as in ``benchmarks/lossless.py``.
 
-A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two
-ways to shorten it:
+A full-length step, with 240 responses of 14,268 tokens on average, would take most of an hour.
+There are two ways to shorten it:
 
 - ``--scale 8``: all 240 responses at once, each an eighth as long (mean 1,783, cut at 4,096), with
   the schedule scaled to match (an eighth of the pages, in bins an eighth as wide). A decode step
-  then reads as many bytes of KV as one of 30 responses at full length; with ``--scale 4`` as one of
-  60. The longest responses are alone at the end, as they are in a real step.
+  then reads as many bytes of KV as a step of 30 full-length responses (60 with ``--scale 4``). As
+  in a full-length step, only the longest responses are left at the end.
 - ``--part 15``: every fifteenth response by length, at its full length. Training time adds up over
   responses, rollout time does not. ``--variant given`` has random tokens in place of rollouts.
 """
@@ -45,7 +45,7 @@ from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights reach stock vLLM on the device as well
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # stock vLLM, too, gets weights on the GPU
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
@@ -65,7 +65,7 @@ VOCABULARY = 151_936
 PROMPT = 64
 """Tokens of a prompt."""
 ACCEPTANCE = 0.945
-"""Of drafts of 1,024 tokens, on the text model."""
+"""Acceptance of drafts that read 1,024 tokens, measured with the text model."""
 
 
 class Coin:
@@ -77,8 +77,8 @@ class Coin:
 
 
 class Given:
-    """A stand-in for an engine. It returns random tokens, as many as ``lengths`` specifies for each
-    response of each call.
+    """A stand-in for an engine, which returns random tokens. ``lengths`` has the response lengths
+    of each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -86,8 +86,8 @@ class Given:
         self.measured: dict[str, Any] = {}
 
     def _next(self, count: int) -> Sequence[int]:
-        """Return the lengths for this many responses; the call that measures the ceiling of p5
-        requests fewer.
+        """Return the lengths of the next ``count`` responses. The call that measures the ceiling
+        requests fewer than the others.
         """
         return next(self._lengths)[:count]
 
@@ -105,7 +105,7 @@ class Given:
             weight.bfloat16()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing: the schedule stays the one vLLM was started with."""
+        """Do nothing: vLLM keeps the schedule with which it was started."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
@@ -116,9 +116,7 @@ class Given:
 
 
 class Engine(Given):
-    """vLLM, stock or with Sparrow, in the form that the trainer needs, with given
-    response lengths.
-    """
+    """Stock vLLM or vLLM with Sparrow as an engine for the trainer, with given response lengths."""
 
     def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
         super().__init__(lengths)
@@ -185,7 +183,9 @@ def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
 
 
 def chosen(part: int, scale: int) -> list[int]:
-    """Return the tokens of every ``part``-th response by length, in trace order."""
+    """Return the lengths of every ``part``-th response when sorted by length, in the order of the
+    trace.
+    """
     lengths = np.array(responses(RESPONSES))
     return [
         max(1, int(n) // scale)
@@ -220,7 +220,7 @@ def start(
     if variant == "lossless":
         rates = [
             ACCEPTANCE ** (i + 1) for i in range(DRAFT_TOKENS)
-        ]  # probability that this draft and all earlier ones are accepted
+        ]  # probability that a draft and all earlier ones are accepted
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         return VLLMEngine(
             folder, Decoding.lossless(schedule), speculative_config=synthetic, **options
@@ -234,10 +234,14 @@ def main() -> None:
         "--variant", choices=["stock", "sparse", "lossless", "given"], required=True
     )
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--scale", type=int, default=8, help="divisor of lengths and schedule")
-    options.add_argument("--part", type=int, default=1, help="use one in this many responses")
     options.add_argument(
-        "--steps", type=int, default=1, help="steps to measure, all of the same lengths"
+        "--scale", type=int, default=8, help="divide lengths and schedule by this number"
+    )
+    options.add_argument(
+        "--part", type=int, default=1, help="use only every N-th response by length"
+    )
+    options.add_argument(
+        "--steps", type=int, default=1, help="steps to measure, all with the same lengths"
     )
     arguments = options.parse_args()
     state = PartialState()
@@ -248,7 +252,7 @@ def main() -> None:
     short = [max(1, n // 16) for n in dealt]
     calls = iter(
         [short, short, *[dealt] * arguments.steps]
-    )  # the first is used to measure the ceiling of p5
+    )  # the first call measures the ceiling of p5
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     read = scaled(DRAFT_SCHEDULE, scale) if arguments.variant == "lossless" else schedule
     with tempfile.TemporaryDirectory() as folder:

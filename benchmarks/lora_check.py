@@ -1,22 +1,21 @@
-"""Lossless mode with LoRA adapters on a GPU: each request is drafted and verified with its own
-adapter.
+"""Check on a GPU that lossless mode drafts and verifies each request with its own LoRA adapter.
 
     python benchmarks/lora_check.py    # writes benchmarks/results/lossless_lora.json
 
-A batch mixes requests for two adapters, which change every linear layer, with requests without an
-adapter. Stock vLLM and lossless mode decode the batch greedily in three ways: eagerly, with CUDA
-graphs, and with CUDA graphs and ``torch.compile``. The model and the adapters are random, in
-bfloat16.
+A batch mixes requests without an adapter with requests for two adapters, which change every linear
+layer. Stock vLLM and lossless mode decode the batch greedily in three ways: eagerly, with CUDA
+graphs, and with CUDA graphs and ``torch.compile``. The model and the adapters have random weights
+in bfloat16.
 
 - Log-probs are compared with those of transformers in float32 with the adapters merged, up to the
   first token that differs between stock vLLM and lossless mode; stock vLLM is the yardstick.
-- Drafts keep every page, so nearly all drafts are accepted if they use the adapters of their
-  requests. For comparison, the share of accepted drafts is also measured for requests without
-  adapters, and for requests with adapters whose drafts leave the adapters out.
+- Drafts keep every page, so nearly all of them are accepted if they use the adapters of their
+  requests. For comparison, the acceptance is also measured for requests without adapters, and with
+  drafts that ignore the adapters of their requests.
 - The time of lossless mode is measured with adapters, without adapters, and without
   ``enable_lora``.
 
-All engines run at the same time, each in its own process; the times are measured one after another.
+All engines run at the same time, each in its own process, but only one is timed at a time.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from transformers import Qwen3ForCausalLM
 
 LENGTHS = (700, 17, 300, 1601, 33, 512, 64, 1024, 90, 150, 48, 800)
 WHOSE = (0, 1, 2, 2, 0, 1, 1, 2, 0, 2, 0, 1)
-"""The number of each prompt's adapter; 0 is none."""
+"""The adapter of each prompt; 0 means no adapter."""
 NEW_TOKENS = 128
 DRAFT_TOKENS = 4
 RANK = 16
 ALPHA = 32
 STRENGTH = 0.1
-"""The standard deviation of the weights of B. Those of A have variance 1 / inputs."""
+"""Standard deviation of the weights of B. Those of A have variance 1 / inputs."""
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -117,7 +116,7 @@ def write_adapter(
 
 @torch.no_grad()
 def merge(model: Any, folder: Path) -> None:
-    """Add the adapter in ``folder`` to the weights of a model."""
+    """Merge the adapter in ``folder`` into the weights of a model."""
     from safetensors.torch import load_file
 
     weights = load_file(folder / "adapter_model.safetensors")
@@ -138,7 +137,7 @@ def prompts() -> list[list[int]]:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """A context in which only one process can be at a time; other processes wait."""
+    """Hold a lock, so that only one process at a time runs the body of this context."""
     with Path(folder, "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -207,7 +206,7 @@ def run(arm: str, folder: str) -> Found:
         found.accepted = {"with adapters": share, "without adapters": share_of_nobody}
 
         def without(self: DraftAdapters) -> contextlib.AbstractContextManager[None]:
-            return self.captured(with_adapters=True)  # used when no row has an adapter
+            return self.captured(with_adapters=True)  # what drafts use if no row has an adapter
 
         DraftAdapters.by_sequence = without  # type: ignore[method-assign]
         found.accepted["drafts without adapters"] = decoded(WHOSE)[1]
@@ -217,7 +216,7 @@ def run(arm: str, folder: str) -> Found:
 
 @torch.no_grad()
 def exact_logprobs(folder: Path, responses: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Compute log-probs of these tokens with transformers in float32, with the adapters merged."""
+    """Compute the log-probs of responses with transformers in float32, with the adapters merged."""
     asked = prompts()
     exact: list[np.ndarray] = [np.empty(0)] * len(asked)
     for number in sorted(set(WHOSE)):

@@ -1,4 +1,4 @@
-"""Lossless decoding in vLLM on one GPU: tokens per second compared with stock vLLM, at a given
+"""Measure the tokens per second of lossless decoding and of stock vLLM on one GPU, at a given
 acceptance of drafts.
 
     python benchmarks/lossless.py --shape qwen3-1.7b --variant stock \\
@@ -6,19 +6,20 @@ acceptance of drafts.
     python benchmarks/lossless.py --shape qwen3-1.7b --variant lossless \\
         --out results/lossless_qwen3-1.7b.json
 
-Models are random, and states are reached without prefill, as in ``benchmarks/rollout.py``. The
-acceptance of a random model's drafts means nothing, so vLLM is told to accept each draft with a
-given probability (its synthetic rejection sampler); everything else runs as in real use, the meter
-included. Parts:
+As in ``benchmarks/rollout.py``, models are random, and states are set up without prefill. With a
+random model, the real acceptance would be meaningless, so vLLM's synthetic rejection sampler
+accepts each draft with a given probability. Everything else, including the meter, runs as in real
+use. Parts:
 
-- ``points``: plain states, in stock vLLM and with each number of drafts for ``FIXED_S``, then with
-  Sparrow choosing it for ``SECONDS``, the probing at the start included, and for ``SETTLED_S``
-  more. Sequences begin shorter by half of their expected growth (at the speed of the previous row),
-  so their mean length is that of the state.
-- ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated
-  from states as there. The time per token is that of a cycle divided by its tokens; the number of
-  drafts is settled beforehand.
-- ``whole``: a smaller trace, generated from its first token to its last.
+- ``points``: sequences of equal length. Stock vLLM and each fixed number of drafts are timed for
+  ``FIXED_S``. Sparrow's own choice of the number is timed for ``SECONDS``, which include its
+  initial search, and then for another ``SETTLED_S``. Sequences start shorter than the length of the
+  state by half of their expected growth (at the speed of the previous row), so that their mean
+  length is that of the state.
+- ``trace``: the trace of ``benchmarks/rollout.py``, with log-probs of the sampled tokens, whose
+  time is estimated from states as in that script. The time per token is the time of a cycle divided
+  by its tokens. Timing starts after the number of drafts has settled.
+- ``whole``: a smaller trace, which is run from beginning to end.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
 SETTLED, SETTLED_CYCLES = 512, 48
-"""Tokens that a request may grow by while the number of drafts is chosen, and cycles after the
-first choice, which time dense steps again."""
+"""By how many tokens a request may grow while the number of drafts settles, and how many cycles to
+run after the first choice, so that dense steps are timed again.
+"""
 MARGIN = 8192
-"""Tokens a request may still generate after its point was timed."""
+"""Maximum number of new tokens per request, so large that no request ends while it is timed."""
 
 
 def scheduler(bench: Bench) -> Any:
@@ -69,12 +71,12 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Make vLLM accept each draft with this probability. Drafts with other budgets are accepted
-    with the probability expected for them (``acceptance_at``).
+    """Make vLLM accept each draft of the standard budget with probability ``rate``, and drafts of
+    other budgets with the probability that ``acceptance_at`` expects for them.
     """
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
-    def use_budget(budget: int) -> None:  # after a verification, and before the next drafts
+    def use_budget(budget: int) -> None:  # called between a verification and the next drafts
         Runtime.use_budget(shared, budget)
         rates.fill_(acceptance_at(rate, shared.budgets[budget]))
 
@@ -82,7 +84,9 @@ def accept(bench: Bench, rate: float) -> None:
 
 
 def generated(bench: Bench) -> int:
-    """Return the number of output tokens of the running requests, as far as the host knows."""
+    """Return the number of output tokens of the running requests that the host has received so
+    far.
+    """
     return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
@@ -95,8 +99,8 @@ def abandon(bench: Bench, batch: int) -> None:
 
 
 def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> dict[str, float]:
-    """Run cycles for at least ``steps`` and ``seconds``; return tokens per second and
-    ms per cycle.
+    """Run at least ``steps`` cycles for at least ``seconds``, and return tokens per second and ms
+    per cycle.
     """
     engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
@@ -119,8 +123,8 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Start requests with ``lengths`` cached tokens and run some steps, because the first step
-    returns before its work is done.
+    """Start requests with ``lengths`` cached tokens, and run a few steps before timing begins,
+    because the first step returns before the GPU has finished it.
     """
     bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
@@ -138,12 +142,14 @@ def hold(bench: Bench, drafts: int) -> None:
 def point(
     bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0
 ) -> dict[str, Any]:
-    """Time ``batch`` sequences with a mean length of ``length`` tokens, given an estimate of their
-    speed.
+    """Time ``batch`` sequences that have ``length`` tokens on average while they are timed.
+
+    Args:
+        tokens_per_s: an estimate of their speed, from which their growth is computed.
     """
     lengths = [
         length - 32 - int(tokens_per_s * seconds / batch / 2)
-    ] * batch  # 32: about what it grows by before
+    ] * batch  # 32: about the growth before timing begins
     begin(bench, lengths)
     metrics = timed(bench, lengths, TIMED, seconds)
     abandon(bench, batch)
@@ -151,8 +157,8 @@ def point(
 
 
 def settle(bench: Bench, lengths: np.ndarray) -> int:
-    """Return the number of drafts in use once this state has kept one number for
-    ``SETTLED_CYCLES``.
+    """Run a state until it has had a settled number of drafts for ``SETTLED_CYCLES`` cycles, and
+    return this number.
     """
     behind = np.maximum(PROMPT + 1, lengths - SETTLED)
     chooser = scheduler(bench).chooser
@@ -169,10 +175,10 @@ def settle(bench: Bench, lengths: np.ndarray) -> int:
 
 
 def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, float]:
-    """Time a state of the trace; ``ms_per_token`` is per token of a request.
+    """Time a state of the trace. ``ms_per_token`` is the time per token of each request.
 
     Args:
-        rate: acceptance of drafts; the number of drafts is settled first. None in stock vLLM.
+        rate: acceptance of drafts, whose number settles before timing begins. None: stock vLLM.
     """
     drafts = 0
     if rate is not None:
@@ -193,7 +199,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
 
 
 def whole(bench: Bench, requests: int) -> dict[str, Any]:
-    """Run a trace from the first prompt to the last token, with every prompt prefilled."""
+    """Run a trace from the prefill of the first prompt to the last token."""
     tokens, engine, rows = responses(requests), bench.llm.llm_engine, list[list[float]]()
     bench.start([PROMPT] * requests, tokens, LOGPROBS["sampled"], only_final=True)
     began, steps = time.perf_counter(), 0
@@ -216,8 +222,8 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
 
 
 def in_cuda(bench: Bench, steps: int) -> str:
-    """Profile a step of running requests: GPU time by kernel, and calls of torch and CUDA on the
-    host.
+    """Profile steps of the running requests, and list the GPU time by kernel and the host's calls
+    of torch and CUDA by time.
     """
     calls, kernels = recorded(bench, steps)
     lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
@@ -338,7 +344,7 @@ def measure(arguments: argparse.Namespace) -> None:
             )
             peak = most_cached(spans)
             assert peak + slots * 64 < result["kv_tokens"], (
-                f"{peak} tokens would be preempted: fewer slots"
+                f"{peak} tokens do not fit in the KV cache, so requests would be preempted; use fewer slots"
             )
             for step, lengths in states(spans, STATES):
                 row = dict(batch=len(lengths), tokens=int(lengths.sum()))
@@ -357,9 +363,11 @@ def main() -> None:
     command = parser(__doc__)
     command.add_argument("--shape", choices=POINTS, required=True)
     command.add_argument("--variant", choices=["stock", "lossless"], required=True)
-    command.add_argument("--parts", default="points", help="any of points, trace, whole")
     command.add_argument(
-        "--requests", type=int, default=96, help="requests of the trace that is generated in full"
+        "--parts", default="points", help="any of points, trace and whole, separated by commas"
+    )
+    command.add_argument(
+        "--requests", type=int, default=96, help="number of requests in the trace of the part whole"
     )
     command.add_argument(
         "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
@@ -368,17 +376,17 @@ def main() -> None:
         "--draft-tokens",
         type=int,
         default=12,
-        help="the maximum; 0, a third and two thirds of it are also choices",
+        help="maximum number of drafts; 0, a third and two thirds of it are also tried",
     )
     command.add_argument(
         "--cases",
         nargs="+",
         default=["61:0.95", "61:0.945", "61:0.9"],
         metavar="PAGES:ACCEPTANCE",
-        help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
+        help="top-k pages that drafts read, and acceptance; the first case also with each number of drafts",
     )
     command.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read in full"
+        "--dense-layers", type=int, nargs="*", default=[], help="layers that are dense in drafts"
     )
     command.add_argument(
         "--landmarks",

@@ -1,15 +1,16 @@
-"""Draft budgets: how fast is each budget, and does lossless mode in vLLM find the fastest one?
+"""Measure how fast each draft budget is, and whether lossless mode in vLLM finds the fastest one.
 
     python benchmarks/lossless_budgets.py --shape qwen3-1.7b    # writes results/lossless_budgets_qwen3-1.7b.json
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
-States and synthetic acceptance are those of ``benchmarks/lossless.py``. The acceptance is specified
-for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at`` predicts it for half or twice
-that budget. Each state is timed with every fixed budget, and with a budget that is found without
-earlier measurements. The number of drafts is always chosen by Sparrow. Both choices settle in
-rounds that start again from the length of the state, as the timed round does. Each cycle counts
-with its expected number of tokens. The number of sampled tokens would vary by 2 % over a few
-seconds, which is about as much as budgets differ.
+As in ``benchmarks/lossless.py``, states are set up without prefill, and acceptance is synthetic. It
+is specified for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at`` predicts it for
+half or twice that budget. Each state is timed with every fixed budget, and with a budget that
+Sparrow chooses, starting without measurements. Sparrow always chooses the number of drafts. Before
+the timed round, both choices settle in other rounds, and every round starts again from the length
+of the state. Tokens per second are computed from the expected number of tokens of each cycle,
+because the number of sampled tokens varies by 2 % over a few seconds, about as much as budgets
+differ.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ STATES = {
     "qwen3-1.7b": [(64, 4096), (64, 15000), (32, 30000), (8, 30000)],
     "qwen3-8b": [(48, 4096), (24, 30000)],
 }
-"""The number of sequences, and the tokens in the cache of each at the start."""
+"""The number of sequences, and the cached tokens of each at the start."""
 RATES = (0.9, 0.945, 0.98)
 HELD, FOUND = (2.0,), (4.0, 4.0, 4.0, 4.0)
-"""Seconds of the rounds before the one that is timed, with a budget held and where it is found."""
+"""Durations in seconds of the rounds before the timed one, with a fixed budget and with a chosen
+one.
+"""
 TIMED_S = 2.0
 
 
 class Counted(DraftChooser):
-    """A step counter by number and budget of drafts; ``held`` fixes the budget as a multiple of the
-    draft schedule.
+    """A chooser that counts cycles by the number and the budget of their drafts. ``held`` fixes the
+    budget, as a multiple of the draft schedule's; None leaves it free.
     """
 
     def __init__(self, choices: tuple[int, ...], held: float | None) -> None:
@@ -54,7 +57,7 @@ class Counted(DraftChooser):
         drafts = super().choose(rows, length, repeated)
         self.cycles[0, 1.0] += repeated + (
             not drafts
-        )  # cycles without drafts, for which no budget is chosen
+        )  # no budget is chosen for cycles without drafts
         return drafts
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
@@ -70,8 +73,8 @@ class Counted(DraftChooser):
 def speed(
     bench: Bench, chooser: Counted, batch: int, length: int, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Return the tokens per second of these requests over a fixed time, both as sampled and as
-    expected from their cycles.
+    """Run requests for ``seconds``, and return their tokens per second, both as sampled and as
+    expected from the acceptance.
     """
     begin(bench, [length] * batch)
     chooser.cycles.clear()

@@ -1,19 +1,23 @@
-"""Lossless mode in vLLM on a GPU: samples follow the dense model.
+"""Check on a GPU that samples of lossless mode in vLLM follow the dense model's distribution.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
         [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
-``equal`` compares log-probs with transformers in float32, with the yardstick of ``vllm_check.py``.
-It also compares greedy tokens with stock vLLM's; where the tokens first differ, it measures how far
-apart the float32 model's log-probs of the two tokens are. With ``--cache fp8``, stock vLLM has such
-a cache too, and the yardstick is the distance of its log-probs from float32. ``samples`` counts one
-prompt's continuations at temperature 1 from a small vocabulary, and compares the counts with the
-probabilities that transformers computes in float32 (chi-square). ``invariant`` compares the tokens
-of a seed with ``drafter_invariant`` to stock vLLM's, up to the first token that differs. The
-yardstick is stock vLLM with fewer sequences at a time, whose rounding also differs. Without the
-option, lossless decoding differs at once. Models are random; drafts are really drawn.
+All models are random, and drafts are accepted or rejected as in real use.
+
+- ``equal`` compares log-probs with those of transformers in float32, with the yardstick of
+  ``vllm_check.py``. It also compares greedy tokens with stock vLLM's. Where they first differ, it
+  reports the difference between the float32 model's log-probs of the two tokens. With ``--cache
+  fp8``, stock vLLM uses such a cache too, and the yardstick is its error relative to float32.
+- ``samples`` counts how often each continuation of a prompt is sampled at temperature 1, for a
+  small vocabulary, and compares the counts with the probabilities that transformers computes in
+  float32 (chi-square).
+- ``invariant`` compares the tokens that ``drafter_invariant`` samples with those that stock vLLM
+  samples with the same seed, up to the first difference. The yardstick is stock vLLM with fewer
+  concurrent sequences, whose rounding also differs. Without the option, lossless decoding differs
+  at once.
 """
 
 from __future__ import annotations
@@ -61,8 +65,8 @@ VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
-    """Return where greedy tokens first differ: the position, and how much the float32 model prefers
-    one token.
+    """Return the position at which greedy tokens first differ, and how much likelier one of the two
+    is under the float32 model, for each pair of responses that differ.
     """
     scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
     differences = []
@@ -114,7 +118,7 @@ def equal(arguments: argparse.Namespace) -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # kept to the end, because its graphs use the memory pool
+        )  # not freed until the end, because its graphs use vLLM's memory pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate(
             [{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False
@@ -228,7 +232,7 @@ def invariant(arguments: argparse.Namespace) -> None:
 
 
 def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
-    """Return probabilities ``[VOCAB ** TOKENS]`` of all continuations."""
+    """Return the probabilities of all continuations, ``[VOCAB ** TOKENS]``."""
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(TOKENS):
         rows = torch.tensor([[*prompt, *row] for row in written], device=model.device)
@@ -244,12 +248,12 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 def drawn(
     folder: str, decoding: dict[str, Any], process: int, seeds: range
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Count how often each continuation occurred, with one request per seed. Return the engine's
-    counters as well.
+    """Sample a continuation for each seed. Return how often each continuation occurred, and the
+    engine's counters.
     """
     os.environ["VLLM_PORT"] = str(
         41_000 + 50 * process
-    )  # otherwise, engines that look for a free port at the same time find the same port
+    )  # otherwise, engines that start at the same time may choose the same free port
     cuda = torch.cuda.is_available()
     machine = (
         {"max_num_seqs": 1024}
@@ -310,8 +314,8 @@ def samples(arguments: argparse.Namespace) -> None:
             for layer in model.model.layers:
                 layer.self_attn.q_norm.weight.fill_(2.0)
                 layer.self_attn.k_norm.weight.fill_(2.0)
-            model.lm_head.weight.normal_(0.0, 0.05)  # so no continuation is too rare to count
-        # float16, because 10^6 samples would show the coarser rounding of bfloat16
+            model.lm_head.weight.normal_(0.0, 0.05)  # so that no continuation is too rare
+        # 10^6 samples would reveal the coarser rounding of bfloat16.
         model.to(torch.float16 if cuda else torch.float32).save_pretrained(folder)
         truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         expected = enumerated(truth, sample_prompt())
@@ -366,7 +370,7 @@ def main() -> None:
         "--processes",
         type=int,
         default=8,
-        help="processes that draw samples, each with its engine on the same GPU",
+        help="processes that sample, each with its own engine on the same GPU",
     )
     command.add_argument("--out", type=Path, required=True)
     arguments = command.parse_args()

@@ -1,32 +1,34 @@
-"""Short contexts and few sequences, where drafting does not pay: is lossless mode in vLLM slower
-than stock vLLM there?
+"""Test whether lossless mode in vLLM is slower than stock vLLM where drafting does not pay: with
+short contexts and few sequences.
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
     python benchmarks/lossless_short.py --shape qwen3-8b
     python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
-The host limits the speed of a short step, or nearly so, and its own speed changes from minute to
-minute by more than the difference in question. The engines therefore share one GPU and take turns
-of ``TURN_S``: stock vLLM, lossless mode, and a second stock vLLM, because even two stock engines
-differ (``control`` is the speed of the second stock engine relative to the first). The speed of
-lossless mode is given relative to both stock engines together. Each engine has its own process, as
-in real use: its scheduler would take longer in one process with engines of another kind. The
-stepping threads run on one core, the last that the script may use, so its speed at any time is the
-same for all. Hosts differ, and so do two processes of one engine: several runs are more informative
-than one long run, and ``benchmarks/tables.py`` takes their mean. Sequences begin with their tokens
-in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for ``SECONDS``;
-acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts
-and what they read are chosen without earlier measurements. Ratios are those of tokens per second
-over all turns; intervals resample rounds of turns.
+The speed of a short step depends on the host, whose own speed varies from minute to minute by more
+than the difference in question. Three engines therefore share one GPU and take turns of ``TURN_S``:
+stock vLLM, lossless mode, and a second stock vLLM. The last one shows how much even two stock
+engines differ (``control`` is its speed relative to the first). The speed of lossless mode is given
+relative to both stock engines together. Each engine has its own process, as in real use, because
+its scheduler would be slower in a process with engines of another kind. The threads that run steps
+share one core, the last that the script may use, so they all run at the same speed. Because hosts
+differ, and so do two processes of the same engine, several runs are more informative than one long
+run; ``benchmarks/tables.py`` averages them.
 
-Taking turns costs time that does not occur in real use: at its end a turn waits for the GPU to
-finish, and at its start the GPU waits for the host. So a turn's time is from the result of one step
-to that of a later one, without the first ``UNDER_WAY`` and without the wait at the end
-(``with_pauses`` is the ratio with both). Objects that an engine holds when a state begins are
-excluded from Python's garbage collection, which would otherwise scan them during some turn.
+Sequences start with their tokens already in the cache (see ``benchmarks/rollout.py``), and grow by
+at most ``GROWTH`` tokens or for at most ``SECONDS``. Acceptance is synthetic (see
+``benchmarks/lossless.py``). Either nothing is drafted, or Sparrow chooses the number of drafts and
+their budget, starting without measurements. Ratios are those of tokens per second over all turns.
+Intervals are computed by resampling rounds of turns.
 
-``host_us``, which is only printed, has the host's microseconds for ``PARTS`` of a step, for each
-engine; ``benchmarks/lossless.py --profile`` reports the work of the GPU.
+Taking turns costs time that real use does not: at the start of a turn, the GPU waits for the host,
+and at the end, the host waits for the GPU. A turn is therefore timed from the result of one step to
+that of a later one, without its first ``UNDER_WAY`` steps and without the wait at the end
+(``with_pauses`` is the ratio with both). Objects that exist when a state begins are excluded from
+Python's garbage collection, which would otherwise scan them during some turn.
+
+For each engine, ``host_us``, which is only printed, contains the microseconds that the host spends
+on each of ``PARTS`` per step. To profile the GPU, use ``benchmarks/lossless.py --profile``.
 """
 
 from __future__ import annotations
@@ -55,23 +57,28 @@ STATES = {
     "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],
     "qwen3-8b": [(64, 320), (8, 1024), (1, 1024), (2, 30000)],
 }
-"""Sequences, and tokens in the cache of each at the start. vLLM has no CUDA graph for 60 sequences.
+"""The number of sequences, and the cached tokens of each at the start. vLLM has no CUDA graph for
+60 sequences.
 """
 KEPT = ("ratio", "control", "tokens_per_s", "grown", "cycles_by_drafts")
-"""What the JSON file has of a case; the rest is printed, but for each turn."""
+"""What the JSON file contains for each case. All other results except the individual turns are
+printed.
+"""
 RATES = (None, 0.95, 0.9, 0.5)
-"""Probability with which vLLM accepts a draft; None: no drafts."""
+"""Probabilities with which vLLM accepts a draft; None: nothing is drafted."""
 ENGINES = ("stock", "lossless", "control")
-"""In the order of their turns; ``control`` is stock vLLM too."""
+"""The engines in the order of their turns; ``control`` is also stock vLLM."""
 TURN_S = 0.2
 GROWTH, SECONDS = 4096, 25.0
-"""Tokens by which sequences grow at most, and for how long the engines take turns at most."""
+"""Maximum growth of a sequence in tokens, and maximum time for which engines take turns."""
 UNDER_WAY = 2  # steps in flight in vLLM when a turn ends
-BLOCK = 16  # tokens in a block of vLLM's KV cache
-SPARE = 64  # tokens of each sequence that are left for drafts
+BLOCK = 16  # tokens per block of vLLM's KV cache
+SPARE = 64  # room for drafts, in tokens per sequence
 MEMORY, CACHE_BYTES = 0.3, 20 * 2**30
-"""The share of the GPU that must be free when an engine starts, and bytes of its KV cache. vLLM
-would size the cache by the memory in use, which the other engines change meanwhile."""
+"""The share of the GPU's memory that must be free when an engine starts, and the size of its KV
+cache. The size is fixed, because vLLM would derive it from the memory in use, which changes while
+the other engines start.
+"""
 DECODING = Decoding.lossless(
     SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"), adapt_draft_budget=True
 )
@@ -81,11 +88,13 @@ PARTS = {
     "execute_model": "model_executor",
     "sample_tokens": "model_executor",
 }
-"""Methods that a step calls, by the attributes of vLLM's engine core that have them."""
+"""Methods that every step calls, and the attributes of vLLM's engine core to which they belong."""
 
 
 def clock_parts(bench: Bench) -> Counter[str]:
-    """Make an engine accumulate the seconds of ``PARTS`` and count its steps."""
+    """Make an engine add up the seconds that it spends on each of ``PARTS``, and count its
+    steps.
+    """
     core, spent = bench.llm.llm_engine.engine_core.engine_core, Counter[str]()
 
     def clocked(part: str, method: Any) -> Any:
@@ -109,15 +118,15 @@ class Engine:
 
     def __init__(self, bench: Bench, lossless: bool) -> None:
         self.bench, self.spent = bench, clock_parts(bench)
-        # Numbers of drafts to choose from; stock vLLM has none.
+        # The numbers of drafts to choose from; empty for stock vLLM.
         self.choices: Sequence[int] = scheduler(bench).chooser.choices if lossless else ()
 
     def kv_tokens(self) -> int:
         return self.bench.kv_tokens
 
     def prepare(self, lengths: Sequence[int], rate: float | None) -> int:
-        """Start requests with ``lengths`` cached tokens. Return how many tokens they have generated
-        by then.
+        """Start requests with ``lengths`` cached tokens, and return how many tokens they have
+        already generated.
         """
         if self.choices:
             choices = [0] if rate is None else self.choices
@@ -131,14 +140,12 @@ class Engine:
         return generated(self.bench)
 
     def turn(self, tokens: int) -> list[float]:
-        """Run steps for ``TURN_S``, or until the requests have generated ``tokens`` tokens
-        together. Return the new tokens and the seconds, without and with pauses.
+        """Run steps for ``TURN_S``, or until the requests have generated ``tokens`` tokens in
+        total. Return new tokens and seconds without pauses, and then both with pauses.
         """
         bench, resumed, had = self.bench, clock(), generated(self.bench)
         for _ in range(UNDER_WAY):
-            scheduler(
-                bench
-            )._last = None  # a step that ended in the pause does not show how long a cycle takes
+            scheduler(bench)._last = None  # do not time the step that ended during the pause
             bench.llm.llm_engine.step()
         scheduler(bench)._last = None
         began = now = time.perf_counter()
@@ -150,8 +157,8 @@ class Engine:
         return [new - before, now - began, new - had, clock() - resumed]
 
     def end(self, batch: int) -> dict[str, Any]:
-        """Abort the requests. Return the host's microseconds for the parts of a step, and the
-        number of cycles by number of drafts.
+        """Abort the requests. Return the host's microseconds for each part of a step, and how many
+        cycles had each number of drafts.
         """
         abandon(self.bench, batch)
         host_us = {part: 1e6 * self.spent[part] / self.spent["steps"] for part in PARTS}
@@ -167,7 +174,7 @@ def start(shape: str, name: str, folder: str) -> None:
     """Start an engine in this process."""
     global _engine
     os.environ["VLLM_CACHE_ROOT"] = (
-        f"{folder}/cache"  # engines that start at the same time must not write the same files
+        f"{folder}/cache"  # engines that start at the same time must not share files
     )
     slots, lossless = max(batch for batch, _ in STATES[shape]), name == "lossless"
     kind, decoding = ("lossless", DECODING) if lossless else ("stock", None)
@@ -177,19 +184,20 @@ def start(shape: str, name: str, folder: str) -> None:
     _engine = Engine(bench, lossless)
     os.sched_setaffinity(
         0, {max(os.sched_getaffinity(0))}
-    )  # this thread only; the engine's other threads are unaffected
+    )  # only this thread; the engine's other threads may use any core
 
 
 def run(method: str, *arguments: Any) -> Any:
-    """Call a function on the engine of this process."""
+    """Call a method of this process's engine."""
     return getattr(_engine, method)(*arguments)
 
 
 def side_by_side(
     engines: Mapping[str, ProcessPoolExecutor], batch: int, length: int, rate: float | None
 ) -> dict[str, Any]:
-    """Compare engines; return the ratio of speeds with its interval, that of both stock engines,
-    tokens per second, host time of the parts of a step, and each turn of each engine.
+    """Let the engines take turns on one state, and compare them. Return the speed of lossless mode
+    relative to stock vLLM and that of the second stock engine relative to the first, with
+    intervals, as well as tokens per second, host times, and all turns.
     """
 
     def ask(name: str, method: str, *arguments: Any) -> Any:
@@ -197,7 +205,7 @@ def side_by_side(
 
     lengths = [
         length + i % BLOCK for i in range(batch)
-    ]  # sequences in real use do not complete their blocks at the same time
+    ]  # so that sequences complete their blocks at different times, as in real use
     most = min(CONTEXT, *(ask(name, "kv_tokens") // batch for name in engines)) - BLOCK - SPARE
     growth = min(GROWTH, most - length)
     ends = {name: ask(name, "prepare", lengths, rate) + growth * batch for name in engines}

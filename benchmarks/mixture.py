@@ -1,29 +1,31 @@
-"""A mixture of experts in vLLM on one GPU: stock, lossless and lossy rollouts in one run.
+"""Measure rollouts of a mixture of experts in vLLM on one GPU, in stock vLLM and in both modes, in
+one run.
 
     python benchmarks/mixture.py    # Qwen3-30B-A3B; writes results/mixture_qwen3-30b-a3b.json
-    python benchmarks/mixture.py --experts 32 --points 32x15000 16x30000    # for a card of 80 GB
+    python benchmarks/mixture.py --experts 32 --points 32x15000 16x30000    # for a GPU with 80 GB
 
-Models are random, states are reached without prefill, and vLLM accepts each draft with a given
-probability, as in ``benchmarks/lossless.py``. A random router uses all experts about equally often,
+As in ``benchmarks/lossless.py``, models are random, states are set up without prefill, and vLLM
+accepts each draft with a given probability. A random router uses all experts about equally often,
 so a pass reads more experts than it would with a trained router. No schedule was published for this
-shape, so lossy mode uses the schedule of Qwen3-4B.
+shape, so lossy mode uses that of Qwen3-4B.
 
-The weights of all 128 experts per layer are 61 GB. With ``--experts``, fewer experts are kept; the
-number of experts per token does not change. ``--layers`` keeps fewer layers, for trials. The JSON
-file states what was kept.
+With all 128 experts per layer, the weights take 61 GB. ``--experts`` keeps fewer of them, without
+changing the number of experts per token, and ``--layers`` keeps fewer layers, for trials. The JSON
+file states how many were kept.
 
 Parts:
 
-- ``points``: sequences and tokens of each; points that do not fit into the cache of an engine are
-  left out. Lossless mode is timed with each number of drafts for ``FIXED_S``. It is then timed with
-  a number that Sparrow chooses, first for ``SECONDS``, which includes the probing at the start, and
+- ``points``: a number of sequences, and their length in tokens. Points that do not fit in an
+  engine's cache are left out. Lossless mode is timed with each number of drafts for ``FIXED_S``.
+  Sparrow's own choice of the number is timed for ``SECONDS``, which include its initial search, and
   then for another ``SETTLED_S``.
-- ``trace``: states of the trace of ``benchmarks/lossless.py``, with ``--slots`` sequences at a time
-  and the sampled tokens' log-probs. The number of drafts is settled beforehand.
+- ``trace``: states of the trace of ``benchmarks/lossless.py``, with at most ``--slots`` concurrent
+  sequences and with log-probs of the sampled tokens. Timing starts after the number of drafts has
+  settled.
 
 The engines of the three modes run one after another, each in its own process. Every invocation is a
-separate run, which is added to the file. Ratios are formed within a run. ``--deadline`` ends a run
-early.
+separate run, which is added to the file, and ratios are computed within a run. ``--deadline`` ends
+a run early.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from rollout_trace import PROMPT, most_cached, responses, simulate, states
 MODES = ("stock", "lossless", "lossy")
 PARTS = ("points", "trace")
 POINTS = ((40, 15_000), (20, 30_000), (8, 30_000), (40, 1_024))
-"""By default: what fits into an H200 beside the weights of all experts."""
+"""The default points, which fit on an H200 together with the weights of all experts."""
 SLOTS = 40
 REQUESTS = 240
 STATES = 8
@@ -57,8 +59,8 @@ FIXED_S = 2.0
 SECONDS = 4.0
 SETTLED_S = 6.0
 PREFILLED = 2048
-"""Tokens that vLLM may prefill at a time. Nothing long is prefilled here, and the experts'
-activations take memory for so many.
+"""The maximum number of tokens that vLLM prefills at once. It is small because only short prompts
+are prefilled here, and vLLM reserves memory for the experts' activations of this many tokens.
 """
 
 
@@ -85,9 +87,8 @@ def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]
 
 
 def graph_sizes(batches: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """List the batch sizes, in tokens, for which an engine captures CUDA graphs. These are the
-    sizes of all decode steps with each number of drafts. Captures take long, so no other sizes are
-    captured.
+    """List the batch sizes, in tokens, for which an engine captures CUDA graphs. Since captures
+    take long, these are only the sizes of decode steps with each number of drafts.
     """
     return sorted({batch * (drafts + 1) for batch in batches for drafts in choices})
 
@@ -200,7 +201,9 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
             found["rollout"], chosen = traced(arguments.slots, arguments.states)
             # Each sequence may have one partly filled block.
             peak = found["rollout"]["peak"] + 64 * arguments.slots
-            assert peak < bench.kv_tokens, f"{peak} tokens do not fit; give fewer --slots"
+            assert peak < bench.kv_tokens, (
+                f"{peak} tokens do not fit in the KV cache; reduce --slots"
+            )
             if mode == "lossless":
                 scheduler(bench).chooser = DraftChooser(scheduler(bench).chooser.choices)
             for step, lengths in chosen:
@@ -213,9 +216,9 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
 
 def found_by(mode: str, out: Path) -> Path:
-    """Return the file that a mode's process writes. It is in the same folder as the result, so that
-    the measurements are not lost if the script is killed. It is deleted once its contents are part
-    of the result.
+    """Return the file that a mode's process writes. It is next to the result, so that its
+    measurements survive if the script is killed, and is deleted once they have been added to the
+    result.
     """
     return out.with_name(f"{out.stem}_{mode}.part")
 
@@ -281,16 +284,27 @@ def main() -> None:
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument(
-        "--points", nargs="+", type=pair, default=POINTS, help="sequences x tokens, as 40x15000"
+        "--points",
+        nargs="+",
+        type=pair,
+        default=POINTS,
+        help="sequences x tokens, such as 40x15000",
     )
     options.add_argument(
-        "--slots", type=int, default=SLOTS, help="sequences of the trace at a time"
+        "--slots",
+        type=int,
+        default=SLOTS,
+        help="maximum number of concurrent sequences in the trace",
     )
     options.add_argument("--states", type=int, default=STATES, help="strata of the trace")
     options.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    options.add_argument("--deadline", type=float, default=3600.0, help="seconds of the whole run")
     options.add_argument(
-        "--out", type=Path, help="JSON, results/mixture_SHAPE.json by default; runs are added"
+        "--deadline", type=float, default=3600.0, help="maximum seconds for the whole run"
+    )
+    options.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file to add the run to, results/mixture_SHAPE.json by default",
     )
     options.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     arguments = options.parse_args()

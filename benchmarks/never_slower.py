@@ -1,33 +1,34 @@
-"""Cases in which reading fewer pages may gain nothing, because sequences are short or the model is
-small: is a mode of Sparrow slower than stock vLLM there?
+"""Test whether either mode of Sparrow is slower than stock vLLM where reading fewer pages may gain
+nothing, because sequences are short or the model is small.
 
     python benchmarks/never_slower.py --tokenizer TOKENIZER     # results/never_slower_smollm2-135m.json
     python benchmarks/never_slower.py --shape qwen3-1.7b        # 512 x 128 + 300, as on GSM8K
     python benchmarks/never_slower.py --model CHECKPOINT        # the same shape, with real weights
     python benchmarks/never_slower.py --engines stock lossy before --before OLD_TREE --cells 512x128+512
 
-Such steps wait for the host, whose speed changes by a tenth from minute to minute and from process
-to process. The engines (stock vLLM, lossless mode and lossy mode) therefore exist at the same time
-and take turns. As for users, each has vLLM's engine core in its own process. A turn is one call of
-``LLM.generate`` for a whole cell (requests x prompt + new tokens), at temperature 1, with sampled
-log-probs and a seed for each request. The other engines wait meanwhile. A round has one turn of
-each engine for each cell, with and without detokenisation; the engine that goes first changes from
-cell to cell. Ratios are formed within a round. All engines get the same prompts. These are random
-tokens that are new in each round, so nothing comes from the prefix cache. Before its first turn, an
-engine generates eight tokens for every request of each cell.
+The GPU waits for the host in such steps, and the host's speed varies by a tenth from minute to
+minute and from process to process. The engines (stock vLLM, lossless mode and lossy mode) therefore
+run side by side and take turns. As in real use, vLLM's engine core has its own process. A turn is
+one call of ``LLM.generate`` for a whole cell (requests x prompt + new tokens), at temperature 1,
+with log-probs of the sampled tokens and a seed for each request, while the other engines wait. In
+each round, every engine has one turn for each cell, with and without detokenisation, and the engine
+that goes first changes from cell to cell. Ratios are computed within a round. All engines receive
+the same prompts of random tokens, which are new in each round, so that nothing comes from the
+prefix cache. To warm up, every engine first generates eight tokens for every request of each cell.
 
-Without ``--model``, weights are random, and nothing is downloaded. vLLM then accepts nearly every
-draft, which makes lossless mode faster than with real weights. Without a tokenizer, the turns with
-detokenisation are left out.
+Without ``--model``, weights are random, and nothing is downloaded. Nearly every draft is then
+accepted, which makes lossless mode faster than with real weights. Without a tokenizer, there are no
+turns with detokenisation.
 
-``--before`` names an unpacked source tree; the engine ``before`` runs its lossy mode.
+The engine ``before`` runs lossy mode with an earlier version of Sparrow; ``--before`` names the
+folder with its source tree.
 
 The KV caches of all engines must fit on the GPU together: 130 GB for the three cells of SmolLM2.
 With ``--sleep``, this is not necessary: engines start one after another and sleep between turns.
 
-Results are written after each turn. A later call with the same file adds its rounds; a call may
-have another version of vLLM. With ``--deadline``, a turn starts only if it is expected to end
-before the deadline. If ``VLLM_CACHE_ROOT`` is set, later calls start sooner.
+Results are written after each turn. A later call with the same file adds its rounds to it, even
+with another version of vLLM. With ``--deadline``, a turn starts only if it is expected to end
+before the deadline. If ``VLLM_CACHE_ROOT`` is set, later calls start faster.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from common import RESULTS, ROOT, parser, qwen3, write
 
 ENGINES = ("stock", "lossy", "lossless", "before")
 WARM_UP = 8  # tokens
-SPARE = 64  # tokens of each sequence for drafts, and for blocks that are not full
+SPARE = 64  # room for drafts and for partly filled blocks, in tokens per sequence
 BATCHED_TOKENS = 16_384
 
 
@@ -118,7 +119,7 @@ def cache_bytes(model: Any, cells: Sequence[Cell]) -> int:
 
 
 def engine_options(name: str, schedule: str) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` that choose an engine's mode."""
+    """Return the arguments of ``LLM`` that set an engine's mode."""
     if name == "stock":
         return {}
     if name == "lossless":
@@ -132,13 +133,13 @@ _sleeps = False
 
 
 def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine in this process with the package of a source tree, and return what it runs
-    on.
+    """Start an engine in this process with the package of a source tree, and return the GPU, the
+    versions, and the start-up time.
     """
     global _llm, _sleeps
     sys.path.insert(0, str(tree))
     os.environ.update(
-        VLLM_CACHE_ROOT=f"{folder}/cache-{name}",  # engines that start at the same time
+        VLLM_CACHE_ROOT=f"{folder}/cache-{name}",  # engines start at the same time
         PYTHONPATH=os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),  # engine core
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
@@ -166,7 +167,7 @@ def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[s
 def generate(
     cell: Cell, new: int, detokenize: bool, seed: Sequence[int], vocabulary: int
 ) -> dict[str, Any]:
-    """Generate ``new`` tokens for each request of a cell in this process's engine. Return the
+    """Generate ``new`` tokens for each request of a cell with this process's engine. Return the
     number of tokens, the seconds, and Sparrow's counters.
     """
     import numpy as np
@@ -240,7 +241,7 @@ def row_of(turn: Turn, measured: dict[str, Any]) -> dict[str, Any]:
 
 
 class Engines:
-    """The engines of a call, each in a process of its own."""
+    """All engines, each in its own process."""
 
     def __init__(self, names: Sequence[str], takes_turns_in_memory: bool) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -250,8 +251,8 @@ class Engines:
     def call(
         self, function: Callable[..., dict[str, Any]], arguments: Mapping[str, Sequence[Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Call a function in the processes of these engines. They run it at the same time, unless
-        only one engine at a time may use the GPU's memory.
+        """Call a function in the processes of the given engines: concurrently, unless the engines
+        take turns in using the GPU's memory.
         """
         begun = {}
         for name, given in arguments.items():
@@ -269,14 +270,16 @@ def options() -> argparse.Namespace:
     """Read the command line."""
     asked = parser(__doc__ or "")
     asked.add_argument("--shape", choices=CELLS, default="smollm2-135m")
-    asked.add_argument("--model", help="a checkpoint of this shape; random weights without it")
+    asked.add_argument("--model", help="a checkpoint of this shape; by default, weights are random")
     asked.add_argument("--tokenizer", help="for detokenisation; by default that of --model")
     asked.add_argument("--schedule", help="the schedule of lossy mode")
     asked.add_argument("--cells", type=Cell.parse, nargs="+", help="REQUESTSxPROMPT+NEW")
     asked.add_argument("--engines", choices=ENGINES, nargs="+", default=ENGINES[:3])
-    asked.add_argument("--before", type=Path, metavar="TREE", help="for the engine of this name")
+    asked.add_argument(
+        "--before", type=Path, metavar="TREE", help="source tree of the engine 'before'"
+    )
     asked.add_argument("--detokenize", choices=("yes", "no"), nargs="+", default=("yes", "no"))
-    asked.add_argument("--rounds", type=int, default=3, help="rounds of this call")
+    asked.add_argument("--rounds", type=int, default=3, help="number of rounds to run")
     asked.add_argument("--sleep", action="store_true", help="engines sleep between their turns")
     asked.add_argument("--deadline", type=float, default=float("inf"), help="seconds")
     asked.add_argument(
@@ -284,7 +287,9 @@ def options() -> argparse.Namespace:
     )
     given = asked.parse_args()
     if ("before" in given.engines) != (given.before is not None):
-        asked.error("the engine 'before' and the option --before TREE go together")
+        asked.error(
+            "the engine 'before' and the option --before TREE need each other; give both or neither"
+        )
     given.tokenizer = given.tokenizer or given.model
     given.texts = [each == "yes" for each in given.detokenize if each == "no" or given.tokenizer]
     if not given.texts:
@@ -301,7 +306,7 @@ def main() -> None:
     names = given.engines
     engines = Engines(names, given.sleep)
     with tempfile.TemporaryDirectory() as temporary:
-        # Later calls find the compiled models in this folder, which is kept.
+        # If VLLM_CACHE_ROOT is set, later calls find the compiled models there.
         folder = os.environ.get("VLLM_CACHE_ROOT", temporary)
         model, shared = prepared(given, f"{folder}/{given.shape}")
         trees = {name: given.before.resolve() if name == "before" else ROOT for name in names}
@@ -334,11 +339,11 @@ def main() -> None:
         for cell in given.cells:
             turn = Turn(first, cell, given.texts[0], "")
             engines.call(generate, dict.fromkeys(names, arguments(turn, WARM_UP)))
-        likely = dict.fromkeys(given.cells, 0.0)  # seconds of a turn
+        likely = dict.fromkeys(given.cells, 0.0)  # seconds that a turn takes
         for turn in turns(first, given.rounds, given.cells, given.texts, names):
             left = given.deadline - (time.perf_counter() - began)
             if left < max(likely[turn.cell], 1):
-                print(f"left out for lack of time: {turn}", flush=True)
+                print(f"skipped for lack of time: {turn}", flush=True)
                 continue
             measured = engines.call(generate, {turn.engine: arguments(turn, turn.cell.new)})
             row = row_of(turn, measured[turn.engine])
@@ -367,7 +372,7 @@ def prepared(given: argparse.Namespace, folder: str) -> tuple[Any, dict[str, Any
         "max_num_seqs": max(cell.requests for cell in given.cells),
         "max_num_batched_tokens": BATCHED_TOKENS,
         "kv_cache_memory_bytes": cache_bytes(model, given.cells),
-        # The size of the cache is set explicitly, so this share of the memory only has to be free.
+        # This share only has to be free at the start: the size of the cache is set above.
         "gpu_memory_utilization": 0.05,
         "enable_sleep_mode": given.sleep,
     }

@@ -1,7 +1,7 @@
-"""vLLM engines that run one after another, each in its own process.
+"""Run vLLM engines one after another, each in its own process.
 
-Importing vLLM takes long, so each process imports it while the previous engine still uses the GPU,
-and then waits.
+Importing vLLM takes long, so each process imports it while the previous engine is still using the
+GPU, and then waits for its turn.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from typing import Any
 from common import last_error
 
 LEAST_S = 25.0
-"""No engine is started with less time left: it could not time a single point."""
+"""No engine is started if less time is left, because it could not time even one point."""
 GRACE_S = 10.0
-"""An engine stops between points at the deadline, and is killed so much later."""
+"""At the deadline, an engine should stop after the current point. If it is still running this much
+later, it is killed.
+"""
 
 
 class EngineProcess:
-    """The process of an engine, which has imported vLLM and waits to be told to start.
+    """A process that imports vLLM, and then waits to be told to start its engine.
 
     Args:
-        command: the script and its arguments; the process that it starts writes its results.
-        written: the JSON file that the process writes.
-        log: the file for everything that the process prints; deleted if the process succeeds.
+        command: the script and its arguments. written: the JSON file to which the process writes
+        its results. log: the file for everything that the process prints; deleted if the process
+        succeeds.
     """
 
     def __init__(
@@ -49,9 +51,8 @@ class EngineProcess:
             )
 
     def measure(self, until: float) -> dict[str, Any]:
-        """Have the engine time its points until then: what it found, and why it failed if it did.
-
-        ``until`` is by ``time.time``.
+        """Let the engine time its points until ``until`` (by ``time.time``). Return its results
+        and, if it failed, the reason.
         """
         code = None
         with suppress(BrokenPipeError):
@@ -81,7 +82,7 @@ class EngineProcess:
 
 
 def told_to_start() -> float:
-    """Import vLLM in an engine's process, wait to be told to start, and return the deadline."""
+    """In an engine's process, import vLLM, wait to be told to start, and return the deadline."""
     import rollout  # noqa: F401  imports vLLM, while another engine runs
 
     return float(sys.stdin.readline() or "inf")
@@ -90,12 +91,10 @@ def told_to_start() -> float:
 def in_turn(
     names: Sequence[str], start: Callable[[str], EngineProcess], until: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure engines one after another, as long as there is time. Yield the results of each
-    engine.
+    """Measure engines one after another while there is time, and yield the results of each.
 
     Args:
-        start: starts the process of an engine.
-        until: the deadline, in the seconds of ``time.time``.
+        start: starts the process of an engine. until: the deadline, by ``time.time``.
     """
     waiting = list(names)
     name = waiting.pop(0)

@@ -1,31 +1,33 @@
-"""Rollouts in vLLM on one GPU: decode steps, and a whole trace of long responses, stock dense
-against Sparrow.
+"""Time decode steps and whole traces of long responses in vLLM on one GPU, with stock vLLM and with
+Sparrow.
 
     python benchmarks/rollout.py --shape qwen3-1.7b --variant stock \\
         --out results/rollout_qwen3-1.7b_stock.json
     python benchmarks/rollout.py --shape qwen3-1.7b --variant sparse \\
         --out results/rollout_qwen3-1.7b_sparse.json
 
-``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random:
-nothing is downloaded.
+``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random,
+so nothing is downloaded.
 
-A trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests`` takes
-other numbers) whose response lengths come from a fixed log-normal distribution, mean 14,268, cut at
-32,768. vLLM serves them first come, first served, ``slots`` at a time: as many as fit into KV
-memory without preemption. Which requests run at which length in which step therefore depends
-neither on the variant nor on how long a step takes, and can be computed beforehand. Running the
-whole trace would take hours. Instead, the steps are divided into equal strata. The step in the
-middle of each stratum is set up for real (its requests at their lengths, in vLLM, with vLLM's
-scheduler, CUDA graphs and sampler) and timed. The trace's time is the mean of these times,
-multiplied by the number of steps, plus the measured delay from prefilling the joining requests.
-``validate`` runs a shorter trace from beginning to end, made of the 1/64 of each response that ends
-at its middle, and compares its time with the estimate for that trace.
+A trace consists of 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests``
+takes other numbers). The response lengths follow a fixed log-normal distribution with a mean of
+14,268, cut at 32,768. vLLM serves requests in order of arrival, at most ``slots`` at a time, as
+many as fit in the KV cache without preemption. Which requests run in a step, and at which lengths,
+therefore depends neither on the variant nor on how long a step takes, and can be computed
+beforehand.
 
-A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, reports
-that the cache of a request already exists. The cache holds random normal data, page means included,
-written once to all of the memory, so the pages that the actor selects are scattered. Both variants
-run with this connector, with ``torch.compile`` as vLLM does by default, and with full CUDA graphs
-for decode.
+Running the whole trace would take hours. Instead, its steps are divided into equal strata, and the
+step in the middle of each stratum is set up in vLLM (with its requests at their lengths, and with
+vLLM's own scheduler, CUDA graphs and sampler) and timed. The estimated time of the trace is the
+mean of these times multiplied by the number of steps, plus the measured delays from prefilling new
+requests. ``validate`` runs a shorter trace from beginning to end and compares its time with the
+estimate for that trace. Of each response, it generates only the 1/64 that ends at the response's
+middle.
+
+States are set up without prefill: vLLM's own KV connector for decode benchmarks reports that the
+cache of a request already exists. The whole cache is filled once with random normal data, including
+landmarks computed from it, so the pages that the actor selects are scattered. Both variants use
+this connector, ``torch.compile`` (vLLM's default), and full CUDA graphs for decoding.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ from sparrow.vllm import plugin, selfcheck
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
-"""Steps before and in a measurement; short steps are bound by the host and uneven, so 16 times as
-many are timed.
+"""Warm-up steps and timed steps per measurement. The times of short steps vary, because they depend
+on the host, so 16 times as many of them are timed.
 """
 SHORT = 100_000
 """A step with at most this many cached tokens is short."""
@@ -77,17 +79,19 @@ POINTS = {
     "qwen3-8b": [(48, 15000), (24, 30000), (48, 1024)],
     "qwen3-14b": [(32, 15000), (16, 30000), (32, 1024)],
 }
-"""Plain decode steps: the number of sequences, and the tokens in the cache of each."""
+"""Decode steps with sequences of equal length: the number of sequences, and the cached tokens of
+each.
+"""
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
 MEMORY = 0.93  # vLLM's gpu_memory_utilization
-# scale 2^-5 of random keys and values in int8, with which 127 is four standard deviations
+# the scale 2^-5 for random keys and values in int8, so that 127 is four standard deviations
 INT8_EXPONENT = 122
 
 
 class Connector(DecodeBenchConnector):
-    """vLLM's connector for decode benchmarks, except that prompts up to ``PROMPT`` tokens are
-    prefilled and the memory is filled once, landmarks included, rather than per request.
+    """vLLM's connector for decode benchmarks, with two changes: prompts of up to ``PROMPT`` tokens
+    are prefilled, and the cache and its landmarks are filled once rather than per request.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -138,10 +142,10 @@ class Bench:
     """One vLLM engine, stock or with Sparrow.
 
     Args:
-        slots: the most sequences at a time, if more than the shape's points have.
-        schedule: the schedule of lossy mode; by default, the one published for the shape.
-        config: fields of the model's configuration that differ from those of the shape.
-        more: options of vLLM.
+        slots: maximum number of concurrent sequences, if larger than in the shape's points.
+        schedule: the schedule of lossy mode; by default, the one published for the shape. config:
+        fields of the model's configuration that differ from those of the shape. more: options of
+        vLLM.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Bench:
         config: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        self.served = 0  # number of requests so far, from which their names are made
+        self.served = 0  # requests so far, from which request ids are made
         batches = [batch for batch, _ in POINTS.get(shape, ())]
         self.shape = shape
         self.slots = max(slots, SLOTS.get(shape, 0), *batches)
@@ -231,8 +235,8 @@ class Bench:
         logprobs: int | None,
         only_final: bool = False,
     ) -> None:
-        """Queue requests with prompts and responses of these token counts, sampled as in the
-        trainer's engine.
+        """Queue requests with prompts and responses of these lengths, with the sampling settings of
+        the trainer's engine.
         """
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -253,7 +257,7 @@ class Bench:
             self.llm.llm_engine.add_request(str(self.served), request, parameters)
 
     def finish(self) -> list[float]:
-        """Run until all requests are finished. Return the seconds of every step."""
+        """Run until all requests have finished, and return the seconds of every step."""
         engine, seconds, last = self.llm.llm_engine, [], time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
@@ -263,8 +267,8 @@ class Bench:
         return seconds
 
     def step(self, lengths: Sequence[int] | np.ndarray, logprobs: int | None) -> dict[str, float]:
-        """Time decode steps of requests with ``lengths`` cached tokens. Return the median and the
-        spread in ms.
+        """Time decode steps of requests with ``lengths`` cached tokens, and return the median and
+        percentiles in ms.
         """
         timed = TIMED if sum(lengths) > SHORT else 16 * TIMED
         half = SETTLE + timed // 2
@@ -282,9 +286,7 @@ class Bench:
         }
 
     def join(self, lengths: np.ndarray, logprobs: int | None) -> float:
-        """Return the delay in ms that prefilling the prompt of another request causes for the
-        running requests.
-        """
+        """Return by how many ms a new request's prefill delays the running requests."""
         lengths, total = lengths[: self.slots - 4], []
         for joining in (0, 4):
             self.start(np.maximum(lengths, PROMPT + 1), [40] * len(lengths), logprobs)
@@ -302,8 +304,8 @@ class Bench:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Initialise the weights as for training. vLLM's dummy weights are so small that activations
-    are only noise.
+    """Initialise the weights as for training, because vLLM's dummy weights are so small that
+    activations would be mere noise.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, weight in model.named_parameters():
@@ -311,7 +313,7 @@ def randomise(model: torch.nn.Module) -> None:
             weight.fill_(1.0)
         elif (
             weight.element_size() > 1 and "scale" not in name
-        ):  # vLLM has already quantised its dummy weights, with their own scales
+        ):  # quantised weights keep the dummy values that their scales fit
             weight.normal_(0.0, 0.02, generator=generator)
 
 
@@ -375,7 +377,7 @@ def measure(arguments: argparse.Namespace) -> None:
             spans = simulate([PROMPT] * requests, tokens, slots)
             longest = most_cached(spans)
             assert longest + slots * block < bench.kv_tokens, (
-                f"{longest} tokens would be preempted: fewer slots"
+                f"{longest} tokens do not fit in the KV cache, so requests would be preempted; use fewer slots"
             )
             chosen, rows = states(spans, arguments.states), []
             trace: dict[str, Any] = dict(
@@ -425,8 +427,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
-    """Profile a decode step with top-20 log-probs: us per step, launches per step, and the 25
-    longest kernels.
+    """Profile decode steps with top-20 log-probs. Return the kernels' total time per step in us
+    and, for the 25 slowest kernels, time and launches per step.
     """
     steps = 10
     bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)
@@ -447,8 +449,8 @@ def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
 
 
 def recorded(bench: Bench, steps: int) -> tuple[Any, list[Any]]:
-    """Return what torch's profiler recorded over this many steps of running requests, and the
-    kernels among it, longest first.
+    """Profile steps of the running requests with torch. Return all recorded calls, and the kernels
+    among them, slowest first.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     torch.cuda.synchronize()
@@ -466,7 +468,9 @@ def main() -> None:
     options.add_argument("--shape", choices=SHAPES, required=True)
     options.add_argument("--variant", choices=["stock", "sparse"], required=True)
     options.add_argument(
-        "--parts", default="points,trace,validate", help="any of points, trace, validate, profile"
+        "--parts",
+        default="points,trace,validate",
+        help="any of points, trace, validate and profile, separated by commas",
     )
     options.add_argument("--states", type=int, default=16, help="strata of the trace")
     options.add_argument(
@@ -474,9 +478,11 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[240, 1024],
-        help="numbers of requests of the traces",
+        help="number of requests in each trace",
     )
-    options.add_argument("--out", required=True, help="JSON; parts not measured now are kept")
+    options.add_argument(
+        "--out", required=True, help="JSON file to write; parts that are not measured now are kept"
+    )
     measure(options.parse_args())
 
 

@@ -1,8 +1,8 @@
-"""The rollout traces of ``rollout.py``: how long responses are, and which responses run at which
-length in every step.
+"""The rollout traces of ``rollout.py``: response lengths, and the requests that run in each step
+with their lengths.
 
-A request joins as soon as there is room, first come, first served, and no request is ever
-preempted. All of this therefore follows from the lengths, however long a step takes.
+Requests join in order of arrival as soon as there is room, and none is ever preempted, so the
+response lengths alone determine the trace, however long a step takes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sparrow.cost import response_lengths
 
 MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
-"""Requests served at a time: the largest multiple of 8 for which the fullest moment fits into an
-H200.
+"""Maximum number of concurrent requests: the largest multiple of 8 for which the whole trace fits
+in the KV cache of an H200.
 """
 Span = tuple[int, np.ndarray, int]
-"""A number of steps; the cached tokens of every running request in the first; how many requests
-join in it.
+"""A series of steps with the same requests: the number of steps, and, for the first step, the
+cached tokens of every request and the number of requests that join.
 """
 
 
@@ -31,16 +31,16 @@ def responses(requests: int) -> list[int]:
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return prompt and response lengths of a trace that is short enough to run. It consists of a
-    1/64 of each response, which ends at the middle of the response.
+    """Return prompt and response lengths of a trace that is short enough to run: only the 1/64 of
+    each response that ends at its middle is generated.
     """
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last
 
 
 def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[Span]:
-    """Simulate the trace in segments between requests that end. A request receives its first token
-    in the step in which it joins.
+    """Divide a trace into spans, each of which lasts until a request ends. A request receives its
+    first token in the step in which it joins.
     """
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[int, int]] = []  # last step, request
@@ -63,7 +63,7 @@ def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> li
 
 
 def most_cached(spans: Sequence[Span]) -> int:
-    """Return the largest number of cached tokens during the trace."""
+    """Return the maximum number of cached tokens during the trace."""
     return max(int(lengths.sum()) + steps * len(lengths) for steps, lengths, _ in spans)
 
 

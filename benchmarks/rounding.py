@@ -1,5 +1,5 @@
-"""A Qwen3 or Llama in transformers with 8-bit keys, values or matrices, e4m3 or int8, rounded as in vLLM
-with Sparrow.
+"""Round the keys, values or weights of a Qwen3 or Llama in transformers to 8 bits (e4m3 or int8),
+as vLLM with Sparrow does.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from sparrow.attention.pages import FP8_MAX, to_fp8
 from sparrow.vllm.fp8 import power_of_two
 
 Scales = Sequence[tuple[Tensor, Tensor]]
-"""Of keys and of values for each layer, float32 ``[K]``."""
+"""The scales of keys and of values for each layer, float32 ``[K]``."""
 
 
 def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """Round ``x`` as in a cache or matrix with this scale, in its own dtype."""
+    """Round ``x`` to e4m3 with this scale, and return it in its own dtype."""
     return (to_fp8(x.float() / scale).float() * scale).to(x.dtype)
 
 
 def through_int8(x: Tensor) -> Tensor:
-    """Round ``x`` as in an int8 cache, with one scale per vector along the last dimension, in its
-    own dtype.
+    """Round ``x`` to int8 with one scale per vector along the last dimension, as an int8 cache
+    does, and return it in its own dtype.
     """
     return from_int8(*to_int8(x), x.dtype)
 
 
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
-    """Replace, in a context, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T,
-    K, D]`` by the results of two functions of the layer number and the tensor.
+    """Within a context, replace keys after the rotary embedding ``[B, K, T, D]`` and values ``[B,
+    T, K, D]`` by the results of two functions. Each is called with the layer's number and the
+    tensor.
     """
     layer_now, modeling = [0], sys.modules[type(model).__module__]
     stock = modeling.apply_rotary_pos_emb
@@ -64,9 +65,7 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
 
 
 def rounded_cache(model: Any, scales: Scales) -> Any:
-    """Return a context in which the model rounds keys and values of layer i to e4m3 with
-    ``scales[i]``.
-    """
+    """Return a context in which layer i rounds its keys and values to e4m3 with ``scales[i]``."""
     return _watched(
         model,
         lambda i, k: through_fp8(k, scales[i][0][:, None, None]),
@@ -75,15 +74,15 @@ def rounded_cache(model: Any, scales: Scales) -> Any:
 
 
 def int8_cache(model: Any) -> Any:
-    """Return a context in which the model rounds keys and values to int8, with a power of 2 per
-    token and head.
+    """Return a context in which the model rounds keys and values to int8, with a power of 2 as the
+    scale of each token and head.
     """
     return _watched(model, lambda _, k: through_int8(k), lambda _, v: through_int8(v))
 
 
 @torch.no_grad()
 def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
-    """Return the scales that Sparrow sets from a first prefill with these prompts."""
+    """Return the scales that Sparrow would set if it first prefilled these prompts."""
     largest: list[dict[int, Tensor]] = [{}, {}]
 
     def note(which: int, heads: tuple[int, ...]) -> Any:
@@ -101,8 +100,8 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Round, in a context, the matrices of layers to e4m3 with a scale per output and their inputs
-    with a scale per token, as in vLLM's ``quantization="fp8_per_channel"``; products are exact.
+    """Within a context, round the layers' weights to e4m3 with a scale per output, and their inputs
+    with a scale per token, as vLLM's ``quantization="fp8_per_channel"`` does. Products are exact.
     """
 
     def per_row(x: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
-"""The same GRPO run on one GPU, on two and on four; and runs that lose a process or their server.
+"""Compare the same GRPO run on one, two and four GPUs, and test runs that lose a process or their
+server.
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json
 
-Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side
-by side: on two GPUs, but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one
-GPU is shown beside the distance between two runs on one GPU: in *again*, vLLM takes fewer responses
-at a time, so bfloat16 is rounded differently; *seed* has other problems and samples. If there are
-fewer GPUs, select runs with ``--runs``.
+All runs of ``sparrow train --engine vllm`` train the bundled reasoner, as in ``vllm_train.py``, and
+run side by side. Two GPUs are enough for all of them except *ddp4* and *fsdp2_4*, which need four;
+select runs with ``--runs``. Two further runs on one GPU show by how much runs differ anyway: in
+*again*, vLLM runs fewer responses at a time, which changes the rounding in bfloat16, and *seed* has
+different problems and samples.
 
-*killed* is a DDP run whose second process is killed after three steps. The run continues from its
-checkpoint on one GPU. *killed_fsdp2* is the same with FSDP2, and also continues with FSDP2.
-*server* samples in a ``vllm serve`` process on the other GPU, and this server is killed after two
-steps. The server finds the plugin where Sparrow is installed.
+*killed* is a DDP run whose second process is killed after three steps; the run then resumes from
+its checkpoint on one GPU. *killed_fsdp2* is the same with FSDP2, and resumes with FSDP2. *server*
+samples from a ``vllm serve`` process on the other GPU, which is killed after two steps. For the
+server to load the plugin, Sparrow must be installed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ RUNS: dict[str, tuple[str, list[str], list[str]]] = {
     "again": ("1", [], ["--engine", ENGINE.replace("max_num_seqs=256", "max_num_seqs=64")]),
     "seed": ("1", [], ["--seed", "1"]),
 }
-"""Name: GPUs, launcher, more options."""
+"""For each run: its GPUs, its launcher, and further options."""
 TOLD = re.compile(r"sparrow:|--resume|Signal 9")
 PATIENCE_S = 300.0
 
@@ -93,7 +94,7 @@ class Bench:
         return self.start(name, gpus, command)
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Return exit status, last messages and steps of a run that ends by itself."""
+        """Wait for a run to end, and return its exit status, last messages and steps."""
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
@@ -199,7 +200,7 @@ def main() -> None:
         for run in arguments.runs:
             work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
             futures[pool.submit(work)] = run
-            time.sleep(3)  # vLLM measures the free memory when it starts
+            time.sleep(3)  # vLLM measures free memory when it starts
         for future in as_completed(futures):
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()

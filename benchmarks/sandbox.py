@@ -1,19 +1,18 @@
-"""Soak test of the code sandbox with thousands of mixed programs: verdicts, throughput, and leaked
-resources.
+"""Soak-test the code sandbox with thousands of mixed programs, checking verdicts, throughput and
+leaked resources.
 
     python benchmarks/sandbox.py          # 2,000 programs, two at a time; writes JSON to benchmarks/results/
     python benchmarks/sandbox.py --programs 200 --workers 8
 
-Most programs are honest. They are right or wrong, cover every kind of test, and have known
-verdicts. One program in eight is an attack. Half of the attacks are drawn from a few with known
-verdicts, which loop, fork, fill memory, flood their output or exit early. The other half are the
-attacks of tests/rewards/sandbox, which must not pass. Before and after the programs, the script
-counts this process's memory, file descriptors, threads and children, and all processes of the
-machine that carry this run's mark. Memory is also measured in between. Throughput is also measured
-for honest programs alone. These have ten tests each, and alternately read their input or are
-called. There are ``--rounds`` rounds of ``--honest`` programs, because a short sample says little
-on a busy machine. The exit status is 0 if every verdict is as expected, nothing is left and memory
-is flat.
+Most programs are honest: correct or wrong programs with known verdicts, for every kind of test. One
+program in eight is an attack. Half of the attacks are drawn from a few with known verdicts, which
+loop, fork, fill memory, flood their output or exit early. The other half are those of
+tests/rewards/sandbox, which must not pass. Before and after the test, the script counts this
+process's memory, file descriptors, threads and children, and all processes on the machine that
+carry this run's mark. Memory is also sampled during the test. Throughput is measured a second time
+for honest programs alone, with ten tests each; half of them read stdin, and the other half define a
+function. There are several rounds, because a short sample says little on a busy machine. The exit
+status is 0 if every verdict is as expected, nothing is left behind, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -48,7 +47,9 @@ LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
 MARK = "SPARROW_SOAK"
 HELD = "anything but pass"
 FLAT_MB = 8.0
-"""How far this process's memory in the second half of a soak may exceed that in the first."""
+"""By how much this process's memory in the second half of a soak test may exceed that in the
+first.
+"""
 
 STDIO = {
     "inputs": [f"{n} {n * n}\n" for n in range(10)],
@@ -99,7 +100,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 
 
 def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
-    """Generate programs in random order, one in eight hostile, with their tests and verdicts."""
+    """Draw programs at random, with their tests and expected verdicts. One in eight is hostile."""
     rng = random.Random(seed)
     missing = {
         "OUTSIDE": "/nonexistent",
@@ -120,7 +121,7 @@ def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def left_behind() -> dict[str, Any]:
-    """Return the resources of this process, and the sandboxed processes that exist anywhere."""
+    """Count this process's resources, and all sandboxed processes of this run on the machine."""
     me = psutil.Process()
     marked = 0
     for process in psutil.process_iter():
@@ -141,7 +142,7 @@ def left_behind() -> dict[str, Any]:
 def soak(
     verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]
 ) -> dict[str, Any]:
-    """Judge all programs. Return verdicts, times and disagreements."""
+    """Judge all programs, and return their verdicts, the times, and any unexpected verdicts."""
     began = time.monotonic()
     rss_mb, me = [], psutil.Process()
 
@@ -180,7 +181,9 @@ def soak(
 
 
 def honest(verifier: CodeVerifier, programs: int, rounds: int) -> dict[str, Any]:
-    """Judge honest programs that pass, in rounds. Return the median and the range of throughput."""
+    """Judge several rounds of correct programs, and return the median and range of the
+    throughput.
+    """
     sample = [HONEST[:6:5][number % 2] for number in range(programs)]
     soaked = [soak(verifier, sample) for _ in range(rounds)]
     rates = [round_["programs_per_minute"] for round_ in soaked]
@@ -197,7 +200,7 @@ def honest(verifier: CodeVerifier, programs: int, rounds: int) -> dict[str, Any]
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine that this ran on."""
+    """Describe this machine."""
     bwrap = shutil.which("bwrap")
     version = (
         subprocess.run([bwrap, "--version"], capture_output=True, text=True).stdout.strip()
@@ -218,7 +221,7 @@ def main() -> int:
     command = parser(__doc__, "sandbox")
     command.add_argument("--programs", type=int, default=2000)
     command.add_argument("--workers", type=int, default=2)
-    command.add_argument("--honest", type=int, default=200, help="honest programs in each round")
+    command.add_argument("--honest", type=int, default=200, help="honest programs per round")
     command.add_argument("--rounds", type=int, default=5, help="rounds of honest programs")
     options = command.parse_args()
     walls.ENVIRONMENT[MARK] = str(os.getpid())
@@ -226,7 +229,7 @@ def main() -> int:
     verifier = CodeVerifier(LIMITS, "auto", options.workers)
     result: dict[str, Any] = {"machine": machine(), "isolation": choose_isolation()}
     result["workers"] = options.workers
-    soak(verifier, mixture(40, seed=1))  # imports, caches and thread stacks are not leaks
+    soak(verifier, mixture(40, seed=1))  # warm up: imports, caches and thread stacks are not leaks
     result["before"] = left_behind()
     result["mixed"] = soak(verifier, mixture(options.programs))
     result["after"] = left_behind()

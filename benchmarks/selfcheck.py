@@ -1,14 +1,14 @@
-"""The self-check of vLLM engines on a GPU: sound engines start, and broken ones are refused.
+"""Check on a GPU that the self-check lets sound vLLM engines start and refuses broken ones.
 
     python benchmarks/selfcheck.py --out benchmarks/results/selfcheck/0.33.0_h200.json
 
 Each case starts an engine with the random model of ``vllm_check.py`` in its own process; ``--jobs``
-cases run at a time. Cases with a fault damage one part of Sparrow first: landmarks are written one
-block off, attention uses a wrong scale, the scales of an fp8 KV cache are doubled, or a tensor moves
-after CUDA graphs were captured over it. Sound engines are checked twice (the second time, all
-kernels are already compiled), and then generate tokens. The exit status is 1 if any case does not
-end as expected. ``--only`` runs the cases whose names contain all of the given words; other cases
-in the JSON file are kept.
+cases run at a time. Cases with a fault first break one part of Sparrow: landmarks are written one
+block off, attention uses a wrong scale, the scales of an fp8 KV cache are doubled, or a tensor
+moves after CUDA graphs that use it have been captured. Sound engines are checked twice (the second
+time, all kernels have already been compiled), and then generate tokens. The exit status is 1 if any
+case does not end as expected. ``--only`` selects the cases whose names contain all of the given
+words; the JSON file keeps its results of other cases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from common import SMALL_VOCAB, parser, save
 
 RESPONSE_TOKENS = 24
 RESULT = "result: "
-"""Begins the line in which the process of a case prints its result."""
+"""The prefix of the line in which the process of a case prints its result."""
 LOSSLESS = {
     "mode": "lossless",
     "draft_schedule": {"top_k": [4], "dense_layers": []},
@@ -108,13 +108,13 @@ def moved_block_table() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """An engine to start, and the result that its self-check must have."""
+    """An engine to start, and the expected outcome of its self-check."""
 
     name: str
     sparrow: dict[str, Any]
     engine: dict[str, Any]
     fault: Callable[[], Any] = nullcontext
-    refusal: str | None = None  # part of the refusal; None for an engine that starts
+    refusal: str | None = None  # part of the expected error; None if the engine should start
     is_mixture: bool = False  # whether the model is a mixture of experts
     settings: dict[str, Any] = field(init=False)
 
@@ -153,7 +153,7 @@ CASES = (
 
 @contextmanager
 def checked_twice(result: dict[str, Any]) -> Iterator[None]:
-    """Repeat each self-check, and record its times and differences."""
+    """Run each self-check twice, and record its times and differences."""
     import torch
 
     from sparrow.vllm import selfcheck
@@ -176,7 +176,7 @@ def checked_twice(result: dict[str, Any]) -> Iterator[None]:
 
 
 def start(folder: str, case: Case, result: dict[str, Any]) -> None:
-    """Start an engine and generate from three prompts.
+    """Start an engine, and generate responses to three prompts.
 
     Raises ConfigError: the self-check refuses the engine.
     """
@@ -197,7 +197,7 @@ def start(folder: str, case: Case, result: dict[str, Any]) -> None:
 
 
 def outcome(folder: str, case: Case) -> dict[str, Any]:
-    """Run a case. Return what happened, and whether this is what should happen."""
+    """Run a case, and return what happened and whether that was expected."""
     from sparrow.errors import ConfigError
 
     result: dict[str, Any] = {"case": case.name}
@@ -222,7 +222,9 @@ def checkpoint_of(folder: str, is_mixture: bool) -> Path:
 
 
 def in_own_process(folder: str, case: Case) -> dict[str, Any]:
-    """Run a case in a new process. Raises RuntimeError: the process printed no result."""
+    """Run a case in a new process, and return its result. Raises RuntimeError if the process prints
+    none.
+    """
     checkpoint = str(checkpoint_of(folder, case.is_mixture))
     command = [sys.executable, __file__, "--case", case.name, "--checkpoint", checkpoint]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -230,11 +232,15 @@ def in_own_process(folder: str, case: Case) -> dict[str, Any]:
         if line.startswith(RESULT):
             found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
             return found
-    raise RuntimeError(f"the process of {case.name!r} ended with {ended.returncode}")
+    raise RuntimeError(
+        f"the process of {case.name!r} exited with status {ended.returncode} and no result"
+    )
 
 
 def measure(out: Path, words: list[str], jobs: int) -> list[str]:
-    """Run the cases whose names contain all words. Return the cases that end unexpectedly."""
+    """Run the cases whose names contain all of ``words``, and return the names of those that end
+    unexpectedly.
+    """
     import vllm
     from vllm_check import random_model
 
@@ -257,22 +263,27 @@ def measure(out: Path, words: list[str], jobs: int) -> list[str]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--out", type=Path, help="JSON; other cases in it are kept")
-    options.add_argument("--only", nargs="+", default=[], help="words of the names of cases")
-    options.add_argument("--jobs", type=int, default=4, help="cases that run at a time")
-    options.add_argument("--case", help="run this one, in this process")
+    options.add_argument("--out", type=Path, help="JSON file to write; its other cases are kept")
+    options.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="run only cases whose names contain all of these words",
+    )
+    options.add_argument("--jobs", type=int, default=4, help="number of cases to run concurrently")
+    options.add_argument("--case", help="run only this case, in this process")
     options.add_argument("--checkpoint", help="with --case: the folder of the model")
     arguments = options.parse_args()
 
     if arguments.case is not None:
-        # Faults only affect an engine that runs in this process.
+        # Faults affect only an engine that runs in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         (case,) = (case for case in CASES if case.name == arguments.case)
         print(RESULT + json.dumps(outcome(arguments.checkpoint, case)), flush=True)
     elif arguments.out is None:
-        options.error("give the file to write with --out")
+        options.error("--out is required; give the JSON file to write")
     elif failed := measure(arguments.out.resolve(), arguments.only, arguments.jobs):
-        sys.exit(f"not as expected: {', '.join(failed)}")
+        sys.exit(f"unexpected outcome: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

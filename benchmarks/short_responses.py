@@ -1,16 +1,15 @@
-"""A rollout of many short responses with lists of the most likely tokens, where every step waits
-for the host.
+"""Time a rollout of many short responses with top-20 lists, where the GPU waits for the host in
+every step.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
-The rollout has 256 prompts of 64 tokens, with 1,024 new tokens each and top-20 lists, on random
-weights. Stock vLLM and Sparrow's engine return the same lists. They run in separate processes and
-take turns; the best time of each variant counts. ``--before`` adds the engine of an earlier source
-tree, here one whose lists were Python objects. Sparrow decodes sparsely under the published 0.86
-schedule, which keeps nearly everything at this length. *host* is the time per token of vLLM's
-scheduler, its output processor and the reading of the lists, from a separate rollout whose clock is
-read at every step. On a CPU, the model and the responses are smaller, and only *host* is
-informative about a GPU.
+The rollout has 256 prompts of 64 tokens with 1,024 new tokens each, and random weights. Stock vLLM
+and Sparrow's engine return the same lists. They run in separate processes and take turns; the best
+time of each variant counts. ``--before`` adds the engine of an earlier source tree, here one whose
+lists were Python objects. Sparrow decodes under the published 0.86 schedule, which keeps nearly
+every page at this length. *host* is the time per token that vLLM's scheduler, its output processor
+and the reading of the lists take, measured in a separate rollout. On a CPU, the model is smaller
+and the responses are shorter, so that only *host* says anything about a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str, tree: Path) -> dict[str, float]:
-    """Measure one variant in this process with the package of a source tree. Return tokens per
+    """Measure one variant in this process with the package of a source tree, and return tokens per
     second and the host's microseconds per token.
     """
     sys.path.insert(0, str(tree))
@@ -97,7 +96,9 @@ def measure(variant: str, tree: Path) -> dict[str, float]:
 
 
 def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
-    """Run stock vLLM, with its lists converted to arrays as in a trainer."""
+    """Start stock vLLM. Return a function that runs the rollout and converts the lists to arrays,
+    as a trainer would.
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, **options)
@@ -121,13 +122,13 @@ def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens
 
 
 class Lists:
-    """A trainer's conversion of stock vLLM's lists. It is a class so that ``watch_host`` can time
+    """Converts stock vLLM's lists as a trainer would. It is a class so that ``watch_host`` can time
     it.
     """
 
     @staticmethod
     def read(lists: Any) -> Any:
-        """Return ids and log-probs of the lists of a response."""
+        """Return the token ids and log-probs in the lists of a response."""
         import numpy as np
 
         return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(
@@ -136,12 +137,12 @@ class Lists:
 
 
 def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
-    """Run Sparrow's engine."""
+    """Start Sparrow's engine, and return a function that runs the rollout."""
     from sparrow import SparsitySchedule
     from sparrow.engines.vllm.engine import (
         Sampling,
         VLLMEngine,
-    )  # earlier trees have both here as well
+    )  # in this module in earlier trees, too
 
     engine = VLLMEngine(
         folder,
@@ -153,7 +154,9 @@ def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens:
 
 
 def watch_host() -> dict[str, float]:
-    """Record from now on the seconds of each part of the host's work."""
+    """Return a dictionary in which the seconds of each part of the host's work are added up from
+    now on.
+    """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -189,7 +192,10 @@ def watch_host() -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__, "short_responses")
     options.add_argument(
-        "--before", type=Path, metavar="TREE", help="an unpacked source tree, measured as well"
+        "--before",
+        type=Path,
+        metavar="TREE",
+        help="folder with an earlier source tree to measure as well",
     )
     options.add_argument("--rounds", type=int, default=2, help="turns of each variant")
     arguments = options.parse_args()

@@ -1,14 +1,14 @@
-"""Time the shipped decode kernels of two source trees in turns on one GPU, to find the effect of a
-change in each row.
+"""Time the shipped decode kernels of two source trees alternately on one GPU, to show how a change
+affects each row.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
 
 Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark. The
 old and the new tree alternate, in separate processes. A row's time is its best median over all
-processes and over ``BATCHES`` batches in each process. One batch is not enough: with few sequences,
-the same kernel may take longer for one batch than for the next batch of the same shape over the
-same caches. Rows that only one tree has are named and left out. Exits with 1 if a row is more than
-2 % slower than before, or more than 25 % slower if only Triton supports its shape.
+processes and over ``BATCHES`` batches per process. One batch is not enough: with few sequences, a
+kernel may take longer for one batch than for the next one, even with the same shape and the same
+caches. Rows that only one tree has are listed but not compared. The exit status is 1 if a row is
+more than 2 % slower than before (25 % if only Triton supports its shape).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BATCHES = 4
 
 
 def measure(with_triton: bool) -> dict[str, float]:
-    """Return microseconds per layer of every row, measured by the tree that is first on the path.
-    Rows that only Triton supports can be left out.
+    """Time every row with the tree that is first on the path, and return microseconds per layer.
+    Rows that only Triton supports are optional.
     """
     import torch
 
-    # Older trees call it ``kernels``, which is also the name of a package that transformers looks
-    # for.
+    # Older trees call the module ``kernels``. That name must not be looked up first, because
+    # transformers looks for a package of the same name.
     kernels = import_module("decode_kernels" if find_spec("decode_kernels") else "kernels")
     torch.manual_seed(0)
     times: dict[str, float] = {}
@@ -82,7 +82,7 @@ def measure(with_triton: bool) -> dict[str, float]:
 
 
 def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
-    """Return the rows of both trees that take longer than allowed."""
+    """Return the rows that have become slower than allowed."""
     both = [row for row in old if row in new]
     return [
         row
@@ -93,10 +93,14 @@ def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("old", type=Path, help="an unpacked source tree to compare this one with")
+    parser.add_argument(
+        "old", type=Path, help="folder with the source tree to compare this one with"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each tree")
     parser.add_argument("--out", type=Path, help="a JSON file for the measurements")
-    parser.add_argument("--cuda", action="store_true", help="leave out what only Triton serves")
+    parser.add_argument(
+        "--cuda", action="store_true", help="leave out rows that only Triton supports"
+    )
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

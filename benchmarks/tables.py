@@ -1,4 +1,4 @@
-"""Write the tables in the pages of docs from the JSON files in benchmarks/results.
+"""Generate the tables in docs from the JSON files in benchmarks/results.
 
     python benchmarks/tables.py            # rewrites everything between <!-- table: NAME --> and <!-- end -->
 

@@ -1,17 +1,18 @@
-"""The teacher-forced sparse kernel compared with dense causal attention, forward and backward, on
-one GPU.
+"""Time the teacher-forced sparse kernels and dense causal attention, forward and backward, on one
+GPU.
 
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
 
-One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how
-much the pages kept by neighbouring positions differ, because a tile of positions reads every page
-that any of them keeps. Random data does not show how real queries differ, so three kinds of data
-are timed, and ``read`` is the number of pages a tile reads per page kept by a position: "same" (one
-query for all positions: the best case), "drifting" (queries of which a share changes slowly along
-the sequence) and "independent" (every query and key drawn anew: the worst case).
+There is one sequence in bfloat16, with 8 kv heads, D 128 and pages of 16. A tile of positions reads
+every page that any of them keeps, so the cost of the sparse kernel depends on how much the pages of
+neighbouring positions differ. Since random data does not show how much they differ in real models,
+three kinds of data are timed: "same" (one query for all positions, the best case), "drifting"
+(queries that partly change slowly along the sequence) and "independent" (all queries and keys are
+drawn independently, the worst case). ``read`` is the number of pages that a tile reads per page
+that a position keeps.
 
-Dense: torch's scaled_dot_product_attention with its flash and its cuDNN kernel. Medians of CUDA
-event times.
+Dense attention is torch's scaled_dot_product_attention with its flash kernel and with its cuDNN
+kernel. Times are medians of CUDA event times.
 
 Shapes: T tokens, G query heads per kv head, k pages kept by score.
 """
@@ -86,7 +87,7 @@ def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     selection = call.select(prompt, top_k)
     kept = sum(
         int(((selection.masks >> bit) & 1).sum()) for bit in range(32)
-    )  # mean over positions and kv heads
+    )  # averaged over positions and kv heads
     out, lse = call.attend(selection)
     parts = {
         "select_ms": milliseconds(lambda: call.select(prompt, top_k)),

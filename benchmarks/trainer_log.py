@@ -1,5 +1,5 @@
-"""Keep the parts of other trainers' logs that the tables in docs/integrations.md and docs/verl.md
-use.
+"""Reduce other trainers' logs to the metrics in the tables of docs/integrations.md and
+docs/verl.md.
 
 python recipes/trl_grpo.py --out run.json
 python benchmarks/trainer_log.py run.json --out benchmarks/results/trl_grpo.json
@@ -26,12 +26,12 @@ METRICS = (
     "timing_s/step",
     "timing_s/gen",
 )
-"""By TRL's name and by verl's where the two differ."""
+"""Names of metrics. Where TRL and verl have different names, both are listed."""
 
 
 def cut(run: dict[str, Any]) -> dict[str, Any]:
-    """Keep only these metrics of a recipe's result."""
-    logged = [row.get("data", row) for row in run["log"]]  # verl nests them one level deeper
+    """Keep only ``METRICS`` of a recipe's log."""
+    logged = [row.get("data", row) for row in run["log"]]  # verl nests metrics one level deeper
     kept = [{name: row[name] for name in METRICS if name in row} for row in logged]
     return run | {"log": kept}
 

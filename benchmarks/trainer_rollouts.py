@@ -1,19 +1,19 @@
-"""Rollouts with the classes of other trainers, in stock, lossless and lossy mode, before and after
+"""Check rollouts by the classes of other trainers in stock vLLM and in both modes, before and after
 an update.
 
     python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl, openrlhf
 
-Each trainer is installed without its dependencies, together with the vLLM version that it pins and
-the packages that it imports. Its own class starts vLLM, generates and loads new weights; Sparrow is
-switched on in the way that docs/integrations.md gives. Every mode runs in its own process, with the
-same tiny random Qwen3. The exit status is 0 if
+Install the trainer without its dependencies, but with the vLLM version that it pins and the
+packages that it imports. The trainer's own class starts vLLM, generates and loads new weights;
+Sparrow is switched on as described in docs/integrations.md. Every mode runs in its own process,
+with the same tiny random Qwen3. The exit status is 0 if
 
 - lossless: drafts were proposed and accepted, and greedy tokens equal stock vLLM's except for ties,
 - lossy: fewer tokens were read than the cache contained,
 
-both before and after the update. On a GPU, lossless runs with CUDA graphs. On a CPU, only lossy
-runs in stock vLLM; name the modes with ``--modes``. OpenRLHF's weights are
-only updated on a GPU.
+both before and after the update. On a GPU, lossless mode runs with CUDA graphs. On a CPU, lossless
+mode does not run in stock vLLM, so leave it out of ``--modes``, and OpenRLHF's weights are not
+updated.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ LENGTHS = (120, 200, 260, 310, 350, 390)
 TOKENS = 40
 CONTEXT = 1024
 TIE = 0.05
-"""Two tokens are tied if their logits are within this share of the standard deviation of all."""
+"""Two tokens are tied if both logits are within this many standard deviations of the largest."""
 LIMIT_S = 300
 CUDA = torch.cuda.is_available()
 DTYPE = "bfloat16" if CUDA else "float32"
 CACHE_BYTES = 2**30
 MEMORY = 0.1
-"""The share of the GPU's memory that an engine needs free at its start."""
+"""The share of the GPU's memory that must be free when an engine starts."""
 Batch = list[list[int]]
 
 
 class TRL:
-    """``VLLMGeneration``, colocated. It has no field for vLLM's arguments, so Sparrow is switched
-    on in the environment, and CUDA graphs cannot be switched off. vLLM measures what memory is
-    free, so its engines start one after another.
+    """Uses ``VLLMGeneration``, colocated. It has no field for vLLM's arguments, so Sparrow is
+    switched on by environment variables, and CUDA graphs cannot be switched off. Engines start one
+    after another, because vLLM measures how much memory is free.
     """
 
     packages = ("trl", "accelerate")
@@ -101,7 +101,7 @@ class TRL:
         )
 
     async def start(self) -> None:
-        """vLLM was started already, in this process."""
+        """Do nothing: vLLM has already been started in this process."""
 
     async def call(self, method: str) -> Any:
         return self.rollouts.llm.collective_rpc(method)[0]
@@ -115,8 +115,8 @@ class TRL:
 
 
 class SkyRL:
-    """``VLLMServerActor`` outside a Ray actor, and ``RemoteInferenceClient``. Weights travel by
-    SkyRL's backend ``delta``, since NCCL needs a second GPU.
+    """Uses ``VLLMServerActor`` outside a Ray actor, and ``RemoteInferenceClient``. Weights are sent
+    with SkyRL's backend ``delta``, because NCCL would need a second GPU.
     """
 
     packages = ("skyrl", "ray")
@@ -134,7 +134,7 @@ class SkyRL:
 
         engine = "generator.inference_engine."
         options = engine_options(mode)
-        if not CUDA:  # SkyRL names vLLM's worker for GPUs, if no worker is named
+        if not CUDA:  # otherwise, SkyRL would choose vLLM's GPU worker
             options["worker_cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
         self.config = SkyRLTrainConfig.from_cli_overrides(
             {
@@ -206,8 +206,8 @@ class SkyRL:
 
 
 class PrimeRL:
-    """``inference_local``, which starts prime-rl's server, without the router in front of it.
-    Weights travel by its backend ``filesystem``.
+    """Uses ``inference_local``, which starts prime-rl's server, without a router in front of it.
+    Weights are sent with its backend ``filesystem``.
     """
 
     packages = ("prime-rl",)
@@ -223,7 +223,7 @@ class PrimeRL:
         self.folder = folder
         options = engine_options(mode)
         variables = environment(mode)
-        del options["additional_config"], options["attention_backend"]  # the variables instead
+        del options["additional_config"], options["attention_backend"]  # set by variables
         if mode == "lossless":
             variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         settings = {
@@ -236,7 +236,7 @@ class PrimeRL:
                 "enforce_eager": options.pop("enforce_eager"),
             },
             "gpu_memory_utilization": MEMORY,
-            "enable_fp32_lm_head": CUDA,  # made for GPUs
+            "enable_fp32_lm_head": CUDA,  # supported only on GPUs
             "env_vars": variables,
             "vllm_extra": options,
         }
@@ -248,7 +248,7 @@ class PrimeRL:
             with contextlib.suppress(urllib.error.URLError):
                 return await asyncio.to_thread(post, self.url + "/health", None)
             if not self.server.is_alive():
-                raise RuntimeError("prime-rl's server ended while it started; see its log above")
+                raise RuntimeError("prime-rl's server exited while starting; see its log above")
             await asyncio.sleep(1)
 
     async def call(self, method: str) -> Any:
@@ -276,9 +276,9 @@ class PrimeRL:
 
 
 class OpenRLHF:
-    """``RolloutRayActor`` outside Ray. OpenRLHF passes none of a user's settings to vLLM, so Sparrow
-    is switched on in the environment. Weights travel by CUDA's handles of shared memory, as they do
-    where trainer and rollouts share GPUs.
+    """Uses ``RolloutRayActor`` outside Ray. OpenRLHF does not pass user settings to vLLM, so
+    Sparrow is switched on by environment variables. Weights are sent through CUDA IPC handles, as
+    when training and rollouts share GPUs.
     """
 
     packages = ("openrlhf", "ray")
@@ -332,13 +332,15 @@ TRAINERS = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL, "openrlhf": OpenRLH
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Run prime-rl's server in this process, with a route to the methods of vLLM's workers."""
+    """Run prime-rl's server in this process, with an added route that calls methods of vLLM's
+    workers.
+    """
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.entrypoints.inference import inference_local
     from prime_rl.inference.server import setup_vllm_env
 
     config = InferenceConfig(**settings)
-    os.environ.update(config.env_vars)  # the module below imports vLLM, which reads them
+    os.environ.update(config.env_vars)  # read by vLLM, which is imported below
     setup_vllm_env(config)
     from prime_rl.inference.vllm.server import engine_client, router
     from starlette.responses import JSONResponse
@@ -352,9 +354,7 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def environment(mode: str) -> dict[str, str]:
-    """Return the environment variables that make every vLLM engine of a process decode in this
-    mode.
-    """
+    """Return the environment variables that select a mode for every vLLM engine of a process."""
     if mode == "stock":
         return {}
     chosen = {"SPARROW_MODE": "lossless"} if mode == "lossless" else {}
@@ -362,7 +362,7 @@ def environment(mode: str) -> dict[str, str]:
 
 
 def engine_options(mode: str) -> dict[str, Any]:
-    """Return the options with which vLLM's engine decodes in this mode."""
+    """Return the engine options with which vLLM decodes in this mode."""
     sparrow = {
         "stock": {},
         "lossless": {"sparrow": {"mode": "lossless", "draft_schedule": SCHEDULE}},
@@ -389,7 +389,7 @@ def free_port() -> int:
 
 
 def post(url: str, body: Any) -> Any:
-    """Send JSON to a server and return its answer. ``None`` sends a GET request."""
+    """Post JSON to a server, or send a GET request if ``body`` is None, and return the answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -405,8 +405,8 @@ def prompts(seed: int) -> Batch:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Write a random Qwen3 with head dim 128 and a tokenizer whose words are numbers. The model's
-    attention is so even that drafts are often right.
+    """Write a random Qwen3 with head dim 128, and a tokenizer whose words are numbers. The model's
+    attention is so uniform that many drafts are accepted.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -455,19 +455,21 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def tied(logits: ArrayLike, first: int, second: int) -> bool:
-    """Return whether rounding decides which of two tokens is the greedy one."""
+    """Return whether two tokens are so close to the maximum that rounding decides which of them
+    greedy decoding picks.
+    """
     values = np.asarray(logits, dtype=np.float64)
     return bool(min(values[first], values[second]) >= values.max() - TIE * values.std())
 
 
 def checkpoints(trainer: str) -> tuple[str, ...]:
-    """Return the checkpoints to try: only the first one where weights cannot be updated."""
+    """Return the checkpoints to test: both, or only the first if weights cannot be updated."""
     return WEIGHTS if CUDA or TRAINERS[trainer].updates_on_cpu else WEIGHTS[:1]
 
 
 def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[str, int]:
-    """Count the greedy responses that equal the expected ones, those that first differ at a tie, the
-    wrong ones, and the tokens that were compared.
+    """Count the greedy responses that equal the expected ones, those that first differ at a tie,
+    and the wrong ones, as well as the compared tokens.
     """
     model = load(folder, "float32")
     result = {"equal": 0, "differ at a tie": 0, "wrong": 0, "tokens compared": 0}
@@ -488,7 +490,7 @@ def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[s
 
 
 def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, int]) -> list[str]:
-    """Describe, in words, what is wrong with a mode's counters and responses."""
+    """List what is wrong with a mode's counters and responses."""
     cases = {
         "lossless": (
             (not counts.get("drafted"), "no drafts were proposed"),
@@ -507,8 +509,8 @@ def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, i
 
 
 async def roll_out(trainer: str, mode: str, folder: Path) -> None:
-    """Write responses and counters of a trainer's engine with the first weights, then with the
-    second, to ``MODE.json``.
+    """Generate with a trainer's engine, first with the first weights and then with the second, and
+    write responses and counters to ``MODE.json``.
     """
     import vllm
 
@@ -537,20 +539,20 @@ async def roll_out(trainer: str, mode: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[subprocess.Popen]:
-    """Run ``roll_out`` with a log, ``MODE.log``; the process group is ended afterwards, as vLLM's
-    engine does not end by itself.
+    """Run ``roll_out`` in a new process that logs to ``MODE.log``. Its process group is killed on
+    exit, because vLLM's engine does not exit on its own.
     """
     variables = {name: value for name, value in os.environ.items() if "SPARROW_" not in name}
     variables |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "RAY_ADDRESS": "local",  # outside an actor Ray looks for a cluster
+        "RAY_ADDRESS": "local",  # otherwise, Ray looks for a running cluster
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as this module asks CUDA whether it is there
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # because this module initialises CUDA
         **TRAINERS[trainer].variables(mode),
     }
-    if port := variables.get("VLLM_PORT"):  # engines that start at once would race for it
+    if port := variables.get("VLLM_PORT"):  # concurrent engines need different ports
         variables["VLLM_PORT"] = str(int(port) + 100 * MODES.index(mode))
     with (folder / f"{mode}.log").open("w") as log:
         process = subprocess.Popen(
@@ -568,8 +570,8 @@ def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[s
 
 
 def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run ``roll_out`` in each mode and return the results. If a mode stopped early, it has no
-    result, and its log is printed.
+    """Run ``roll_out`` in each mode, and return the results. If a mode stopped early, its result is
+    incomplete, and its log is printed.
     """
     at_once = CUDA and TRAINERS[trainer].at_once
     for group in [modes] if at_once else [[mode] for mode in modes]:
@@ -580,7 +582,7 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
             ]
             began = time.monotonic()
             for mode, process in zip(group, processes, strict=True):
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the work may be done by then
+                with contextlib.suppress(subprocess.TimeoutExpired):  # results may exist anyway
                     process.wait(max(0, began + LIMIT_S - time.monotonic()))
                 print(f"{mode}: ended after {time.monotonic() - began:.0f} s", flush=True)
     results = {}
@@ -595,10 +597,11 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
 def judged(
     mode: str, rounds: int, found: dict[str, Any], stock: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Return a mode's result for the file, with comparisons with stock vLLM in place of responses.
+    """Return a mode's result for the file, in which comparisons with stock vLLM replace the
+    responses.
 
     Args:
-        rounds: how many there should be.
+        rounds: the expected number of rounds.
     """
     result = {name: found[name] for name in ("described", "seconds to start") if name in found}
     result["faults"] = []
@@ -617,15 +620,17 @@ def main() -> int:
     options.add_argument("trainer", choices=TRAINERS)
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="stock first")
     options.add_argument("--out", type=Path, help="the JSON file, results/TRAINER_rollouts.json")
-    options.add_argument("--inside", choices=MODES, help="for itself: the mode of this process")
-    options.add_argument("--folder", type=Path, help="for itself: where the checkpoints are")
+    options.add_argument("--inside", choices=MODES, help="internal: the mode of this process")
+    options.add_argument("--folder", type=Path, help="internal: the folder with the checkpoints")
     given = options.parse_args()
     if given.inside:
         asyncio.run(roll_out(given.trainer, given.inside, given.folder))
         os._exit(0)
     if given.modes[0] != "stock":
-        options.error(f"--modes starts with {given.modes[0]}; start with stock, the yardstick")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its process groups end with it
+        options.error(
+            f"--modes starts with {given.modes[0]}; list stock first, because other modes are compared with it"
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also kills the process groups
     name = given.trainer.replace("-", "_")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -1,16 +1,16 @@
-"""Sparrow in vLLM on a GPU: equalities in low precision.
+"""Check on a GPU, in low precision, that Sparrow in vLLM computes what it should.
 
     python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] [--mixture]
         --out equal.json
 
-Models are random, written to a temporary folder: nothing is downloaded. ``--mixture`` checks a
-mixture of experts.
+Models are random and written to a temporary folder, so nothing is downloaded. ``--mixture`` checks
+a mixture of experts.
 
-How far a correct run may be from the truth is measured, not assumed. The truth is transformers in
-float32, dense or with the same pages selected position by position. In 16 bits every kernel rounds,
-so even transformers in the same 16 bits misses the truth: the mean and the 99th percentile of its
-errors in log-probs are the yardstick, and Sparrow in vLLM, whose kernels round in different places,
-may miss the truth by at most twice as much.
+The tolerance is measured rather than assumed. The truth is transformers in float32, either dense or
+with the same pages selected at every position. In 16 bits, every kernel rounds, so even
+transformers deviates from the truth if it runs in the same 16-bit dtype. The mean and the 99th
+percentile of its errors in log-probs are the yardstick. Sparrow in vLLM, whose kernels round in
+different places, may deviate from the truth by at most twice as much.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False
     ),
 }
-"""Other ways to run an engine, by what vLLM is told."""
+"""Other ways to run an engine, with their options for vLLM."""
 
 
 def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
-    """Return a function that adds one result, prints it and writes all results so far."""
+    """Return a function that adds a result, prints it, and writes all results so far."""
     started = time.monotonic()
 
     def note(name: str, value: Any) -> None:
@@ -69,7 +69,7 @@ def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
 
 
 def options(dtype: str, **more: Any) -> dict[str, Any]:
-    """Return the options with which every engine of the checks is started."""
+    """Return the options that all checked engines share."""
     return {
         "dtype": dtype,
         "max_model_len": 4096,
@@ -85,8 +85,8 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
 def random_model(
     folder: Path, dtype: str, seed: int = 0, is_mixture: bool = False
 ) -> PreTrainedModel:
-    """Build six layers of Qwen3's shape, with attention sharp enough that leaving out pages is
-    visible.
+    """Write and return a random Qwen3 with six layers, whose attention is so peaked that it matters
+    which pages are left out.
     """
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(small_qwen3(is_mixture))
@@ -100,8 +100,8 @@ def random_model(
 
 
 def load(folder: Path, dtype: str) -> Any:
-    # Never model.to(dtype): that rounds the rotary frequencies too, which makes another model at
-    # 3,000 tokens.
+    # model.to(dtype) would also round the rotary frequencies, which changes log-probs at 3,000
+    # tokens.
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
@@ -120,7 +120,7 @@ def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return the differences between the log-probs of two runs up to the first token that differs,
+    """Return the differences between the log-probs of two runs before their first different token,
     and the share of tokens before it.
     """
     same = [
@@ -131,15 +131,15 @@ def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
 
 
 def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return differences between log-probs of the same tokens."""
+    """Return the differences between log-probs of the same tokens."""
     return summary([np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)])
 
 
 def judged(
     rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]
 ) -> dict[str, Any]:
-    """Compare the distance of log-probs from the truth with that of the yardstick in the same
-    16-bit dtype.
+    """Compare the errors of log-probs, relative to the truth, with those of the yardstick in the
+    same 16-bit dtype.
     """
     missed, allowed = miss(rollouts, true), miss(true, yardstick)
     within = all(missed[k] <= 2 * allowed[k] for k in ("mean", "p99"))
@@ -147,9 +147,7 @@ def judged(
 
 
 def gib_asleep(engine: VLLMEngine) -> float:
-    """Return the GiB of GPU memory in use while the engine sleeps. Afterwards, the engine is awake
-    again.
-    """
+    """Put the engine to sleep, return the GiB of GPU memory in use, and wake it again."""
     engine.sleep()
     free, total = torch.cuda.mem_get_info()
     engine.wake()
@@ -162,7 +160,9 @@ def main() -> None:
     command.add_argument("--tensor-parallel", type=int, default=1)
     command.add_argument("--mixture", action="store_true", help="check a mixture of experts")
     command.add_argument(
-        "--against", type=Path, help="compare with the .npz that another run wrote beside its --out"
+        "--against",
+        type=Path,
+        help="compare with the .npz file that another run wrote next to its --out",
     )
     arguments = command.parse_args()
     note = notes(arguments.out, dtype=arguments.dtype)
@@ -264,7 +264,7 @@ def main() -> None:
             note(f"counters, {label}", str(engine.counters()))
             if (
                 label != "preemption"
-            ):  # after one, generated tokens are prefilled, which has no truth to compare with
+            ):  # preempted responses are prefilled densely, so no truth matches them
                 judge(label, rollouts, SMALL)
             engine.close()
         if arguments.tensor_parallel > 1:

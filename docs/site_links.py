@@ -1,9 +1,9 @@
-"""What mkdocs runs on every page: includes of files that lie outside docs/, and links to them.
+"""A mkdocs hook that includes files from outside docs/ in pages, and adapts links to such files.
 
-``<!-- include: DESIGN.md -->`` in a page stands for that file of the repository. A link to a file
-outside docs/ leads to the repository if its address is known (``repo_url``), and is plain text
-otherwise. A link to a file that does not exist is a warning, which ``--strict`` turns into an
-error.
+``<!-- include: DESIGN.md -->`` in a page is replaced by that file of the repository. A link to a
+file outside docs/ becomes a link to the repository's website if its address is configured
+(``repo_url``), and plain text otherwise. A link to a file that does not exist causes a warning,
+which ``--strict`` turns into an error.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "DESIGN.md": "design.md", "README.md": "index.md"}
-"""Files outside docs/ that are pages of the site."""
+"""Files outside docs/, and their pages on the site."""
 INCLUDE = re.compile(r"<!-- include: (\S+) -->")
 LINK = re.compile(r"(?<!!)\[([^][]+)\]\(([^)\s]+)\)")
 
@@ -23,7 +23,7 @@ log = logging.getLogger("mkdocs.hooks.site_links")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """The page's text with what it includes, every link valid in the site."""
+    """Return the page's text with its includes, and with links that work on the site."""
     folder = (DOCS / page.file.src_uri).parent
     repository = (config.repo_url or "").rstrip("/")
     text = rewrite(markdown, folder, folder, repository, page.file.src_uri)
@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def rewrite(text: str, origin: Path, folder: Path, repository: str, name: str) -> str:
-    """Text whose links were written for a file in ``origin``, for a page in ``folder``."""
+    """Adapt links that were written for a file in ``origin`` to a page in ``folder``."""
 
     def link(found: re.Match[str]) -> str:
         label, target = found.groups()

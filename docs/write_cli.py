@@ -1,10 +1,9 @@
-"""Write the tables of options in docs/cli.md from what ``sparrow COMMAND --help`` says; ``--check``
-only compares.
+"""Generate the tables of options in docs/cli.md from the output of ``sparrow COMMAND --help``.
 
     python docs/write_cli.py
 
-A table stands between ``<!-- options: COMMAND -->`` and ``<!-- end -->``; the text around it is
-written by hand.
+With ``--check``, only compare. A table goes between ``<!-- options: COMMAND -->`` and ``<!-- end
+-->``; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ PAGE = Path(__file__).parent / "cli.md"
 
 
 def help_text(command: str) -> str:
-    """What a command says of itself, on lines of 80 columns."""
+    """Return the help of a command, wrapped at 80 columns."""
     from sparrow.cli import main
 
     before, printed = os.environ.get("COLUMNS"), io.StringIO()
-    os.environ["COLUMNS"] = "80"  # wider help stands in several columns
+    os.environ["COLUMNS"] = "80"  # on a wider terminal, the help has several columns
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             main([command, "--help"])
@@ -34,8 +33,8 @@ def help_text(command: str) -> str:
 
 
 def table(command: str) -> str:
-    """A command's options as a Markdown table, section by section."""
-    rows: list[list[str]] = []  # name, then words of its help; a section has no name
+    """Return a command's options as a Markdown table, section by section."""
+    rows: list[list[str]] = []  # an option's name ("" for a section), then the words of its help
     for line in help_text(command).partition("\n\n")[2].splitlines():
         text, indent = line.strip(), len(line) - len(line.lstrip())
         if not indent or not text or text.startswith("---"):
@@ -65,7 +64,7 @@ def table(command: str) -> str:
 
 
 def written(page: str) -> str:
-    """The page with every table as it should be."""
+    """Return the page with every table regenerated."""
     return re.sub(
         r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}{table(found[2])}\n{found[3]}",
@@ -79,4 +78,4 @@ if __name__ == "__main__":
     if "--check" not in sys.argv:
         PAGE.write_text(written(page), encoding="utf-8")
     elif written(page) != page:
-        sys.exit("docs/cli.md is not what the commands say; run python docs/write_cli.py")
+        sys.exit("docs/cli.md is out of date; run python docs/write_cli.py")

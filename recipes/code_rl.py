@@ -1,15 +1,15 @@
 """Code RL from end to end on a CPU: a tiny model writes programs, a sandbox runs them, and GRPO
 raises the reward.
 
-A prompt asks for a chain of sums, differences and products; the response is a Python program that
-reads a number and prints the result. The model, made here in a minute, learns from demonstrations
-with mistakes in them, so sampled programs fail their tests about as often. Then `sparrow train`
-trains it with sparse rollouts.
+A prompt asks for a chain of sums, differences and products, and the response is a Python program
+that reads a number and prints the result. The script first pretrains a model, in about a minute, on
+demonstrations that contain mistakes, so the programs that the model samples often fail their tests.
+`sparrow train` then trains it with sparse rollouts.
 
     python recipes/code_rl.py                    # 20 steps, minutes; writes benchmarks/results/code_rl.json
     python recipes/code_rl.py --steps 2 --pretraining 50 --folder runs/try --out try.json
 
-It needs an empty folder. Shapes: B sequences, T tokens.
+The folder must not exist yet. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ INPUTS = (0, 7, -12)
 class Options:
     """What to run."""
 
-    folder: Path = Path("runs/code_rl")  # Where the model, the problems and the run go.
-    out: Path = Path("benchmarks/results/code_rl.json")  # The JSON file of results.
+    folder: Path = Path("runs/code_rl")  # Folder for the model, the problems and the run.
+    out: Path = Path("benchmarks/results/code_rl.json")  # JSON file for the results.
     steps: int = 20  # Training steps.
     prompts: int = 8  # Prompts per step.
     samples: int = 8  # Programs per prompt.
-    learning_rate: float = 5e-4  # Learning rate of the reinforcement learning.
-    lengths: tuple[int, int] = (2, 4)  # Fewest and most operations of a program.
-    mistakes: float = 0.25  # Chance that an operation in a demonstration is the wrong one.
-    pretraining: int = 500  # Batches of demonstrations.
-    held_out: int = 24  # Problems to evaluate on, before and after, 4 programs each.
+    learning_rate: float = 5e-4  # Learning rate of GRPO.
+    lengths: tuple[int, int] = (2, 4)  # Minimum and maximum number of operations in a program.
+    mistakes: float = 0.25  # Probability that a demonstration gets an operation wrong.
+    pretraining: int = 500  # Batches of demonstrations for pretraining.
+    held_out: int = 24  # Problems to evaluate on before and after training, with 4 programs each.
     seed: int = 0  # Seeds everything.
 
 
@@ -88,8 +88,8 @@ def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per piece of a question or a program; any other text is one
-    unknown token.
+    """Build a tokenizer with one token for each piece that questions and programs consist of. All
+    other text becomes the unknown token.
     """
     tokenizer = Tokenizer(
         models.WordLevel({piece: i for i, piece in enumerate((*SPECIAL, *PIECES))}, unk_token=UNK)
@@ -111,8 +111,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def pretrain(
     tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], options: Options
 ) -> Qwen3ForCausalLM:
-    """Train a model on ``pretraining`` batches of demonstrations, each of a rendered prompt and its
-    response.
+    """Train a new model on ``options.pretraining`` batches of demonstrations.
+
+    Args:
+        prompts: the rendered prompts, each with its demonstration.
     """
     torch.manual_seed(options.seed)
     model = Qwen3ForCausalLM(
@@ -173,7 +175,9 @@ def write_rows(path: Path, seed: int, count: int, options: Options) -> list[str]
 
 
 def main(options: Options) -> None:
-    """Make the model and the problems, train, and save the rewards."""
+    """Generate problems, pretrain a model, train it with GRPO, and save its rewards before and
+    after.
+    """
     began = time.perf_counter()
     options.folder.mkdir(parents=True)
     shown, train, held_out = (

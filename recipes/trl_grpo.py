@@ -1,5 +1,5 @@
-"""GRPO with stock TRL on the bundled reasoner, rollouts by stock vLLM under a schedule, p5 in TRL's
-logs.
+"""Train the bundled reasoner with stock TRL and sparse rollouts in stock vLLM; TRL's logs include
+p5.
 
     python recipes/trl_grpo.py --out run.json                                 # vLLM in the trainer's process
     python recipes/trl_grpo.py --schedule lossless --out run.json             # drafts that the dense policy verifies
@@ -38,7 +38,8 @@ SCHEDULE = SparsitySchedule(
     recent_pages=2,
     dense_layers=(0,),
 )
-"""For ``trace`` at 24 lines and a p5 of 0.95; pages of 8 tokens are the decode kernels' smallest.
+"""A schedule for ``trace`` with 24 lines and a p5 of 0.95. The decode kernels support no pages
+smaller than 8 tokens.
 """
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--lines", type=int, default=24, help="length of the programs that are traced"
+        "--lines", type=int, default=24, help="number of lines in the programs to trace"
     )
     parser.add_argument("--batch", type=int, default=64, help="responses per step, 8 per prompt")
     parser.add_argument("--measure-every", type=int, default=1)

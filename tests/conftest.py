@@ -20,8 +20,8 @@ from transformers import (
 )
 
 LIMIT_S = 30.0
-"""Seconds of processor time above which a test without the mark ``slow`` fails: three times the
-time of the slowest of them, so that none fails on a slow machine.
+"""Tests without the mark ``slow`` fail above this many seconds of processor time. The limit is
+three times the time of the slowest one, so that none fails on a slow machine.
 """
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,9 @@ ARCHITECTURES = {
 
 
 ONE_THREAD = "PYTEST_XDIST_WORKER" in os.environ
-"""The processes of ``-n`` share the machine, so more threads would only wait for each other."""
+"""Use few threads, because with ``-n``, several processes share the machine, and more threads would
+only wait for each other.
+"""
 
 if ONE_THREAD:
     torch.set_num_threads(1)
@@ -76,7 +78,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow tests unless ``--all`` is given or tests are named one by one."""
+    """Skip slow tests unless ``--all`` is given or tests are selected by name."""
     if config.getoption("all") or any("::" in argument for argument in config.args):
         return
 
@@ -87,17 +89,16 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test that should be marked slow.
-
-    Processor time, which includes child processes, does not depend on how busy the machine is,
-    unless threads busy-wait for each other.
+    """Fail a test that should be marked slow. Its processor time (including child processes) is
+    measured, because it does not depend on how busy the machine is unless threads busy-wait for
+    each other.
     """
     before = sum(os.times()[:4])
     result = yield
     used = sum(os.times()[:4]) - before
     if ONE_THREAD and used > LIMIT_S and not item.get_closest_marker("slow"):
         pytest.fail(
-            f"took {used:.0f} s of processor time: make it faster, or mark it slow", pytrace=False
+            f"took {used:.0f} s of processor time; make it faster, or mark it slow", pytrace=False
         )
     return result
 
@@ -152,8 +153,8 @@ def save_bytewise(folder: Path, initializer_range: float) -> str:
 
 @pytest.fixture(scope="session")
 def reading_checkpoint(tmp_path_factory) -> str:
-    """Return the folder of a model that reads any text and has nearly flat distributions: drafts
-    are mostly accepted.
+    """Return the folder of a model that reads any text and has nearly flat distributions, so that
+    most drafts are accepted.
     """
     return save_bytewise(tmp_path_factory.mktemp("reading"), initializer_range=0.02)
 

@@ -1,7 +1,6 @@
-"""Runs test files in separate pytest processes, two at a time.
-
-For tests of libraries that make a choice when they are imported, such as Triton's interpreter,
-because other tests may have imported them before.
+"""Runs test files in separate pytest processes, two at a time. This is for libraries whose
+behaviour is fixed when they are imported, such as Triton with its interpreter, because another test
+of the same process may already have imported them.
 """
 
 import os
@@ -18,9 +17,8 @@ Done = subprocess.CompletedProcess[str]
 
 
 def run(*arguments: str, **environment: str) -> Done:
-    """Run pytest with these arguments and additional environment variables.
-
-    The process is not a worker of pytest-xdist, and the limits of such a worker do not apply to it.
+    """Run pytest with these arguments and additional environment variables. The process is not a
+    pytest-xdist worker, and has none of a worker's limits.
     """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
@@ -37,8 +35,8 @@ def run(*arguments: str, **environment: str) -> Done:
 def side_by_side(
     request: pytest.FixtureRequest, parameter: str, start: Callable[[str], Done]
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Yield the runs for all values of ``parameter`` that the selected tests of this module
-    need.
+    """Start a run for each value of ``parameter`` that the selected tests of this module need, and
+    yield the runs.
     """
     wanted = [
         item.callspec.params[parameter]

@@ -1,4 +1,4 @@
-"""Import paths of the last release: each returns the current module with a warning."""
+"""Tests that import paths of the last release still work, with a warning."""
 
 import importlib
 import pickle

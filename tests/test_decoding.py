@@ -1,4 +1,4 @@
-"""The settings with which users choose how to decode."""
+"""Tests of the settings with which users choose how to decode."""
 
 import json
 
@@ -152,7 +152,7 @@ def test_contradictory_settings_are_refused(value, message):
         (
             {"adapt_draft_tokens": False},
             False,
-        ),  # a fixed number of drafts means the same drafts every time
+        ),  # a fixed number of drafts makes drafts reproducible
         ({"draft_schedule": "fixed:9"}, False),  # explicit values are kept
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
     ],

@@ -1,8 +1,6 @@
-"""Seeded random input for every command: settings, schedules, damaged files and faults while
-writing.
-
-Each case ends in one sentence and an exit code, without a traceback, or in the command's usual
-output.
+"""Tests with seeded random input for every command: settings, schedules, damaged files, and faults
+while writing. Each case must end with the command's usual output, or with one sentence and an exit
+code, but never with a traceback.
 """
 
 import contextlib
@@ -84,9 +82,7 @@ ODD_JSON = [
 
 @pytest.fixture
 def place(checkpoint, tmp_path_factory) -> Callable[[], Path]:
-    """Return a function that enters an empty working directory with a model, a new one at each
-    call.
-    """
+    """Return a function that creates and enters a new working directory that contains only a model."""
 
     def new() -> Path:
         folder = tmp_path_factory.mktemp("fuzz")
@@ -116,7 +112,9 @@ def finished(checkpoint, tmp_path_factory) -> Path:
 
 
 def outcome(*argv: str) -> tuple[int, str]:
-    """Return exit code and stderr; any other end of a command is raised."""
+    """Run a command, and return its exit code and stderr. Any exception other than SystemExit is
+    raised.
+    """
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -125,7 +123,7 @@ def outcome(*argv: str) -> tuple[int, str]:
         except SystemExit as stopped:
             code = int(stopped.code or 0)
     if code == 0:
-        assert out.getvalue().strip(), "it succeeded and printed nothing"
+        assert out.getvalue().strip(), "the command succeeded but printed nothing"
     else:
         said = [line for line in err.getvalue().splitlines() if line.startswith("sparrow: ")]
         boxed = code == 2 and "For full helptext" in err.getvalue()  # tyro's, on a few lines
@@ -137,7 +135,7 @@ def outcome(*argv: str) -> tuple[int, str]:
 
 
 def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
-    """Run all cases; name those that ended in any other way."""
+    """Run all cases, and name those that ended in any other way."""
     wrong, codes = [], []
     for name, argv in cases:
         try:
@@ -146,7 +144,7 @@ def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
             wrong.append(f"{name}: {' '.join(argv)}\n    {type(error).__name__}: {error}")
     assert not wrong, "\n".join([f"{len(wrong)} of {expected} cases", *wrong])
     assert len(codes) == expected and 0 in codes and 1 in codes, (
-        f"cases that can tell nothing apart: {codes}"
+        f"the cases do not include both success and failure: {codes}"
     )
 
 
@@ -168,7 +166,8 @@ def test_random_settings_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(entry.COMMANDS)}
-        # Runs of any length are valid, and requests to the hub take a minute to fail.
+        # these are excluded, because runs of any length are valid, and requests to the hub take a
+        # minute to fail
         left_out = ("--steps", "--prompts", "--model", "--engine")
         commands = {
             kind: [name for name in names if name not in left_out]
@@ -209,7 +208,7 @@ def test_random_schedules_never_cause_a_traceback(place):
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:
-    """Truncate a text, remove a part, change bytes or repeat a part."""
+    """Truncate a text, remove or repeat a part of it, or change some bytes."""
     at, end = sorted((rng.randrange(len(data)), rng.randrange(len(data) + 1)))
     kind = rng.choice(["cut", "hole", "bytes", "twice", "empty"])
     noise = bytes(rng.randrange(256) for _ in range(4))
@@ -277,9 +276,7 @@ def test_damaged_files_never_cause_a_traceback(place, finished):
 
 
 def test_failing_writes_never_cause_a_traceback(place, monkeypatch):
-    """The disk is full from the n-th file that is flushed, or the n-th that is renamed into
-    place.
-    """
+    """The disk becomes full when the n-th file is flushed or renamed into place."""
 
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/writes")

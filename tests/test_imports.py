@@ -1,4 +1,4 @@
-"""Which package may import which: listed once, and enforced on the sources and in fresh
+"""Tests that packages import only what a table allows, both in the sources and in fresh
 interpreters.
 """
 
@@ -16,8 +16,8 @@ import sparrow
 PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
-# What each part may import from the others, besides ``errors`` and the package itself. A module
-# belongs to the part with the longest matching name, and may import from that part.
+# What each part may import from other parts, besides ``errors`` and the package itself. A module
+# belongs to the part with the longest matching name, within which it may import anything.
 ALLOWED = {
     "audit": ["audit.statistics", "engines.base", "mismatch", "rollout", "schedule"],
     "audit.statistics": [],
@@ -214,8 +214,8 @@ ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm"
 
 
 def modules() -> dict[str, Path]:
-    """Return dotted name without the leading ``sparrow.`` (empty for the package itself) ->
-    file.
+    """Return all source files by their dotted names without ``sparrow.`` (empty for the package
+    itself).
     """
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -227,14 +227,14 @@ def modules() -> dict[str, Path]:
 def part_of(module: str) -> str:
     """Return the longest name in the table that contains ``module``."""
     fits = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
-    assert fits, f"sparrow.{module} has no place in the architecture; give it one in ALLOWED"
+    assert fits, f"sparrow.{module} is not in the table of imports; add it to ALLOWED"
     return max(fits, key=len)
 
 
 def imports(source: str, module: str, is_package: bool, running: bool = False) -> Iterator[str]:
-    """Return the full names of everything that ``source`` imports, or with ``running``, everything
-    except imports that are only for types. A name is given as ``module.name``, and may be a module
-    as well.
+    """Return the full names of everything that ``source`` imports. With ``running``, imports that
+    are only for types are left out. Each name has the form ``module.name``, and may itself be a
+    module.
     """
     tree = ast.parse(source)
     for node in without_type_checking(tree) if running else ast.walk(tree):
@@ -252,8 +252,8 @@ def imports(source: str, module: str, is_package: bool, running: bool = False) -
 def edges(
     source: str, module: str, is_package: bool, known: dict[str, Path], running: bool = False
 ) -> Iterator[str]:
-    """Return the Sparrow modules that ``source`` imports, as in ``modules`` and ``imports``; a name
-    inside a module counts as that module.
+    """Return the names of the Sparrow modules that ``source`` imports. A name inside a module
+    counts as the module. See ``modules`` and ``imports``.
     """
     for name in imports(source, module, is_package, running):
         first, _, inner = name.partition(".")
@@ -375,8 +375,8 @@ def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str] | None:
-    """Return the names along one cycle of the graph with the first one repeated at the end, or None
-    without a cycle.
+    """Return the names along a cycle of the graph, with the first one repeated at the end, or None
+    if there is no cycle.
     """
     done: set[str] = set()
 

@@ -1,5 +1,5 @@
-"""The built package is complete: a wheel installed in a fresh environment runs outside the
-repository. The requirements of the extras are compatible.
+"""Tests that a wheel installed in a fresh environment runs outside the repository, and that the
+requirements of the extras are compatible.
 """
 
 import os
@@ -19,7 +19,7 @@ from sparrow import __version__
 
 ROOT = Path(__file__).parent.parent
 RELEASES = [f"0.{minor}.0" for minor in range(22, 40)]
-"""Of vLLM, some yet to come."""
+"""Versions of vLLM, including future ones."""
 
 
 def required(extra: str) -> list[Requirement]:
@@ -62,7 +62,7 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
     sources, built, env, away = (tmp_path / name for name in ("sources", "built", "env", "away"))
     built.mkdir()
     away.mkdir()
-    # A copy, because the build writes into the folder.
+    # a copy, because the build writes to its folder
     shutil.copytree(
         ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -89,8 +89,8 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
         cwd=away,
     )
     (site,) = (env / "lib").glob("python*/site-packages")
-    # If the tests run in a virtual environment, its packages are not those of the system. Its .pth
-    # files are not read, including that of an editable Sparrow.
+    # If the tests run in a virtual environment, use its packages rather than the system's, but not
+    # its .pth files, which may include that of an editable Sparrow.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = run(env / "bin" / "python", "-c", "import sparrow; print(sparrow.__file__)", cwd=away)
     assert where.startswith(f"{site}/") and (site / "sparrow" / "py.typed").exists()

@@ -1,5 +1,5 @@
-"""What users rely on: a single version number, CI that runs the command in the README, and tests
-whose paths match those of modules.
+"""Tests of the repository: there is a single version number, CI runs the command in the README, and
+the paths of tests match those of modules.
 """
 
 import re
@@ -14,7 +14,7 @@ from tests import conftest
 from tests.conftest import ROOT
 
 LARGE = 50
-"""Lines over which a module has a test of its path or stands in ``ELSEWHERE``."""
+"""Modules with more lines than this need a test at their path or an entry in ``ELSEWHERE``."""
 ELSEWHERE = {
     "attention/cuda/launch.py": "attention/cuda/test_compile.py",
     "attention/decode.py": "attention/test_reference.py",
@@ -62,8 +62,8 @@ ELSEWHERE = {
     "vllm/lossless/meter.py": "vllm/test_lossless_parts.py",
     "vllm/lossless/setup.py": "vllm/test_lossless_parts.py",
 }
-"""Where a module is tested that has no test of its path: by module or by folder, from ``sparrow/``
-and ``tests/``.
+"""Where modules without a test at their path are tested: modules or folders in ``sparrow/``, with
+their tests in ``tests/``.
 """
 
 
@@ -72,8 +72,8 @@ def read(name: str) -> str:
 
 
 def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
-    """Return modules of over ``LARGE`` lines without a test at their path, unless they or their
-    folder are listed.
+    """Return modules with more than ``LARGE`` lines and without a test at their path, unless they
+    or their folder are listed.
     """
     missing = []
     for path in sorted(package.rglob("*.py")):
@@ -95,7 +95,7 @@ def test_every_module_has_a_test_at_its_path_or_a_listed_test():
         assert (package / module).exists() and (tests / test).exists(), f"{module}: {test}"
         mirrored = tests / Path(module).parent / f"test_{Path(module).name}"
         assert module.endswith("/") or not mirrored.exists(), (
-            f"{module} has {mirrored.name} and need not be listed"
+            f"{module} is tested by {mirrored.name}; remove it from ELSEWHERE"
         )
 
 

@@ -1,5 +1,5 @@
-"""Sparsity schedules: published tables and their edges, JSON, refusals, and the table in which an
-engine looks up pages.
+"""Tests of sparsity schedules: published tables and their bin edges, JSON, refusals, and the table
+in which engines look up page counts.
 """
 
 import json
@@ -64,7 +64,8 @@ QWEN3_14B_086 = [
     893,
 ]
 
-# Every published table, checked by its first, tenth and last entry and the sum of all twenty.
+# Every published table is checked by its first, tenth and last entry, and by the sum of all twenty
+# entries.
 PUBLISHED = {
     "qwen3-1.7b-0.75": (29, 93, 93, 1540),
     "qwen3-1.7b-0.80": (29, 157, 157, 2500),
@@ -173,7 +174,7 @@ def test_page_counts_never_decrease_with_length(schedule, some):
 def test_multiplying_a_schedule_scales_the_total_including_pages_always_read():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
-    )  # beside a sink page and two recent ones
+    )  # besides a sink page and two recent pages
     assert table.times(1) == table
     assert table.times(2).top_k == (3, 5, 125, ALL_PAGES)
     assert table.times(0.5).top_k == (0, 1, 29, ALL_PAGES)
@@ -449,7 +450,7 @@ def test_head_budgets_are_rounded_to_multiples_of_1_256th():
 
 
 def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
-    # 10 pages on average: 0, 5, 15 and 20 by score, and three more; all cut at what there is.
+    # 10 pages on average: 0, 5, 15 and 20 by score, plus three, but at most as many as there are.
     assert UNEVEN.tokens_read(600) == (3 + 8 + 18 + 23) / 4 * 16
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
     assert UNEVEN.pages_read([600, 300, 41]).tolist() == [13, (3 + 8 + 18 + 19) / 4, 3]
@@ -560,7 +561,7 @@ def test_the_length_up_to_which_everything_is_read_matches_a_hand_calculation():
     )  # a dense bin after a sparse one contains keys computed with sparse reads
     assert (
         layout(5, 13, 20).dense_up_to == 128
-    )  # 8 pages of 8 are bin 0, 16 bin 1, and 23 are short of 24
+    )  # 8 pages of 8 are in bin 0, 16 in bin 1, and 23 are fewer than 24
     assert layout(5, 12, 20).dense_up_to == 64
     assert layout(13).dense_up_to == 128 and layout(4).dense_up_to == 0
     assert layout(13, ALL_PAGES).dense_up_to == inf
@@ -569,8 +570,8 @@ def test_the_length_up_to_which_everything_is_read_matches_a_hand_calculation():
 
 
 def test_schedule_and_attention_define_the_same_page_layout():
-    """``PageLayout`` cannot share a definition with a schedule, because the schedule does not
-    import torch.
+    """``PageLayout`` and schedules have separate definitions, because schedules must not import
+    torch.
     """
     assert tuple(field.name for field in fields(pages.PageLayout)) == schedule.PAGE_LAYOUT
     assert get_args(schedule.LandmarkDtype) == get_args(pages.LandmarkDtype)

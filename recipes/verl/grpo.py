@@ -1,12 +1,11 @@
-"""GRPO with stock verl on the bundled reasoner, with dense, lossless or lossy rollouts by stock
-vLLM.
+"""Train the bundled reasoner with stock verl and dense, lossless or lossy rollouts in stock vLLM.
 
     python recipes/verl/grpo.py --mode lossless --gpus 2 --out run.json
 
-Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). It prepares a data set and a model folder,
-runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects what verl logged.
-Dense rollouts are verl's own, without Sparrow. The exit status is that of verl, or 1 if rollouts
-were to be lossless but nothing was drafted.
+Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). The script prepares a data set and a model
+folder, runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects what verl
+logged. Dense rollouts are verl's own, without Sparrow. The exit status is verl's, or 1 if a
+lossless run drafted nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ SCHEDULE: dict[str, Any] = {
     **LAYOUT,
     "dense_layers": [0],
 }
-"""Of lossy rollouts, for ``trace`` at 24 lines and a p5 of 0.95; pages of 8 tokens are the decode
-kernels' smallest.
+"""The schedule of lossy rollouts, for ``trace`` with 24 lines and a p5 of 0.95. The decode kernels
+support no pages smaller than 8 tokens.
 """
 LOSSLESS: dict[str, Any] = {
     "mode": "lossless",
@@ -46,9 +45,9 @@ LOSSLESS: dict[str, Any] = {
     "draft_tokens": 4,
     "adapt_draft_tokens": False,
 }
-"""Of lossless rollouts. With a model this small and responses this short, no drafts are fastest,
-and an adaptive number would choose that; here it is fixed, so that drafts are verified at every
-step.
+"""The settings of lossless rollouts. The number of drafts is fixed so that every step verifies
+some. An adaptive number would fall to zero, because with such a small model and such short
+responses, decoding is fastest without drafts.
 """
 SAMPLES = 8
 CAPTURED = [1, 2, 4, *range(8, 8 * SAMPLES + 1, 8)]
@@ -62,7 +61,7 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 
 def by_mode(mode: str) -> list[str]:
-    """Return the settings in which modes differ."""
+    """Return the settings that depend on the mode."""
     if mode == "dense":
         return ["trainer.v1.trainer_mode=sync", captured(CAPTURED)]
     if mode == "lossless":
@@ -80,7 +79,7 @@ def by_mode(mode: str) -> list[str]:
 
 
 def additional(settings: dict[str, Any]) -> str:
-    """Pass Sparrow's settings to vLLM."""
+    """Return the setting that passes Sparrow's settings to vLLM."""
     return f"+{ENGINE}.additional_config={{sparrow: {json.dumps(settings).replace(chr(34), '')}}}"
 
 
@@ -91,10 +90,12 @@ def captured(sizes: list[int]) -> str:
 def overrides(
     folder: Path, mode: str, gpus: int, steps: int, lines: int, prompts: int
 ) -> list[str]:
-    """Return settings of ``verl.trainer.main_ppo``; Sparrow needs only those of ``by_mode``."""
+    """Return all settings of ``verl.trainer.main_ppo``. Only those of ``by_mode`` concern
+    Sparrow.
+    """
     return [
         *by_mode(mode),
-        # Skip compilation; use full CUDA graphs for decode steps.
+        # no compilation, but full CUDA graphs for decode steps
         f"+{ENGINE}.compilation_config={{mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}",
         f"+{ENGINE}.kv_cache_memory_bytes=2147483648",
         "algorithm.adv_estimator=grpo",
@@ -143,7 +144,7 @@ def overrides(
 
 
 def prepare(folder: Path, steps: int, lines: int, prompts: int) -> None:
-    """Write the model, with a chat template that passes prompts on unchanged, and the data set."""
+    """Write the data set, and the model with a chat template that leaves prompts unchanged."""
     shutil.copytree(MODEL, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     task = load_task("trace", lines=lines)
@@ -160,8 +161,8 @@ def prepare(folder: Path, steps: int, lines: int, prompts: int) -> None:
 
 
 def train(settings: list[str], mode: str, log: Path) -> int:
-    """Run verl, which appends each step's metrics to ``log``; return its exit status. A SIGTERM
-    ends verl, and this function returns.
+    """Run verl, which appends the metrics of each step to ``log``, and return its exit status.
+    SIGTERM is passed on to verl.
     """
     variables = {"VERL_FILE_LOGGER_PATH": str(log)}
     if mode != "dense":
@@ -173,17 +174,19 @@ def train(settings: list[str], mode: str, log: Path) -> int:
 
 
 def drafted(steps: list[dict[str, Any]]) -> int:
-    """Add up the tokens that were drafted."""
+    """Return the total number of drafted tokens."""
     return sum(step["data"].get("sparrow/drafts/drafted", 0) for step in steps)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("dense", "lossless", "lossy"), default="lossless")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine to train on")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="number of this machine's GPUs to train on"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--lines", type=int, default=24, help="length of the programs that are traced"
+        "--lines", type=int, default=24, help="number of lines in the programs to trace"
     )
     parser.add_argument(
         "--prompts",
@@ -193,7 +196,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "more", nargs="*", help="further settings of verl, such as trainer.nnodes=2"
+        "more", nargs="*", help="further settings for verl, such as trainer.nnodes=2"
     )
     asked = parser.parse_args()
 
@@ -208,7 +211,7 @@ def main() -> int:
         code = train([*settings, *asked.more], asked.mode, log)
     steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
-    import torch  # here, so that this process does not use a GPU while verl does
+    import torch  # imported only now, so that this process uses no GPU while verl runs
 
     result = {
         "mode": asked.mode,
@@ -223,7 +226,7 @@ def main() -> int:
     }
     asked.out.write_text(json.dumps(result, indent=1))
     if asked.mode == "lossless" and not code and not drafted(steps):
-        print("nothing was drafted, so these rollouts were not lossless mode's", file=sys.stderr)
+        print("no tokens were drafted, so these rollouts were not lossless", file=sys.stderr)
         return 1
     return code
 

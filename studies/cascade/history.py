@@ -1,36 +1,35 @@
-"""How many tokens a sparse pass would yield if tokens were guessed from *history*: the first stage
-of a cascade, simulated on sampled responses.
+"""Simulate how many tokens a sparse pass would yield if tokens were guessed from *history*, the
+first stage of a cascade, on sampled responses.
 
     python studies/cascade/history.py SAMPLES.npz --out benchmarks/results/cascade_history.json
 
-``samples.py`` writes SAMPLES.npz. At each position of a response, the longest suffix of its tokens
-that occurred earlier is looked up (from ``longest`` down to ``shortest`` tokens). The guess
-consists of the m tokens that followed the most recent occurrence. Occurrences in the response
-itself come first. Three histories are compared:
+``samples.py`` writes SAMPLES.npz. At each position of a response, the script looks up the longest
+suffix of ``shortest`` to ``longest`` tokens that has occurred before. The guess consists of the m
+tokens that followed its most recent occurrence; occurrences in the response itself take precedence.
+Three histories are compared:
 
 - ``own``: the prompt and the response itself;
-- ``siblings``: also the responses of the group that run at the same time, each up to the same
-  length;
+- ``siblings``: also the concurrent responses to the same prompt, each up to the same length;
 - ``epoch``: also complete responses to the prompt from an earlier epoch.
 
-Half of a group's samples stand for the earlier epoch, whose policy is therefore the same. The other
-half are simulated with all three histories, so that differences are due to history alone.
+Half of a prompt's samples play the part of the earlier epoch, which therefore has the same policy.
+The other half are simulated with all three histories, so that any differences are due to history
+alone.
 
-Guessed tokens are kept up to the first that differs from the sampled token. If drafts follow the
-policy itself (q = p), this is not an approximation: rejection sampling keeps the guess g with
-probability q(g), and otherwise draws from q without g. This has the same distribution as drawing x
-from q and keeping g if x = g. Each response is therefore a draw from the cascade's own process, and
-the mean over responses is an unbiased estimate of its expectation. If the sparse actor is q, drafts
-follow q instead of p, so guesses are compared with q's tokens. The policy then rejects some drafts,
-the tokens drafted after the first rejected one are lost, and the next cycle begins there. Both
-effects change the tokens per pass only as far as q differs from p, which is little if the
-acceptance is near 1. How many drafts the policy keeps is not simulated; it is an argument of
+Guesses are kept up to the first that differs from the sampled token. If drafts follow the policy
+itself (q = p), this is exact: rejection sampling keeps the guess g with probability q(g), and
+otherwise draws from q without g, which has the same distribution as drawing x from q and keeping g
+if x = g. Each response is therefore a sample of the cascade, and the mean over responses is an
+unbiased estimate. A real drafter is the sparse actor, whose q differs from p: guesses are then
+compared with q's tokens, and after the first draft that the policy rejects, drafts are lost and a
+new cycle begins. If acceptance is close to 1, both effects change the tokens per pass only
+slightly. The simulation does not cover how many drafts the policy keeps; this is an argument of
 ``speed``.
 
-A cycle ends at ``drafts`` tokens, even if its last pass would yield more. Tokens per pass are all
-tokens divided by all passes, so a cycle takes ``drafts`` / (tokens per pass) passes on average. A
-batch that waits for its slowest row takes more passes: ``slowest`` is the number of passes of the
-slowest row, as a mean over batches of ``rows`` cycles that are drawn from all cycles.
+A cycle ends after ``drafts`` tokens, even if its last pass would yield more. Tokens per pass are
+the ratio of all tokens to all passes, so a cycle takes ``drafts`` / (tokens per pass) passes on
+average. A batch that waits for its slowest row takes more: ``slowest`` is the expected number of
+passes of the slowest of ``rows`` cycles, drawn at random from all cycles.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class Options:
 
     samples: Annotated[Path, tyro.conf.Positional]  # The .npz file of `samples.py`.
     out: Path  # The JSON file of results.
-    guesses: tuple[int, ...] = (3, 7)  # Tokens guessed for a pass.
-    drafts: int = 12  # Tokens of a cycle.
-    longest: int = 8  # Tokens of the longest suffix that is looked up.
-    shortest: int = 1  # Tokens of the shortest one.
-    rows: int = 32  # Rows of a batch that waits for its slowest.
-    parts: Path | None = None  # A JSON file of measured times, which README.md describes.
+    guesses: tuple[int, ...] = (3, 7)  # Guesses before each pass.
+    drafts: int = 12  # Tokens per cycle.
+    longest: int = 8  # Maximum length in tokens of the suffixes to look up.
+    shortest: int = 1  # Minimum length in tokens of these suffixes.
+    rows: int = 32  # Rows in a batch that waits for its slowest row.
+    parts: Path | None = None  # A JSON file of measured times; README.md has the format.
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ class Group:
 
 
 class History:
-    """Streams of tokens, and an index of the positions where each short run of tokens occurred last
-    and was followed by a token.
+    """Streams of tokens, with an index of the most recent occurrence of each short run of tokens
+    that was followed by another token.
 
     Args:
-        longest, shortest: lengths in tokens of the runs that are remembered.
+        longest, shortest: maximum and minimum length in tokens of the indexed runs.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -95,7 +94,7 @@ class History:
         self._own: list[dict[tuple[int, ...], tuple[int, int]]] = []  # of each stream
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Remember a stream, and return its number."""
+        """Add a stream to the index, and return its number."""
         self._streams.append([])
         self._own.append({})
         number = len(self._streams) - 1
@@ -104,8 +103,8 @@ class History:
         return number
 
     def extend(self, number: int, token: int, visible: bool = True) -> None:
-        """Append a token to a stream. If the token is not ``visible``, other streams do not find it
-        by the run before it, because they find the same run in an older stream.
+        """Append a token to a stream. If it is not ``visible``, look-ups from other streams do not
+        lead to it, because they find the same run in an older stream.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -118,8 +117,8 @@ class History:
 
     def guess(self, number: int, most: int) -> list[int]:
         """Return up to ``most`` tokens that followed the most recent occurrence of a stream's
-        longest remembered suffix. An occurrence in the stream itself comes first. If the stream has
-        no remembered suffix, return no tokens.
+        longest indexed suffix, or none if there is no such suffix. Occurrences in the stream itself
+        take precedence.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -127,7 +126,7 @@ class History:
         for length in range(self._shortest, min(self._longest, end) + 1):
             run = tuple(stream[end - length :])
             place = self._own[number].get(run) or self._followed.get(run)
-            if place is None:  # if a suffix has not occurred, no longer suffix has occurred
+            if place is None:  # if a suffix has not occurred, neither has any longer one
                 break
             found = place
         if found is None:
@@ -144,15 +143,14 @@ def kept_guesses(
     longest: int,
     shortest: int,
 ) -> list[Ints]:
-    """Count, at each position of a response, how many of up to ``most`` guessed tokens it would
-    keep.
+    """Count how many of up to ``most`` guesses would be kept at each position of each response.
 
     Args:
         prompt: token ids of the prompt.
-        running: responses that are generated at the same time, with one token of each per step.
-            Each response sees the other responses' tokens of earlier steps. Within a step, the last
+        running: responses that are generated concurrently, one token each per step. Each response
+            sees the tokens that the others generated in earlier steps. Within a step, the last
             response's token counts as the most recent.
-        earlier: complete responses, older than the prompt's own tokens.
+        earlier: complete responses, which count as older than the prompt.
 
     Returns: For each running response, an array of its length.
     """
@@ -181,7 +179,7 @@ def kept_guesses(
 
 
 def same_start(guessed: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common at their start."""
+    """Return the length of the longest common prefix of two sequences."""
     count = 0
     for mine, other in zip(guessed, sampled, strict=False):
         if mine != other:
@@ -191,15 +189,14 @@ def same_start(guessed: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 def passes(kept: Ints, guesses: int, drafts: int) -> list[int]:
-    """Return the number of sparse passes in each cycle of a response. The end of the response may
-    cut the last cycle short.
+    """Return the number of sparse passes in each cycle of a response. The last cycle may be cut
+    short by the end of the response.
 
     Args:
-        kept: guessed tokens that would be kept at each place, without bound or up to more than
+        kept: the number of guesses that would be kept at each position, which may exceed
             ``guesses``.
-        guesses: number of tokens guessed for a pass. A pass yields the kept guesses and one more
-            token.
-        drafts: tokens of a cycle.
+        guesses: guesses before each pass. A pass yields the kept guesses and one more token.
+        drafts: tokens per cycle.
     """
     counts = []
     for begin in range(0, len(kept), drafts):
@@ -221,7 +218,7 @@ def slowest(counts: Sequence[int], rows: int) -> float:
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Return the ratio of two sums over prompts, and its 95 % interval from resampling whole
+    """Return the ratio of two sums over prompts, with a 95 % interval from resampling whole
     prompts.
     """
     pairs = np.array([numerator, denominator], float)
@@ -242,20 +239,20 @@ def speed(
     verify_ms: float,
     dense_ms: float,
 ) -> float:
-    """Return the speed of a cascade relative to dense decoding, from the measured times of its
-    parts.
+    """Return the speed of a cascade relative to dense decoding, computed from the measured times of
+    its parts.
 
-    A cycle takes drafts / tokens_per_pass passes of guess_ms + sparse_ms, and verify_ms for the
-    dense pass; it yields tokens_per_cycle tokens, each of which takes dense_ms without drafts. The
-    number of passes is not rounded up: tokens per pass are counted within cycles, so the quotient
-    is already the mean number of whole passes.
+    A cycle has drafts / tokens_per_pass passes, which take guess_ms + sparse_ms each, and one dense
+    pass, which takes verify_ms. It yields tokens_per_cycle tokens, each of which takes dense_ms
+    without drafts. The number of passes is not rounded up: since tokens per pass are counted within
+    cycles, the quotient is already the mean number of whole passes.
     """
     cycle_ms = drafts / tokens_per_pass * (guess_ms + sparse_ms) + verify_ms
     return tokens_per_cycle * dense_ms / cycle_ms
 
 
 def groups(path: Path) -> Iterator[Group]:
-    """Return the groups of a file of samples, in the file's order."""
+    """Read the groups of a file of samples, in the order of the file."""
     with np.load(path) as file:
         names = [name.removesuffix("/prompt") for name in file.files if name.endswith("/prompt")]
         for name in names:
@@ -270,7 +267,9 @@ def groups(path: Path) -> Iterator[Group]:
 
 
 def simulated(group: Group, history: str, options: Options) -> list[Ints]:
-    """Return how many guesses the running half of a group keeps, with one of ``HISTORIES``."""
+    """Return how many guesses are kept in the running half of a group, with one of
+    ``HISTORIES``.
+    """
     half = len(group.responses) // 2
     running = group.responses[half:]
     earlier = group.responses[:half] if history == "epoch" else []
@@ -282,10 +281,10 @@ def simulated(group: Group, history: str, options: Options) -> list[Ints]:
 
 
 def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
-    """Return the tokens per pass for the groups of one kind and temperature, by history and number
-    of guesses.
+    """Return the tokens per pass by history and number of guesses, for groups of the same kind and
+    temperature.
 
-    Raises ValueError: no response fills a cycle.
+    Raises ValueError: no response is as long as a cycle.
     """
     tokens = [sum(map(len, group.responses)) for group in cell]
     shared = {
@@ -329,10 +328,10 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Simulate every history on every kind and temperature, and write the result.
+    """Simulate every history for every kind and temperature, and write the results.
 
-    Raises ValueError: a group has fewer than four responses, so a response would have no siblings
-    in its half.
+    Raises ValueError: a group has fewer than four responses, so that half of it would contain no
+    siblings.
     """
     cells: dict[tuple[str, float], list[Group]] = {}
     for group in groups(options.samples):

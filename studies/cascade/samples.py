@@ -1,15 +1,15 @@
-"""Sample groups of responses to four kinds of prompt, from an instruction-tuned model in stock
+"""Sample groups of responses to four kinds of prompts from an instruction-tuned model in stock
 vLLM.
 
     python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
 
-Mathematics and stories are asked for through the model's chat template; sources and manuals are
-continued from the middle of a text. Sources are files of Python's standard library, and manuals are
-the long descriptions of installed packages.
+Prompts for mathematics and stories use the model's chat template. Prompts for sources and manuals
+are passages of texts, which the model continues: files of Python's standard library, and the long
+descriptions of installed packages.
 
-The file is written again after each kind at each temperature, so a run that is interrupted keeps
-everything that it has finished. Its arrays are ``KIND/TEMPERATURE/PROMPT/prompt`` and
-``KIND/TEMPERATURE/PROMPT/N``, token ids of a prompt and of its Nth response, and
+The file is rewritten after each kind and temperature, so an interrupted run keeps everything that
+it has finished. It contains the arrays ``KIND/TEMPERATURE/PROMPT/prompt`` and
+``KIND/TEMPERATURE/PROMPT/N``, the token ids of a prompt and of its Nth response, and
 ``KIND/TEMPERATURE/PROMPT/N/logprobs``, the log-probs of the response's tokens at that temperature.
 """
 
@@ -40,20 +40,20 @@ class Options:
     """What to sample."""
 
     model: Annotated[str, tyro.conf.Positional]  # An instruction-tuned checkpoint.
-    questions: Path  # Lines of JSON with a field `question`: the prompts of mathematics.
+    questions: Path  # JSON lines with a field `question`: the prompts for mathematics.
     out: Path  # The .npz file of samples.
     temperatures: tuple[float, ...] = (0.7, 1.0)
     prompts: int = 12  # Prompts of each kind.
     samples: int = 16  # Responses per prompt.
     max_new_tokens: int = 1024
-    context: int = 1024  # Tokens of a source or manual before the response.
+    context: int = 1024  # Tokens in a prompt from a source or manual.
     memory: float = 0.9  # Share of the GPU's memory that vLLM may use.
-    cache_gib: int = 20  # GiB of it for keys and values.
+    cache_gib: int = 20  # GiB of this memory for the KV cache.
     seed: int = 0
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
-    """Return the token ids of a conversation that begins with a request."""
+    """Apply the chat template to a request, and return the token ids."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": request}], tokenize=False, add_generation_prompt=True
     )
@@ -61,7 +61,7 @@ def chat(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
 
 
 def mathematics(path: Path, drawn: random.Random) -> Iterator[str]:
-    """Return questions, each with the request to think before answering."""
+    """Return questions, each followed by an instruction to think before answering."""
     questions = [json.loads(line)["question"] for line in path.read_text("utf-8").splitlines()]
     for question in drawn.sample(questions, len(questions)):
         yield f"{question}\nThink step by step, then check your answer in another way."
@@ -90,7 +90,7 @@ def manuals() -> Iterator[str]:
 def continued(
     tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], tokens: int, drawn: random.Random
 ) -> Iterator[list[int]]:
-    """Return passages of ``tokens`` tokens, one from each text that is long enough."""
+    """Return a passage of ``tokens`` tokens from each text that is long enough."""
     passages = []
     for text in texts:
         ids = tokenizer(text[: 40 * tokens], add_special_tokens=False).input_ids
@@ -102,7 +102,7 @@ def continued(
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, list[list[int]]]:
-    """Token ids of the prompts of each kind.
+    """Return the token ids of the prompts of each kind.
 
     Raises ValueError: there are fewer texts than prompts.
     """
@@ -125,9 +125,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, l
 
 
 def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays so that the file is always complete, even if it is read meanwhile or the run
-    is interrupted.
-    """
+    """Write the arrays atomically, so that the file is complete even if the run is interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new.npz")
     np.savez_compressed(new, **arrays)

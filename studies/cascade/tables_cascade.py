@@ -1,6 +1,4 @@
-"""Tables of the first stage of a cascade: how well tokens are guessed from history, and the speed
-that this gives.
-"""
+"""Tables on the first stage of a cascade: how well history guesses tokens, and the resulting speed."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ def _where(cell: dict[str, Row]) -> list[str]:
 
 
 def cascade_history() -> str:
-    """Tabulate tokens per sparse pass for each history, and the passes of a cycle: the mean with
-    siblings, and the number for the slowest row of a batch.
+    """Tabulate tokens per sparse pass for each history, and passes per cycle with siblings: the
+    mean, and the number for the slowest row of a batch.
     """
     settings = load(RESULT)["settings"]
     rows = []
@@ -47,9 +45,8 @@ def cascade_history() -> str:
 
 
 def cascade_speed() -> str:
-    """Tabulate the speed relative to dense decoding at each state whose parts were measured. Rows
-    do not wait for each other; the number in brackets is for cycles that wait for the slowest row
-    of a batch.
+    """Tabulate the speed relative to dense decoding in each state whose parts were measured.
+    Numbers in brackets are for batches that wait for their slowest row.
     """
     result = load(RESULT)
     drafts = result["settings"]["drafts"]

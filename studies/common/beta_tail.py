@@ -1,7 +1,7 @@
-"""A Beta distribution fitted to the tail of the acceptance rate, as published (Sparrow, arXiv
+"""Fit a Beta distribution to the tail of the acceptance rate, as published (Sparrow, arXiv
 2606.08446, section 3).
 
-The models here fit it less well than the published ones, except for one model at its largest budget
+The fit is worse for our models than published, except for one model at its largest budget
 (docs/evidence.md), so the package itself only measures percentiles.
 
 Shapes: T tokens, B sequences, R resamples.
@@ -26,7 +26,9 @@ _MIN_TAIL_TOKENS = 10
 
 @dataclass(frozen=True)
 class BetaTail:
-    """Beta(a, b) scaled to [0, cut], fitted to the tokens with acceptance at most `cut`."""
+    """A distribution Beta(a, b), scaled to [0, cut] and fitted to the tokens with acceptance at
+    most `cut`.
+    """
 
     a: float
     b: float
@@ -39,8 +41,8 @@ class BetaTail:
 
     @property
     def variance(self) -> float:
-        """Return the variance of the fitted tail; published: 0.19 at a KV budget of 512 tokens,
-        0.05 at 16384.
+        """Return the variance of the fitted tail. The published values are 0.19 for a budget of 512
+        tokens and 0.05 for 16,384.
         """
         total = self.a + self.b
         return self.cut**2 * self.a * self.b / (total**2 * (total + 1))
@@ -49,10 +51,10 @@ class BetaTail:
 def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     """Fit a Beta distribution scaled to [0, cut] to the tokens with acceptance at most `cut`.
 
-    Maximum likelihood in (log a, log b), started from the moments. For the fit, values within 1e-6
-    of either end of the range, including exact zeros, are moved to that distance, where the
-    likelihood is finite; the KS statistic is computed from the unchanged values. Published: KS
-    below 0.04 (Sparrow, arXiv 2606.08446, section 3).
+    The likelihood is maximised over (log a, log b), starting from the moments. Values closer than
+    1e-6 to either end of the range, including exact zeros, are moved to a distance of 1e-6, where
+    the likelihood is finite. The KS statistic is computed from the unchanged values; the published
+    one is below 0.04.
 
     Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all equal to
     within 1e-6.
@@ -92,13 +94,13 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
 
 
 def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Return the KS distance of each resample from the Beta fitted to its own tail, float64 [R],
-    nan without a fit.
+    """Return the KS distance of each resample from the Beta distribution fitted to its own tail,
+    float64 [R]; nan if there is no fit.
 
     The function is a ``sparrow.mismatch.bootstrap.Statistic``.
 
-    A resample is rougher than the sample it is drawn from, so if the fit is close, the interval
-    lies too high.
+    A resample is less smooth than the sample from which it is drawn, so if the fit is close, the
+    interval is too high.
     """
     fits = (
         beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB

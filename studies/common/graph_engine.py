@@ -1,24 +1,25 @@
-"""An engine for many small runs: a whole decode step of a small Qwen3, sampling included, is one
-CUDA graph.
+"""An engine for many small runs, in which a whole decode step of a small Qwen3, including sampling,
+is one CUDA graph.
 
-A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a
-graph the step takes a fraction of a millisecond. Attention reads the cache through a mask, which
-costs a GPU almost nothing at a few hundred tokens and makes all shapes fixed; for longer contexts
-there is a graph for each multiple of ``SPAN`` columns, so attention reads no further than the
-longest sequence. For comparison the engine can act as three other kinds of actor.
+A model with a million parameters spends nearly all of a decode step launching kernels. If the step
+is replayed as a graph, it takes only a fraction of a millisecond. To keep all shapes fixed,
+attention reads the whole cache through a mask, which costs a GPU almost nothing with a few hundred
+tokens. For longer contexts, there is a graph for each multiple of ``SPAN`` columns, so that
+attention reads hardly further than the longest sequence. For comparison, the engine can also act as
+three other kinds of actor.
 
-Eviction: tokens that have received little attention lately are removed from the cache for good. As
-in SnapKV (arXiv 2404.14469), a token's worth is the attention that the latest queries paid to it,
-starting with the queries at the end of the prompt. As in H2O (arXiv 2306.14048), the worth is also
-updated while decoding, here with a window that fades. As many tokens per kv head are kept as the
-schedule would read, always including its sink and recent pages.
+Eviction: tokens that have recently received little attention are permanently removed from the
+cache. As in SnapKV (arXiv 2404.14469), a token's value is the attention that the latest queries
+paid to it, initially those at the end of the prompt. As in H2O (arXiv 2306.14048), values are
+updated during decoding, here with exponential decay. Each kv head keeps as many tokens as the
+schedule would read, always including the sink and recent pages.
 
-The dial: sequences are decoded densely up to a length and sparsely from there on. Lossless decoding
-gives samples of the dense model, so nothing needs to be drafted. The acceptance of the omitted
-drafts is measured by a teacher-forced sparse pass over some of the dense samples; its history is
-sparse too, unlike that of real drafts.
+The dial: sequences are decoded densely up to a given length, and sparsely beyond it. Because the
+samples of lossless decoding follow the dense model, no drafts are needed. The acceptance that
+drafts would have had is measured by a teacher-forced sparse pass over some of the dense samples;
+unlike with real drafts, its history is sparse too.
 
-Noise: at a share of the positions, the distribution is mixed with the uniform distribution.
+Noise: at some of the positions, the distribution is mixed with the uniform distribution.
 
 Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 ..
@@ -49,27 +50,26 @@ from sparrow.rollout import Rollout, Sampling, Verification, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 WINDOW = 16
-"""Queries over which attention is remembered for eviction."""
+"""The time constant, in queries, of the attention that eviction is based on."""
 SPAN = 256
-"""Columns by which attention's part of the cache grows."""
+"""Attention reads a multiple of this many columns of the cache."""
 MEASURED_EVERY = 4
-"""One response in this many is measured under the schedule while it is verified."""
+"""Under the dial, the acceptance of drafts is measured on one response in this many."""
 
 
 class GraphEngine(HFEngine):
-    """``HFEngine`` for a Qwen3 whose decode loop is one CUDA graph; on a CPU the same step runs as
-    it is.
+    """An ``HFEngine`` for a Qwen3 that decodes with one CUDA graph per step. On a CPU, the same
+    step runs eagerly.
 
     Args:
         model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
             of ``schedule``.
         batch_size: number of sequences in every decode step; smaller batches are padded.
-        max_length: maximum number of cached tokens per sequence, including the prompt.
-        evict: evict tokens instead of selecting pages.
-        noise: the share of positions that are mixed with the uniform distribution, and its weight
-            there.
-        top_n: maximum length of the lists of most likely tokens that ``generate`` returns.
-        token_budget: number of padded tokens that are scored together.
+        max_length: maximum number of cached tokens per sequence, including the prompt. evict: evict
+        tokens instead of selecting pages. noise: the share of positions at which the uniform
+        distribution is mixed in, and its weight. top_n: maximum length of the lists of most likely
+        tokens that ``generate`` returns. token_budget: maximum number of padded tokens to score in
+        one pass.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GraphEngine(HFEngine):
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; page counts only.
+        """Set the page counts; see ``Engine.set_schedule``.
 
         Raises ConfigError: the schedule has budgets by head, which this engine does not support.
         """
@@ -146,9 +146,7 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(pages))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``. If the engine was told how far to verify, rollouts record what
-        was verified.
-        """
+        """See ``Engine.generate``. After ``verify_up_to``, rollouts also record what was verified."""
         rollouts = super().generate(prompts, sampling)
         if self._dense_below is None:
             return rollouts
@@ -174,11 +172,9 @@ class GraphEngine(HFEngine):
         return int(verified.sum())
 
     def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
-        """Return log-probs of each response's top tokens under a sparse pass, float32
-        ``[T, n]``.
-        """
+        """Return the log-probs of each response's top tokens in a sparse pass, float32 ``[T, n]``."""
         batch = Batch.of(rollouts, self.model.device, with_top=True)
-        # The reference, which needs no compiler: at these lengths it is fast enough.
+        # At these lengths, the reference is fast enough, and it needs no compiler.
         with (
             self._inference(),
             teacher_forced(self.model, batch.prompt_lengths, self.schedule, "reference"),
@@ -246,9 +242,7 @@ class GraphEngine(HFEngine):
         ]
 
     def _count_read(self, prompts: Sequence[Sequence[int]], length: np.ndarray) -> None:
-        """Count what the decode steps of responses of these lengths read: those of all tokens but
-        the first.
-        """
+        """Count what was read in decode steps, one for each response token except the first."""
         cached = np.concatenate(
             [np.arange(len(p) + 1, len(p) + n) for p, n in zip(prompts, length, strict=True)]
         )
@@ -257,7 +251,7 @@ class GraphEngine(HFEngine):
         self._counters += Counters(int(read), layers * int(cached.sum()))
 
     def _wait(self) -> None:
-        """Wait until the device is done, without occupying a core that another run could use."""
+        """Wait for the device without keeping a core busy that another run could use."""
         if self._keys.is_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -265,8 +259,8 @@ class GraphEngine(HFEngine):
                 time.sleep(1e-3)
 
     def _advance(self, span: int) -> None:
-        """Run one decode step whose attention reads the first ``span`` columns, by its graph if
-        graphs are used.
+        """Run one decode step whose attention reads the first ``span`` columns, as a CUDA graph if
+        graphs are in use.
         """
         if not self._keys.is_cuda:
             return self._decode_step(span)
@@ -286,13 +280,13 @@ class GraphEngine(HFEngine):
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
             self._decode_step(span)
-        # The next step overwrites what the warm-up wrote into the cache.
+        # The next step overwrites what the warm-up wrote to the cache.
         for x, saved in zip(state, before, strict=True):
             x.copy_(saved)
         return graph
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        """Compute the keys and values of the prompts densely; for eviction, also the attention of
+        """Compute the keys and values of the prompts densely and, for eviction, the attention of
         their last queries.
         """
         T, P = ids_BT.shape[1], self._layout.page_size
@@ -319,10 +313,10 @@ class GraphEngine(HFEngine):
         self._landmarks.copy_(self._keys.unflatten(3, (-1, P)).mean(4))
 
     def _decode_step(self, span: int | None = None) -> None:
-        """Decode one token for every row from and into fixed buffers; attention reads ``span``
-        columns, or all.
+        """Decode one token for every row, with inputs and outputs in fixed buffers.
 
-        Eviction tracks the worth of every column, so its attention reads all columns.
+        Attention reads the first ``span`` columns. With eviction, which tracks the value of every
+        column, it reads all of them.
         """
         B, P, span = self.batch_size, self._layout.page_size, span or self.max_length
         row, position_B = torch.arange(B, device=self._keys.device), self._position
@@ -346,7 +340,7 @@ class GraphEngine(HFEngine):
                 self._worth[i][row, :, position_B] = torch.zeros_like(k[:, :, 0, 0])
                 seen_BKS = (self._evicted(i, length_B) | in_prompt_B11) & inside_B1S
             elif sparse:
-                # Only the current page has keys that the previous step did not have.
+                # Only the current page has changed since the previous step.
                 page_B = position_B // P
                 self._landmarks[i][row, :, page_B] = (
                     self._keys[i].unflatten(2, (-1, P))[row, :, page_B].mean(2)
@@ -364,8 +358,8 @@ class GraphEngine(HFEngine):
             weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
             q = log_q.exp()
             log_q = torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1).log()
-        # Sample by the inverse of the cumulative distribution; the clamp is for draws that rounding
-        # leaves above it.
+        # Sample by inverting the cumulative distribution. Because of rounding, a draw may exceed
+        # its last value, hence the clamp.
         below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
         token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
         best = log_q.topk(self.top_n, dim=-1)
@@ -400,7 +394,7 @@ class GraphEngine(HFEngine):
         """Return attention weights ``[B, K, G, T, S]`` over the columns in ``seen``."""
         B, H, T, D = q.shape
         K = k.shape[1]
-        # The group's queries are rows of one product, so that keys are not copied for each of them.
+        # Treat the group's queries as rows of one product, so that keys need not be repeated.
         logits = (q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)).view(
             B, K, H // K, T, -1
         ) * D**-0.5
@@ -423,8 +417,8 @@ class GraphEngine(HFEngine):
         return keep.repeat_interleave(P, dim=-1)
 
     def _evicted(self, i: int, length_B: Tensor) -> Tensor:
-        """Return which cached tokens remain, bool ``[B, K, S]``, after evicting the least valuable
-        tokens beyond the budget.
+        """Evict the least valuable tokens that exceed the budget, and return which ones remain,
+        bool ``[B, K, S]``.
         """
         layout, P = self._layout, self._layout.page_size
         column, end_B1 = (
@@ -451,12 +445,14 @@ def _first_tokens(rollout: Rollout, count: int) -> Rollout:
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    """Compute Qwen3's RMS norm in fewer kernels."""
+    """Compute Qwen3's RMS norm with fewer kernels."""
     return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Rank values along the last axis, 0 for the largest; equal values are ranked from the left."""
+    """Rank values along the last axis, with rank 0 for the largest. Among equal values, the
+    leftmost ranks first.
+    """
     return values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 

@@ -1,10 +1,11 @@
-"""Code shared by studies of many training runs: several runs at a time on a GPU, calibrated
-schedules, a log for each run.
+"""Code shared by studies of many training runs: several runs share a GPU, schedules are calibrated,
+and every run has a log.
 
-Every step of a run is one line of ``OUT/NAME.jsonl``. The first line holds the run's settings, the
-second the policy's held-out score before any step, the last what ended the run. Runs whose log
-exists are left out, so that a study can go on over several calls. Torch is imported late, by each
-run's own process, once it has selected its GPU.
+The log of a run is ``OUT/NAME.jsonl``. Its first line contains the run's settings, its second line
+the policy's held-out score before training, and its last line the reason why the run ended. In
+between, there is one line per step. Runs that already have a log are skipped, so a study can be
+spread over several calls. Torch is imported late, by each run's own process after it has selected
+its GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import numpy as np
 
 PERCENTILES = (1, 5, 10)
 HELD_OUT = 10**9
-"""The first seed of problems that no run trains on."""
+"""The first seed for held-out problems, on which no run trains."""
 ENOUGH = 0.65
-"""A run that the clock cuts off counts if it did about this share of its steps."""
+"""A run that the deadline cuts off is used if it completed about this share of its steps."""
 
 
 def run_study(
@@ -37,15 +38,15 @@ def run_study(
     calibrate: Callable[..., dict[str, list[int]]],
     is_calibrated: Callable[[str], bool],
 ) -> None:
-    """Calibrate if necessary. Then keep every slot of every GPU busy until all runs are done or the
-    time is over.
+    """Calibrate schedules if necessary, and then keep all slots of all GPUs busy until all runs are
+    done or time is up.
 
     Args:
         options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
             studies.
-        train: does a run; called with the options, the run's arm and seed, the device, the deadline
-            and the path of its log.
-        calibrate: makes the tables of ``OUT/schedules.json``; called with the options and the
+        train: performs a run; called with the options, the run's arm and seed, the device, the
+        deadline and the path of its log. calibrate: makes the tables of ``OUT/schedules.json``;
+        called with the options and the
             device.
         is_calibrated: returns whether an arm follows one of these tables.
     """
@@ -71,7 +72,7 @@ def write_schedules(options: Any, calibrate: Callable[..., dict[str, list[int]]]
 
 
 def run(options: Any, train: Callable[..., None], name: str, gpu: int, deadline: float) -> None:
-    """Do one run, ARM-SEED, in this process."""
+    """Perform the run ARM-SEED in this process."""
     arm, _, seed = name.rpartition("-")
     device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
     logged(path, lambda: train(options, arm, int(seed), device, deadline, path))
@@ -84,13 +85,13 @@ def side_by_side(
     run: Callable[[str, int, float], None],
     first: Callable[[], None] | None = None,
 ) -> None:
-    """Keep every slot of every GPU busy until all runs are done or the time is over.
+    """Keep all slots of all GPUs busy until all runs are done or time is up.
 
     Args:
         names: the runs, in order.
-        slots: runs at a time on each GPU, or on the CPU if there is none.
-        deadline: the end in the seconds of ``time.time``; a run begins only if it is expected to
-            get far enough by then.
+        slots: concurrent runs on each GPU, or on the CPU if there is no GPU.
+        deadline: the end, by ``time.time``; a run starts only if it is expected to get far enough
+            by then.
         run: called in a separate process with the run's name, its GPU and the deadline; must be
             picklable.
         first: called once before any run, also in a separate process; must be picklable.
@@ -106,13 +107,13 @@ def side_by_side(
         before.join()
         if before.exitcode:
             raise RuntimeError(
-                f"what comes before the runs failed with exit code {before.exitcode}; none was begun"
+                f"the preparation failed with exit code {before.exitcode}, so no run was started; see its error"
             )
     free_gpus = [
         gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count
     ]
     running: list[tuple[Any, int, float]] = []
-    # seconds of the longest run so far; runs that would not get far enough to count are not started
+    # seconds of the longest run so far, to avoid starting runs that would not get far enough
     took = 0.0
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
         for process, gpu, began in [r for r in running if not r[0].is_alive()]:
@@ -128,7 +129,7 @@ def side_by_side(
 
 
 def use_gpu(index: int) -> Any:
-    """Select the device of this process; call this before anything looks for one."""
+    """Select the device of this process; must be called before anything initialises CUDA."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
     import torch
@@ -138,9 +139,7 @@ def use_gpu(index: int) -> Any:
 
 
 def logged(path: Path, train: Callable[[], None]) -> None:
-    """Run ``train``, which writes to ``path``; the last line of the log records what
-    ended the run.
-    """
+    """Run ``train``, which writes to ``path``, and record in the log's last line why it ended."""
     try:
         train()
         ended = "done"
@@ -158,12 +157,12 @@ def plain_options(options: Any) -> dict[str, Any]:
 
 
 def mean_reward(engine: Any, tokenizer: Any, problems: Sequence[Any], sampling: Any) -> float:
-    """Return the mean reward of ``engine``'s responses to some problems. The engine's counters are
-    zero afterwards.
+    """Return the mean reward of ``engine``'s responses to problems, and reset the engine's
+    counters.
     """
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     rollouts = engine.generate(prompts, sampling)
-    engine.counters()  # resets the counters, because these tokens do not belong to training
+    engine.counters()  # reset, because these tokens do not belong to training
     texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
     return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
@@ -182,10 +181,11 @@ def calibrated(
     targets: Sequence[float],
     budgets: Sequence[int],
 ) -> dict[str, list[int]]:
-    """Return the cheapest table that meets each target of p5, by name (such as ``p86``). All tables
-    come from one set of dense trajectories.
+    """Return, for each target of p5, the cheapest table that meets it, by name (such as ``p86``).
+    All tables are calibrated on one set of dense trajectories.
 
-    Longer responses than those measured, which only fail, read as much as in the last bin.
+    Responses longer than the trajectories, which have failed anyway, read as much as in the last
+    bin.
 
     Raises ConfigError: no budget meets a target.
     """
@@ -211,7 +211,7 @@ def calibrated(
             schedule = calibrate(measure, trials, target, min(budgets), refine=2).schedule
             if schedule.is_dense:
                 raise ConfigError(
-                    f"no budget up to {max(budgets)} pages holds p5 {target:g}; try larger ones"
+                    f"no budget up to {max(budgets)} pages reaches a p5 of {target:g}; try larger ones"
                 )
             tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
     return tables
@@ -232,16 +232,16 @@ def train_logged(
     """Train, and write the log: ``start``, then the steps.
 
     Args:
-        held_out: the policy's held-out score; measured at the start, every ``every`` steps and at
-            the end.
-        deadline: no step begins after this time, in the seconds of ``time.time``.
-        trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them,
-            like the next two.
-        after: called with the trainer when a step is done and its log is written.
-        judge_cut_off: whether the held-out score is also measured if the deadline ends the run.
+        held_out: measures the policy's held-out score; called at the start, after every ``every``
+            steps and at the end.
+        deadline: no step begins after this time, by ``time.time``.
+        trainer: config, model, tokenizer, task, engine and schedule; passed to ``Trainer``, like
+            the next two arguments.
+        after: called with the trainer after each step, when its log has been written.
+        judge_cut_off: whether to measure the held-out score if the deadline ends the run.
 
-    Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is
-    evaluated first.
+    Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; the policy is
+    evaluated before the error is raised.
     """
     from sparrow.errors import TrainingDiverged
     from sparrow.mismatch import split_by_bin
@@ -264,10 +264,10 @@ def train_logged(
             raise TimeoutError
 
     def recorded(experience: Any, schedule: Any) -> Any:
-        """Return the learner's assessment, and record the other percentiles as well."""
+        """Return the learner's assessment, and also record the other percentiles."""
         result = assess(experience, schedule)
         lower = np.concatenate([a.lower for a in result[0].acceptances])
-        # As in ``token_acceptance``: the length used by the schedule.
+        # the length that the schedule uses, as in ``token_acceptance``
         cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
         position = schedule.page_end(np.concatenate(cached))
         bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, schedule.bin_tokens)]
@@ -287,7 +287,7 @@ def train_logged(
 
 
 def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step that a study needs, with the other percentiles."""
+    """Return those metrics of a step that a study needs, and the other percentiles."""
     return {
         "step": metrics["step"],
         "reward": metrics["reward"]["mean"],

@@ -1,15 +1,16 @@
-"""Long conversations about mathematics, in which all answers are samples of the model, from stock
+"""Sample long conversations about mathematics, in which the model writes all answers, with stock
 vLLM.
 
     python studies/pretrained/conversations.py --model smollm2 --questions gsm8k_test.jsonl \\
       --out runs/conversations.npz
 
-A small model answers a question in some hundred tokens. To reach thousands of tokens without
-leaving what the model was trained for, each answer is followed by the next question. An answer that
-does not end by itself is cut after ``turn`` tokens.
+A small model answers a question in a few hundred tokens. To reach thousands of tokens with text of
+the kind that the model was trained on, each answer is followed by the next question. An answer that
+does not end on its own is cut after ``turn`` tokens.
 
-The file contains ``TEMPERATURE/ids``, token ids ``[S, T]`` of S conversations of T tokens, and
-``TEMPERATURE/sampled``, bool ``[S, T]``, which tokens the model sampled.
+For each temperature, the file contains ``TEMPERATURE/ids``, the token ids ``[S, T]`` of S
+conversations of T tokens, and ``TEMPERATURE/sampled``, bool ``[S, T]``, which is true for tokens
+that the model sampled.
 """
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ from samples import chat, mathematics, save
 class Options:
     """What to sample."""
 
-    questions: Path  # Lines of JSON with a field `question`.
+    questions: Path  # JSON lines with a field `question`.
     out: Path  # The .npz file of conversations.
     model: str = "smollm2"  # An instruction-tuned model.
     temperatures: tuple[float, ...] = (1.0, 0.8, 0.6)
     conversations: tuple[int, ...] = (40, 24, 24)  # At each temperature.
-    tokens: int = 8192  # Tokens of a conversation.
-    turn: int = 512  # The most tokens of an answer.
+    tokens: int = 8192  # Tokens per conversation.
+    turn: int = 512  # Maximum number of tokens per answer.
     memory: float = 0.9  # Share of the GPU's memory that vLLM may use.
-    cache_gib: int = 40  # GiB of it for keys and values.
+    cache_gib: int = 40  # GiB of this memory for the KV cache.
     seed: int = 0
 
 
 @dataclass
 class Conversation:
-    """A conversation at a temperature, so far."""
+    """A conversation so far, and the temperature at which its answers are sampled."""
 
     temperature: float
     ids: list[int]
     sampled: list[bool] = field(default_factory=list)
 
     def add(self, ids: list[int], sampled: bool) -> None:
-        """Append tokens, which the model has ``sampled`` or not."""
+        """Append tokens. ``sampled`` says whether the model sampled them."""
         self.sampled += [False] * (len(self.ids) - len(self.sampled))
         self.ids += ids
         self.sampled += [sampled] * len(ids)
 
 
 def next_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
-    """Return the token ids between the end of an answer and the beginning of the next."""
+    """Return the token ids between two answers, the second of which answers ``request``."""
     answer = "ANSWER"
     turns = [("user", ""), ("assistant", answer), ("user", request)]
     text = tokenizer.apply_chat_template(
@@ -76,7 +77,7 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
 
 
 def main(options: Options) -> None:
-    """Sample, and save the conversations."""
+    """Sample the conversations, and save them."""
     from vllm import LLM, SamplingParams
 
     model = model_path(options.model)

@@ -1,13 +1,14 @@
-"""Acceptance of a pretrained model by domain, length, budget and temperature.
+"""Measure the acceptance of a pretrained model by domain, length, budget and temperature.
 
     python studies/pretrained/domain_acceptance.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_acceptance.json
 
-*Lossless*: drafts of whole cycles over a dense cache. *Lossy*: the same positions, with a history
-that is the actor's own from the prompt on. Both are as in ``studies/text/acceptance.py``: compared
-with the dense policy in float32, pages of 16 tokens, no dense layer. Cycles lie where all tokens
-were sampled by the model (chat mathematics), equally many in each length bin. The file is written
-after every domain, and a run with the same settings goes on from it.
+*Lossless* rows are for the drafts of whole cycles, which read a dense cache. *Lossy* rows are for
+the same positions, where the actor reads the cache that its own sparse steps have written since the
+prompt. As in ``studies/text/acceptance.py``, both are compared with the dense policy in float32,
+pages have 16 tokens, and no layer is dense. In chat mathematics, cycles are chosen so that the
+model sampled all of their tokens. Every length bin has the same number of cycles. The file is
+written after every domain, and a later run with the same settings continues from it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--cycles", type=int, default=48, help="of each sequence")
     parser.add_argument(
-        "--prompt", type=int, default=128, help="dense tokens before a lossy actor's own"
+        "--prompt",
+        type=int,
+        default=128,
+        help="tokens at the start that a lossy actor prefills densely",
     )
     args = parser.parse_args(argv)
 

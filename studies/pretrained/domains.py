@@ -1,7 +1,7 @@
-"""The sequences on which a pretrained model is measured, by domain, and statistics of acceptance on
-them.
+"""Code shared by the studies of a pretrained model: the sequences of each domain, and the command
+line.
 
-Shapes: S sequences of a domain, T tokens of each, R cycles of each, W drafts of a cycle, V
+Shapes: S sequences of a domain, T tokens per sequence, R cycles per sequence, W drafts per cycle, V
 vocabulary.
 """
 
@@ -34,15 +34,17 @@ from acceptance import Floats
 from common import parser, save
 
 EDGES = (1024, 2048, 4096, 6144, 8192)
-"""Edges of the bins by length."""
+"""Edges of the length bins."""
 CHAT = "chat mathematics"
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Sequences of one kind, and the cycles in them whose drafts are measured.
+    """Sequences of one kind, with the cycles whose drafts are measured.
 
-    Attributes: ids: ``[S, T]``. start: the cycles' first positions ``[S, R]``.
+    Attributes:
+        ids: token ids ``[S, T]``.
+        start: first positions of the cycles ``[S, R]``.
     """
 
     name: str
@@ -57,8 +59,8 @@ class Domain:
     def measured(
         self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int, device: str
     ) -> list[Floats]:
-        """Call ``measure`` on the ids and starts of ``batch`` sequences at a time, for some results
-        ``[B, R, W]``; return each for all sequences.
+        """Call ``measure`` on the ids and starts of ``batch`` sequences at a time. It returns
+        results ``[B, R, W]``, which are concatenated over all sequences.
         """
         parts = [
             measure(*(x.to(device) for x in some))
@@ -68,10 +70,10 @@ class Domain:
 
 
 def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafted: int) -> Tensor:
-    """Return first positions ``[S, R]`` of cycles whose tokens were all ``sampled`` ``[S, T]``:
-    equally many between any two edges, spread evenly there.
+    """Choose cycles whose tokens were all ``sampled`` ``[S, T]``, and return their first positions
+    ``[S, R]``. Each bin between two edges has the same number of cycles, spread evenly.
 
-    Raises ValueError: a sequence has no such cycle between two edges.
+    Raises ValueError: a sequence has no such cycle in a bin.
     """
     S = len(sampled)
     # A draft at a position predicts the token after it.
@@ -92,9 +94,9 @@ def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafte
 
 
 def load(args: argparse.Namespace, edges: Sequence[int], cycles: int, drafted: int) -> list[Domain]:
-    """Return the domains of ``args.texts`` and ``args.conversations``, ``args.sequences`` of each
-    at most: the first conversations, at every temperature that was sampled, and texts spread over
-    all documents.
+    """Load the domains from ``args.texts`` and ``args.conversations``, with at most
+    ``args.sequences`` sequences each: the first conversations at every sampled temperature, and
+    texts spread over all documents.
     """
     found = []
     with np.load(args.conversations) as file:
@@ -117,25 +119,25 @@ def load(args: argparse.Namespace, edges: Sequence[int], cycles: int, drafted: i
 
 
 def domain_parser(about: str, sequences: int) -> argparse.ArgumentParser:
-    """Return a command line with the arguments that all scripts of this study have."""
+    """Return a command line with the arguments that all scripts of this study share."""
     made = parser(about)
     made.add_argument("--model", default="smollm2")
     made.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
     made.add_argument("--conversations", type=Path, required=True, help="by conversations.py")
     made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--sequences", type=int, default=sequences, help="of each domain, at most")
+    made.add_argument("--sequences", type=int, default=sequences, help="maximum number per domain")
     made.add_argument("--batch", type=int, default=4, help="sequences at a time")
     made.add_argument("--edges", type=int, nargs="+", default=list(EDGES), help="of length bins")
     made.add_argument(
-        "--implementation", choices=("triton", "reference"), help="of the lossy actor's attention"
+        "--implementation",
+        choices=("triton", "reference"),
+        help="implementation of the lossy actor's attention",
     )
     return made
 
 
 def load_model(name: str, **options: Any) -> PreTrainedModel:
-    """Return the model in float32, on a GPU if there is one, where products of matrices are rounded
-    to TF32.
-    """
+    """Load the model in float32. It runs on a GPU if there is one, with TF32 matrix products."""
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -145,7 +147,7 @@ def load_model(name: str, **options: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def at_temperature(model: PreTrainedModel, temperature: float) -> Iterator[None]:
-    """Divide the model's logits by ``temperature``."""
+    """Within a context, divide the model's logits by ``temperature``."""
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, inputs, logits: logits / temperature)
     try:
@@ -155,15 +157,15 @@ def at_temperature(model: PreTrainedModel, temperature: float) -> Iterator[None]
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments on which results depend."""
+    """Return the arguments that affect the results."""
     others = ("model", "texts", "conversations", "out", "batch", "implementation", "seconds")
     return {name: value for name, value in vars(args).items() if name not in others}
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a run that was cut left in ``args.out``; nothing if there is no such file.
+    """Return what an interrupted run has left in ``args.out``, or nothing if there is no such file.
 
-    Raises ValueError: its settings were others.
+    Raises ValueError: the run had different settings.
     """
     if not args.out.exists():
         return {}

@@ -1,12 +1,13 @@
-"""Continue to train a pretrained model on Python sources with a larger rotary base, for a longer
-context.
+"""Extend the context of a pretrained model: continue its training on Python sources with a larger
+rotary base.
 
     python studies/pretrained/longer.py runs/longer --model smollm2              # one GPU, ten minutes
     python studies/text/acceptance.py runs/longer --texts 8 --budgets 1024 2048 4096 --out FILE
 
-OUT is a checkpoint like that of ``studies/text/train.py``, whose corpus and training loop are used,
-so the scripts of ``studies/text`` measure acceptance on it. ``card.json`` has the loss on held-out
-text by position: of the model as it was, with the larger base before training, and after training.
+The corpus and the training loop are those of ``studies/text/train.py``. OUT is a checkpoint like
+that script's, so the scripts of ``studies/text`` can measure acceptance on it. ``card.json``
+contains the loss on held-out text by position for the original model, for the model with the larger
+base before training, and after training.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ import corpus
 from common import parser
 from train import fit, windows
 
-CHUNK = 2048  # positions whose logits are computed at once
+CHUNK = 2048  # positions for which logits are computed at once
 
 
 def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
-    """Return the model in float32 with another rotary base, unless None, for a longer context."""
+    """Load the model in float32 for a context of ``context`` tokens, with another rotary base
+    unless ``base`` is None.
+    """
     config = AutoConfig.from_pretrained(path)
     if base is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
@@ -51,7 +54,7 @@ def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
 def loss_by_position(
     model: PreTrainedModel, ids: Tensor, edges: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the mean nats per token over windows ``[N, T]`` in each bin of positions."""
+    """Return the mean loss in nats per token for each bin of positions, over windows ``[N, T]``."""
     nats = torch.zeros(ids.shape[1] - 1, dtype=torch.float64)
     for row in ids.to(model.device):
         hidden = model.get_decoder()(input_ids=row[None], use_cache=False).last_hidden_state[0]
@@ -118,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         rate=args.rate,
     )
     model.eval()
-    for parameter in model.parameters():  # the saved model is the one measured
+    for parameter in model.parameters():  # measure the model as saved
         parameter.data = parameter.data.bfloat16().float()
     losses["after training"] = loss_by_position(model, ids, edges)
     copy.deepcopy(model).bfloat16().save_pretrained(args.out)

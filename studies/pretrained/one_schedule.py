@@ -1,16 +1,16 @@
-"""Does a schedule calibrated on one domain hold its target on other sequences, and on other
-domains?
+"""Test whether a schedule calibrated on one domain meets its target on other sequences and on other
+domains.
 
     python studies/pretrained/one_schedule.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_schedules.json
 
 ``sparrow.calibrate.calibrate`` searches for a schedule on half of the sequences of each domain, and
-on a mixture of equally many of each; the acceptance that it measures is that of the lossy actor
-with the sequences' own tokens. Every schedule is then measured on the other half of all domains.
+on a mixture with equally many of each. It measures the acceptance of the lossy actor along the
+sequences. Every schedule is then measured on the other half of the sequences of all domains.
 *Largest* reads, at each length, as many pages as the largest of the domains' schedules.
 
-Calibration is without rounds on policy, because the texts are not samples of the actor. The file is
-written after every schedule, and a run with the same settings goes on from it.
+There are no on-policy rounds, because the texts are not samples of the actor. The file is written
+after every schedule, and a later run with the same settings continues from it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ sys.path.append(str(Path(__file__).parents[1] / "text"))
 from acceptance import distributions, lossy
 
 NEAR = 0.02
-"""How far from the target a bin's p5 may be."""
+"""A bin meets the target if its p5 is within this distance of it."""
 MIXTURE, LARGEST = "mixture", "largest"
 
 
 class Measured:
-    """Sequences of several domains on which schedules are measured.
-
-    The dense policy's distributions are computed once.
+    """Measures schedules on the sequences of several domains. The dense policy's distributions are
+    computed only once.
     """
 
     def __init__(self, model: Any, domains: Sequence[Domain], args: Any) -> None:
@@ -63,7 +62,7 @@ class Measured:
         return [(ids.to(device), start.to(device)) for ids, start in both]
 
     def __call__(self, schedule: SparsitySchedule) -> Acceptance:
-        """Return the lossy actor's acceptance at all chosen positions."""
+        """Return the acceptance of the lossy actor at all chosen positions."""
         options = {"implementation": self.args.implementation}
         parts = [
             lossy(self.model, *some, p, self.args.prompt, schedule, **options)
@@ -75,14 +74,16 @@ class Measured:
 
 
 def halves(domain: Domain) -> tuple[Domain, Domain]:
-    """Return every other sequence of a domain, and the rest."""
+    """Divide a domain into two halves, with every other sequence each."""
     of = [(domain.ids[half::2], domain.start[half::2]) for half in (0, 1)]
     first, second = (Domain(domain.name, domain.temperature, *each) for each in of)
     return first, second
 
 
 def judged(measured: Acceptance, schedule: SparsitySchedule, target: float) -> dict[str, Any]:
-    """Return p5 in total and by bin, how many bins meet the target, and the mean tokens read."""
+    """Return p5 in total and by bin, the number of bins that meet the target, and the mean number
+    of tokens read.
+    """
     alpha, position, sequence = measured
     bins = percentile_by_bin_interval(alpha, position, sequence, schedule.bin_tokens)
     over = np.array([b.estimate - target for b in bins])
@@ -105,7 +106,7 @@ def judged(measured: Acceptance, schedule: SparsitySchedule, target: float) -> d
 
 
 def largest(schedules: Mapping[str, SparsitySchedule]) -> SparsitySchedule:
-    """Return the schedule that reads at each length what the largest of ``schedules`` reads."""
+    """Return the schedule that reads at each length as much as the largest of ``schedules``."""
     tables = [schedule.top_k for schedule in schedules.values()]
     length = max(map(len, tables))
     padded = [(*table, *table[-1:] * (length - len(table))) for table in tables]
@@ -120,7 +121,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--refine", type=int, default=3)
     parser.add_argument("--positions", type=int, default=1024, help="of each sequence")
     parser.add_argument("--bin-tokens", type=int, default=1024, help="of the schedule")
-    parser.add_argument("--prompt", type=int, default=128, help="dense tokens of each sequence")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=128,
+        help="tokens at the start of each sequence that are prefilled densely",
+    )
     args = parser.parse_args(argv)
 
     result = earlier(args)

@@ -1,4 +1,4 @@
-"""Tables of the pretrained model in ``studies/pretrained``."""
+"""Tables on the pretrained model of ``studies/pretrained``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lossy() -> str:
 
 
 def tail() -> str:
-    """Tabulate what the paper states of the tail, for the lossy actor."""
+    """Tabulate the paper's statements about the tail for the lossy actor."""
     rows = []
     for row in sorted(_rows("lossy"), key=lambda row: row["domain"]):
         if fit := row.get("beta_tail"):
@@ -85,7 +85,9 @@ def temperatures() -> str:
 
 
 def reading() -> str:
-    """Tabulate what drafts read, beside pages of 16 without dense layers at equal bytes."""
+    """Tabulate variants of what drafts read, compared at equal bytes with pages of 16 without dense
+    layers.
+    """
     rows = []
     for row in load("pretrained_reading")["rows"]:
         what = {

@@ -1,13 +1,14 @@
-"""Sequences of three kinds of text for a pretrained model: Python sources, manuals and old prose.
+"""Collect sequences of three kinds of text for a pretrained model: Python sources, manuals and old
+prose.
 
     python studies/pretrained/texts.py --model smollm2 --prose FILE... --out runs/texts.npz
 
-Sources are files of Python's standard library; manuals are the topics of Python's language
-reference and the long descriptions of installed packages; prose is read from text files, such as
-books of Project Gutenberg. The documents of a kind are joined, with the end of a text between them,
-and cut into sequences, of which as many as wanted are kept, spread evenly over the documents.
+Sources are files of Python's standard library, manuals are the topics of Python's language
+reference and the long descriptions of installed packages, and prose is read from text files, such
+as books of Project Gutenberg. The documents of each kind are concatenated, separated by the
+end-of-text token, and cut into sequences, some of which are kept, spread evenly over the documents.
 
-The file contains an array ``[S, T]`` of token ids for each kind, S sequences of T tokens.
+For each kind, the file contains an array ``[S, T]`` of token ids, with S sequences of T tokens.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Options:
     prose: tuple[Path, ...]  # Text files with prose.
     out: Path  # The .npz file of sequences.
     model: str = "smollm2"  # The model whose tokenizer is used.
-    sequences: int = 40  # Sequences of each kind.
-    tokens: int = 8192  # Tokens of a sequence.
+    sequences: int = 40  # Sequences per kind.
+    tokens: int = 8192  # Tokens per sequence.
 
 
 def cut(
     tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], sequences: int, tokens: int
 ) -> np.ndarray:
-    """Return sequences ``[S, T]`` of consecutive tokens of the documents.
+    """Concatenate the documents, and return sequences of consecutive tokens ``[S, T]``.
 
     Raises ValueError: the documents are too short.
     """
@@ -63,7 +64,7 @@ def cut(
 
 
 def main(options: Options) -> None:
-    """Tokenize and save."""
+    """Tokenize the texts, and save the sequences."""
     tokenizer = AutoTokenizer.from_pretrained(model_path(options.model))
     kinds = {
         "sources": sources(),

@@ -1,16 +1,18 @@
-"""Page sizes, dense layers, landmarks and 8-bit caches of a pretrained model, by the bytes read.
+"""Compare page sizes, dense layers, landmarks and 8-bit caches on a pretrained model, at equal
+bytes.
 
     python studies/pretrained/what_is_read.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_reading.json
 
-Drafts over a dense cache, as in ``studies/text/fewer_bytes.py``, which counts the bytes. Each
-variant is compared with pages of 16 without dense layers at equal bytes, on the same sequences.
-The actors with 8-bit caches are lossy, as in ``studies/text/fewer_bits.py``: they read a rounded
-cache, the policy does not, and they are compared with the same budget without rounding.
+As in ``studies/text/fewer_bytes.py``, which counts the bytes, drafts read a dense cache. Each
+variant is compared with pages of 16 without dense layers, at equal bytes and on the same sequences.
+As in ``studies/text/fewer_bits.py``, actors with 8-bit caches are lossy, and only they, not the
+policy, read a rounded cache. They are compared with an actor that has the same budget but does not
+round.
 
-Domains are those at temperature 1, pooled; intervals resample sequences. Acceptance rates are saved
-after every domain, beside the JSON file with the suffix ``.npz``, and a run with the same settings
-goes on from them.
+All domains at temperature 1 are pooled, and intervals are computed by resampling sequences. After
+every domain, acceptance rates are saved next to the JSON file with the suffix ``.npz``, and a later
+run with the same settings continues from them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ EVEN = (256, 512, 1024, 2048, 3072)
 
 
 def variants(layers: int, budgets: Sequence[int]) -> list[Variant]:
-    """Return what drafts read: first pages of 16, then all that is compared with them."""
+    """Return the variants: first those with pages of 16, and then all that are compared with
+    them.
+    """
     dense = {"dense layers 0 and 1": (0, 1), "dense last layer": (layers - 1,)}
     return [
         *(Variant("page size", b, page_size=16) for b in EVEN),
@@ -61,10 +65,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = domain_parser(__doc__, 20)
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--cycles", type=int, default=32, help="of each sequence")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens that set a cache's scales")
+    parser.add_argument(
+        "--prompt", type=int, default=128, help="tokens from which a cache's scales are set"
+    )
     parser.add_argument("--cached", type=int, nargs="+", default=[1024], help="their budgets")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="no domain is begun after this time"
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no further domain is started",
     )
     args = parser.parse_args(argv)
 
@@ -125,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def statistics(
     alpha: Floats, domains: Sequence[Domain], edges: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return mean, p5 and tokens per cycle of acceptance ``[S, R, W]`` on all domains, and mean and
-    p5 on each.
+    """Compute statistics of acceptance ``[S, R, W]``: mean, p5 and tokens per cycle over all
+    domains, and mean and p5 for each domain.
     """
     position = np.concatenate([d.position(DRAFTS) for d in domains])
     measured = summary(alpha, position, edges, ks)
@@ -177,7 +186,7 @@ def cached(
     measured: dict[str, Floats],
     args: Any,
 ) -> list[dict[str, Any]]:
-    """Return a row for each actor with an 8-bit cache, and for the actors without."""
+    """Return a row for each actor, with or without an 8-bit cache."""
     values = np.concatenate([measured[f"caches/{d.name}"] for d in domains], axis=1)
     unrounded = {
         budget: alpha

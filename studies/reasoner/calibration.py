@@ -1,12 +1,13 @@
-"""Does calibration meet its target, does its shortcut cost anything, and does the tail look like a
-Beta distribution?
+"""Test whether calibration meets its target, whether its shortcut changes p5, and whether the tail
+follows a Beta distribution.
 
-    python studies/reasoner/calibration.py table     # three targets x three seeds by `sparrow calibrate`, then rollouts
-    python studies/reasoner/calibration.py shortcut  # trajectories once, against sampling anew at every budget
+    python studies/reasoner/calibration.py table     # `sparrow calibrate` for three targets and seeds, then rollouts
+    python studies/reasoner/calibration.py shortcut  # scoring the same responses, or sampling new ones, at each budget
     python studies/reasoner/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
-All parts run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on any device.
-Results go to benchmarks/results/calibration_*.json; samples already in --folder are reused.
+All parts use the bundled reasoner, with pages of 4 tokens and length bins of 64 tokens, and run on
+any device. They write benchmarks/results/calibration_*.json, and reuse samples that are already in
+``--folder``.
 
 Shapes: T tokens.
 """
@@ -61,9 +62,9 @@ from common import (
 )
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
-LINES, COUNT = 36, 512  # lines of a program, and responses sampled each time
+LINES, COUNT = 36, 512  # lines per program, and responses per measurement
 TARGETS, SEEDS, ON_POLICY = (0.86, 0.90, 0.94), (0, 1, 2), (0, 2)
-FEWEST = 20  # sequences required for a bin to count
+FEWEST = 20  # minimum number of sequences in a bin
 TRIALS = (4, 8, 16, 32, 64)  # budgets passed to the command
 BUDGETS = (8, 12, 16, 24, 32, 48)
 RESAMPLES = 200
@@ -73,8 +74,8 @@ RESAMPLES = 200
 
 
 def calibrated(folder: Path) -> None:
-    """Calibrate with the command itself, and measure different problems with different seeds under
-    the resulting schedule.
+    """Calibrate with the command itself, and then measure the resulting schedule on other problems
+    with other seeds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layout = folder / "layout.json"
@@ -132,7 +133,9 @@ def calibrated(folder: Path) -> None:
 
 
 def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]:
-    """Measure the same as ``sparrow measure``, token by token."""
+    """Measure acceptance on new responses, as ``sparrow measure`` does, and return it token by
+    token.
+    """
     model, tokenizer = load_model(str(REASONER), "fp32", device())
     prompts = encode_prompts(draw_prompts(Trace(LINES), COUNT, seed), COUNT, tokenizer, room=1024)
     engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
@@ -142,10 +145,10 @@ def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]
 def judge(
     schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float
 ) -> list[dict[str, Any]]:
-    """Return for each bin of the calibration that enough fresh responses reach: its p5, and whether
-    a shorter bin set its pages.
+    """Return, for each bin of the calibration that enough new responses reach, its p5 and whether
+    its page count was set by a bin of shorter lengths.
 
-    The ``parts`` of a row are the schedule's own bins within it: start, tokens and p5.
+    The ``parts`` of a row are the schedule's own bins within this bin: start, tokens and p5.
     """
     alpha, _, position, sequence = flatten(fresh)
     rows: list[dict[str, Any]] = []
@@ -180,12 +183,12 @@ def judge(
 
 
 def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
-    """Return the reasoner's trajectories by schedule and seed."""
+    """Return a function that samples the reasoner's trajectories, given a schedule and a seed."""
     model, ends, prompts = tracing(REASONER, LINES, COUNT, 0, device())
     engine = HFEngine(model, LAYOUT, ends, batch_size=256)
     vocabulary = (
         model.config.vocab_size
-    )  # every token is listed, so acceptance is exact and not only bounded
+    )  # with lists of all tokens, acceptance is exact rather than bounded
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
         sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
@@ -195,8 +198,8 @@ def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
 
 
 def shortcut(folder: Path) -> None:
-    """Return p5 by bin at each budget, for dense trajectories that are scored under the budget and
-    for the actor's own rollouts.
+    """Save p5 by bin at each budget, both for dense trajectories scored under the budget and for
+    the actor's own rollouts.
     """
     trajectories = measured(folder)
     began = clock()
@@ -210,9 +213,7 @@ def shortcut(folder: Path) -> None:
         own = trajectories(schedule, 1)
         sampled = own.acceptance()
         seconds = {"teacher_forced": scored - began, "sampled": clock() - scored}
-        again = own.acceptance(
-            schedule
-        )  # teacher-forcing the actor's own rollouts must give the same numbers
+        again = own.acceptance(schedule)  # a teacher-forced pass over the same rollouts must agree
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
         rows.append(
             {
@@ -238,8 +239,8 @@ def shortcut(folder: Path) -> None:
 def compare(
     forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]
 ) -> list[dict[str, Any]]:
-    """Return both p5 values by bin with their intervals, and the drift: sampled minus teacher-
-    forced.
+    """Return both p5 values by bin, with their intervals, and the drift, which is sampled minus
+    teacher-forced.
     """
 
     def plain(b: BinMismatch) -> dict[str, float]:
@@ -265,8 +266,8 @@ def compare(
 
 
 def tail(folder: Path) -> None:
-    """Return the KS distance of the fitted Beta tail at each budget, resampled by sequence. Also
-    return the distance that chance alone would give.
+    """Save the KS distance of the tail from the fitted Beta distribution at each budget, with
+    intervals from resampling sequences, and the distance that chance alone would cause.
     """
     trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
@@ -278,8 +279,8 @@ def tail(folder: Path) -> None:
         assert fit is not None
         ks = sequence_bootstrap(alpha, owner, weighted_beta_ks, resamples=RESAMPLES)
         fraction = sequence_bootstrap(alpha <= fit.cut, owner, weighted_mean)
-        # If the fitted Beta were the truth and tokens independent, refits of equally large samples
-        # would give this.
+        # Refits of equally large samples from the fitted Beta distribution, with independent
+        # tokens.
         ideal = [
             beta_tail_fit(
                 np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut
@@ -309,7 +310,9 @@ def tail(folder: Path) -> None:
 
 
 def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
-    """Return the 5th percentile of all tokens if the tail were the fitted Beta."""
+    """Return what the 5th percentile of all tokens would be if the tail followed the fitted Beta
+    distribution.
+    """
     if fit.fraction_in_tail <= 0.05:
         return float(np.percentile(alpha, 5))  # above the tail
     return fit.cut * float(stats.beta.ppf(0.05 / fit.fraction_in_tail, fit.a, fit.b))
@@ -337,9 +340,7 @@ def calibration() -> str:
 
 
 def calibration_summary() -> str:
-    """Report how many bins are within 0.02 of the target, how many are above or below it, and the
-    extremes.
-    """
+    """Tabulate how many bins are within 0.02 of the target, above it or below it, and the extremes."""
     rows = []
     for rounds, name in {0: "no on-policy rounds", 2: "two on-policy rounds"}.items():
         bins = [

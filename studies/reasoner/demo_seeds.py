@@ -1,4 +1,5 @@
-"""The demo over several seeds: reward by step, and accuracy on held-out problems before and after.
+"""Run the demo with several seeds, and record the reward by step and the accuracy on held-out
+problems before and after.
 
     python studies/reasoner/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
 
@@ -31,13 +32,13 @@ PROBLEMS, SAMPLES = 48, 8
 class Options:
     """What to run."""
 
-    folder: Path = Path("runs/seeds")  # Where the runs go.
+    folder: Path = Path("runs/seeds")  # Folder for the runs.
     out: Path = Path("benchmarks/results/demo.json")  # The JSON file of results.
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of the demo.
 
 
 def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]:
-    """Return mean accuracy and its interval over the same problems, dense and sparse."""
+    """Return the mean accuracy on the same problems, dense and sparse, with intervals."""
     arguments = ["--model", model, "--schedule", str(schedule), "--out", str(folder)]
     sparrow(
         [
@@ -64,7 +65,7 @@ def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]
 
 
 def main(options: Options) -> None:
-    """Do the missing runs and write the table."""
+    """Perform the missing runs, and write the table."""
     schedule = options.folder / "schedule.json"
     options.folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(model_path("reasoner"), "demo_schedule.json"), schedule)

@@ -1,22 +1,25 @@
-"""DistillSparse on the small reasoner under GRPO: what an adapter does to the tail of a cheap
-schedule.
+"""Measure how DistillSparse affects the tail under a cheap schedule, on the small reasoner with
+GRPO.
 
-On samples of the untrained model's actor, a cheap schedule has a p5 of about 0.80, and a more
-expensive one has 0.87. For several seeds, the same GRPO run is done with and without distillation
-under the cheap schedule:
+Before training, the cheap schedule has a p5 of about 0.80 on the actor's samples, and a more
+expensive one has 0.87. For several seeds, the same GRPO run is performed with and without
+distillation under the cheap schedule:
 
 - ``none``: no adapter;
-- ``full``: PPO and KL on every position;
+- ``full``: policy loss and KL at every position;
 - ``kl``: KL alone;
-- ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
+- ``half``, ``quarter``: policy loss and KL on this share of the responses, those with the worst
+  tails;
 - ``expensive``: as ``full``, but under the more expensive schedule.
 
-At the end, actor and policy answer held-out problems, the actor both with its adapter and without
-it. The policy becomes more certain while it trains, which alone raises p5, so only the difference
-is due to the adapter. benchmarks/tables.py makes the tables of docs/distill.md from the results.
+At the end, the policy and the actor answer held-out problems, the actor both with and without its
+adapter. Training makes the policy more confident, which raises p5 by itself, so only the difference
+between the two is due to the adapter. benchmarks/tables.py makes the tables of docs/distill.md from
+the results.
 
-    python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about five minutes
-    python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    # only gather what is there
+    python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about
+    five minutes python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    #
+    only collect finished runs
 """
 
 from __future__ import annotations
@@ -66,28 +69,25 @@ CHEAP, EXPENSIVE = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5,
 class Options:
     """What to run."""
 
-    folder: Path = Path(
-        "runs/distill"
-    )  # Where the runs go; those that are finished are used as they are.
+    folder: Path = Path("runs/distill")  # Folder for the runs; finished runs are not repeated.
     out: Path = Path("benchmarks/results/distill.json")  # The JSON file of results.
-    # Which runs to do, of none, full, kl, half, quarter, expensive.
+    # The arms to run, any of none, full, kl, half, quarter and expensive.
     arms: tuple[str, ...] = ("none", "full", "kl", "half", "expensive")
-    seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each run.
-    steps: int = 45  # GRPO steps at most.
-    # Seconds after the start beyond which no training step begins; the last measurements are taken
-    # then.
+    seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each arm.
+    steps: int = 45  # Maximum number of GRPO steps.
+    # Seconds after which no training step begins, and the last measurements are taken.
     seconds: float = 3600
-    prompts: int = 32  # Prompts per step, 8 samples each.
+    prompts: int = 32  # Prompts per step, with 8 samples each.
     learning_rate: float = 1e-3  # Learning rate of the adapter.
     policy_learning_rate: float = 1e-4  # Learning rate of the policy.
-    held_out: int = 256  # Problems to measure on.
-    lines: int = 24  # Length of the programs.
-    slots: tuple[int, ...] = (8,)  # Runs at a time on each GPU, or on the CPU if there is none.
+    held_out: int = 256  # Number of held-out problems.
+    lines: int = 24  # Lines per program.
+    slots: tuple[int, ...] = (8,)  # Concurrent runs on each GPU, or on the CPU if there is no GPU.
 
 
 class HeldOut:
-    """A measurement of an engine on held-out problems: reward, and for each length bin p5 and the
-    share of tokens below 0.5.
+    """Measures an engine on held-out problems: its reward and, for each length bin, p5 and the
+    share of tokens with an acceptance below 0.5.
     """
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
@@ -126,13 +126,15 @@ class HeldOut:
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
-    """Return for each length bin: start, end, p5, the ends of its interval, responses."""
+    """Return, for each length bin, its start and end, p5 with the ends of its interval, and the
+    number of responses.
+    """
     keys = ("start", "end", "lower_bound", "interval_low", "interval_high", "n_sequences")
     return [[b[key] for key in keys] for b in report["bins"]]
 
 
 def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """Do one training run with the measurements before and after it."""
+    """Perform one training run, with measurements before and after it."""
     device = use_gpu(gpu)
     from graph_engine import GraphEngine
 
@@ -170,7 +172,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
             raise TimeoutError
 
     trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener)
-    with contextlib.suppress(TimeoutError):  # the last step is complete
+    with contextlib.suppress(TimeoutError):  # stop after a complete step
         trainer.train()
     if trainer.learner.distiller:
         result["with"] = measure(engine, CHEAP)
@@ -180,7 +182,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
 
 
 def gather(options: Options) -> dict[str, Any]:
-    """Return what the runs have recorded so far."""
+    """Collect what the runs have recorded so far."""
     runs: dict[str, Any] = {}
     for name in names(options):
         path, final = options.folder / name / "metrics.jsonl", options.folder / f"{name}.json"
@@ -212,7 +214,7 @@ def names(options: Options) -> list[str]:
 
 
 def main(options: Options) -> None:
-    """Do the missing runs and write the results."""
+    """Perform the missing runs, and write the results."""
     deadline = time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names(options) if not (options.folder / f"{name}.json").exists()]
@@ -225,7 +227,7 @@ def main(options: Options) -> None:
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bins that are reached by at least half as many responses as the fullest bin."""
+    """Return the bins that at least half as many responses reach as the fullest bin."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
 
 

@@ -1,12 +1,12 @@
-"""Acceptance of a reasoner: drafts of lossless rollouts, and the lossy actor under the same
-schedule, by budget.
+"""Measure the acceptance of a reasoner by budget: of drafts in lossless rollouts, and of the lossy
+actor under the same schedule.
 
     python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
         --out benchmarks/results/reasoner_acceptance.json
 
 In both modes, the transformers engine samples responses to the same unseen problems. Acceptance is
-computed over the whole vocabulary. For drafts it comes from verification, and for the lossy actor
-from a teacher-forced pass of the policy over the actor's text.
+computed over the whole vocabulary: for drafts during verification, and for the lossy actor in a
+teacher-forced pass of the policy over the actor's responses.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Options:
 
     out: Path  # The JSON file of results.
     models: tuple[str, ...] = ("reasoner",)  # Names or checkpoints.
-    lines: tuple[int, ...] = (24,)  # Length of each model's programs.
+    lines: tuple[int, ...] = (24,)  # Lines per program, for each model.
     pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
-    drafts: tuple[int, ...] = (4, 8)  # Drafts before each verification.
+    drafts: tuple[int, ...] = (4, 8)  # Drafts per cycle.
     problems: int = 128
     max_new_tokens: int = 400
 
@@ -57,8 +57,8 @@ def row(
     drafts: Sequence[int],
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """Measure one budget: mean and p5 of the lossy actor with 95 % intervals over responses, and
-    the acceptance of drafts.
+    """Measure one budget: the mean and p5 of the lossy actor, with 95 % intervals from resampling
+    responses, and the acceptance of drafts.
     """
     schedule = SparsitySchedule.fixed(pages, **LAYOUT)
     sampling = Sampling(max_new_tokens, top_n=len(tokenizer))
@@ -88,7 +88,7 @@ def row(
 
 
 def main(options: Options) -> None:
-    """Measure, and save after every budget."""
+    """Measure all models and budgets, and save the results after every budget."""
     if len(options.models) != len(options.lines):
         raise SystemExit(
             f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each"

@@ -1,11 +1,12 @@
-"""The cost of making a seed's tokens independent of the drafts (``drafter_invariant``), by budget.
+"""Measure by budget what it costs to make a seed's tokens independent of the drafts
+(``drafter_invariant``).
 
     python studies/reasoner/drafter_invariance.py --out benchmarks/results/drafter_invariance.json
 
 The transformers engine samples responses to unseen problems densely and losslessly, with the same
-seeds. Along the dense responses, teacher-forced passes give the probability that a draft is kept,
-for two ways to share random numbers. The transformers engine inverts the distribution function at
-one number; vLLM uses Gumbel noise.
+seeds. Teacher-forced passes over the dense responses compute the probability that a draft is
+accepted, for two ways to share random numbers: inverting both distribution functions at the same
+uniform number, as the transformers engine does, and sharing Gumbel noise, as vLLM does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sparrow.schedule import SparsitySchedule
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import device, save, tracing
 
-DRAWS = 256  # Gumbel noises for each token
+DRAWS = 256  # draws of Gumbel noise per token
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,16 @@ class Options:
 
     out: Path  # The JSON file of results.
     model: str = "reasoner"
-    lines: int = 24  # Length of the programs.
+    lines: int = 24  # Lines per program.
     pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
-    drafts: tuple[int, ...] = (4, 8)  # Drafts before each verification.
+    drafts: tuple[int, ...] = (4, 8)  # Drafts per cycle.
     problems: int = 128
     max_new_tokens: int = 400
 
 
 def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
-    """Return the probability that p and q, ``[T, V]``, draw the same token with the same Gumbel
-    noise, over all T and ``DRAWS``.
+    """Estimate the probability that p and q, ``[T, V]``, draw the same token with shared Gumbel
+    noise, averaged over T.
     """
     same = 0.0
     for _ in range(DRAWS):
@@ -63,8 +64,8 @@ def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
 
 
 def inverse_match(p: Tensor, q: Tensor) -> float:
-    """Return the same probability if both distribution functions are inverted at one uniform
-    number: the overlap of the tokens' intervals.
+    """Return this probability for inverse-CDF sampling with a shared uniform number. It is the
+    overlap of the tokens' intervals in both distributions.
     """
     (p_end, q_end), (p_begin, q_begin) = zip(
         *((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True
@@ -78,11 +79,11 @@ def inverse_match(p: Tensor, q: Tensor) -> float:
 def kept(
     model: PreTrainedModel, responses: list[Rollout], schedule: SparsitySchedule
 ) -> dict[str, float]:
-    """Return the mean probabilities that a draft is kept, by kind of verification, after each token
-    of these responses.
+    """Return the mean probability that a draft is accepted along these responses, for each kind of
+    verification.
 
-    The actor has its own history here, as in lossy decoding; in lossless decoding drafts agree
-    slightly better.
+    As in lossy decoding, the actor reads the cache that its own sparse steps would have written. In
+    lossless decoding, drafts agree slightly better with the policy.
     """
     sides: list[list[Tensor]] = [[], []]
     for response in responses:
@@ -92,7 +93,7 @@ def kept(
         )
         dense = model(ids, use_cache=False).logits[
             0, prompt:-1
-        ]  # the first token comes from prefill, without a draft
+        ]  # the first token is sampled after prefill, without a draft
         with teacher_forced(model, [prompt], schedule):
             sparse = model(ids, use_cache=False).logits[0, prompt:-1]
         for side, logits in zip(sides, (dense, sparse), strict=True):
@@ -107,7 +108,7 @@ def kept(
 
 
 def main(options: Options) -> None:
-    """Measure and save."""
+    """Measure all budgets, and save the results."""
     model, ends, prompts = tracing(
         model_path(options.model), options.lines, options.problems, HELD_OUT, device()
     )

@@ -1,16 +1,17 @@
-"""Which pages should the sparse actor read? Selectors, page sizes, layers and reuse, ranked by p5
-at equal bytes read.
+"""Find out which pages the sparse actor should read: rank selectors, page sizes, layers and reuse
+by p5 at equal bytes.
 
     python studies/reasoner/page_selectors.py    # writes benchmarks/results/selectors_reasoner.json
     python studies/reasoner/page_selectors.py --show benchmarks/results/selectors_reasoner.json
     python studies/reasoner/page_selectors.py --model M --lines 60 --count 96 --tokens 160 256 --dense-layers 0 1
 
-Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass
-over them, and its acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens'
-worth of keys and values per sparse layer: kept pages, and landmarks (half a token per page for a
-mean key, one token for a minimum and a maximum). At every length a variant reads as many pages as
-its bytes allow; a sequence that fits is read in full. Variants are defined here and not in the
-package. A variant that clearly wins may move to the package.
+Dense trajectories of the task ``trace`` are sampled once, and every variant is measured in a
+teacher-forced pass over them. Its acceptance is exact, because it is computed over the whole
+vocabulary. Bytes are counted per sparse layer in KV tokens, the size of one token's key and value.
+They include kept pages and landmarks (half a KV token per page for a mean key, one for a minimum
+and a maximum). At every length, a variant reads as many pages as its bytes allow, and a sequence
+that fits is read in full. Variants are defined here rather than in the package; one that clearly
+wins may move there.
 
 Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages, R resamples.
@@ -46,7 +47,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import REASONER, device, parser, save, table, tracing
 
 RESAMPLES, SEED = 400, 7
-TOKEN_BUDGET = 65_536  # padded tokens in a forward pass
+TOKEN_BUDGET = 65_536  # padded tokens per forward pass
 
 # --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, counted in
 # keys ---
@@ -54,27 +55,25 @@ TOKEN_BUDGET = 65_536  # padded tokens in a forward pass
 
 @dataclass
 class Scored:
-    """The input of a selector: queries by group, and keys by page; ``scale`` is that of the
-    softmax.
-    """
+    """The input of a selector: queries by group, keys by page, and the scale of the softmax."""
 
     q_BKGTD: Tensor
     k_BKNPD: Tensor
     scale: float
-    whole_TN: Tensor  # pages that are complete at each query
+    whole_TN: Tensor  # which pages are complete at each query
 
     def logits(self) -> Tensor:
-        """Return the product of each head with the mean keys: ``[B, K, G, T, N]``."""
+        """Return the logits of each head with the mean keys, ``[B, K, G, T, N]``."""
         return self.scale * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD, self.k_BKNPD.mean(-2))
 
     def squares(self, variance_BKND: Tensor) -> Tensor:
         """Return the variance of each head's logits within a page, assuming that the dimensions of
-        keys are uncorrelated.
+        its keys are uncorrelated.
         """
         return self.scale**2 * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD**2, variance_BKND)
 
     def softmax(self, logits_BKGTN: Tensor) -> Tensor:
-        """Return the share of attention of each head by page."""
+        """Return each head's softmax over complete pages."""
         return logits_BKGTN.masked_fill(~self.whole_TN, float("-inf")).softmax(-1).nan_to_num()
 
 
@@ -96,8 +95,8 @@ def by_radius(s: Scored) -> Tensor:
 
 
 def true_mass(s: Scored) -> Tensor:
-    """Return the logarithm of the attention that each page actually receives; no landmark can
-    provide it.
+    """Return the logarithm of the attention that each page really receives, which no landmark can
+    provide.
     """
     logits = s.scale * torch.einsum("bkgtd,bknpd->bkgtnp", s.q_BKGTD, s.k_BKNPD)
     return logits.logsumexp(-1)
@@ -129,15 +128,15 @@ SELECTORS: dict[str, tuple[Callable[[Scored], Tensor], float]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to spend a number of bytes.
+    """One way to spend a given number of bytes.
 
     Attributes:
-        tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the layers.
-        dense: layers that read everything; the others pay for it if ``dense_counts``, else it is
-            not counted.
-        weights: relative share of the bytes that each sparse layer gets.
+        tokens: KV tokens read per layer, averaged over the layers.
+        dense: layers that read everything. If ``dense_counts``, this leaves less for the other
+            layers; otherwise, it is not counted.
+        weights: relative shares of the bytes for the sparse layers.
         every: steps between two selections.
-        leaders: layer -> the layer whose scores it uses.
+        leaders: pairs of a layer and the layer whose scores it uses.
     """
 
     label: str
@@ -154,7 +153,7 @@ class Variant:
 
 
 class Actor:
-    """A variant applied to one batch; the attention layers of the model share it."""
+    """A variant applied to one batch. All attention layers of the model share it."""
 
     def __init__(self, variant: Variant, layers: int, prompt_B: Tensor, length_B: Tensor) -> None:
         self.variant, self.layers, self.prompt_B, self.length_B = (
@@ -164,7 +163,7 @@ class Actor:
             length_B,
         )
         self.scores: dict[int, Tensor] = {}
-        self.read = 0.0  # tokens' worth of bytes, summed over response tokens and layers
+        self.read = 0.0  # KV tokens, summed over response tokens and layers
         self.held = 0.0  # what a dense actor would read
 
     def attend(
@@ -204,8 +203,8 @@ class Actor:
         whole_T = tokens_T >= length_T
         top_k_T = torch.where(whole_T, ALL_PAGES, top_k_T)
         layout = PageLayout(P, v.sink_pages, v.recent_pages)
-        # Of pages with equal scores, the earlier one wins. Pages that were incomplete when they
-        # were last scored come after all others.
+        # Ties go to the earlier page. Pages that were incomplete when scores were computed come
+        # last.
         ranked = self.scores[lead].clamp(min=torch.finfo(torch.float32).min)
         keep = select_pages(
             ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout
@@ -222,7 +221,7 @@ class Actor:
         )
 
     def _tokens(self, layer: int, length_T: Tensor) -> Tensor | float:
-        """Return the layer's share of the bytes at each length."""
+        """Return the KV tokens that a layer may read at each length."""
         sparse = [i for i in range(self.layers) if i not in self.variant.dense]
         weights = self.variant.weights or (1.0,) * self.layers
         left_T = self.variant.tokens * self.layers - length_T * len(self.variant.dense)
@@ -234,7 +233,7 @@ class Actor:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
 ) -> Any:
-    """Implement the attention interface of transformers for whole sequences padded on the right."""
+    """Implement transformers' attention interface for whole sequences, padded on the right."""
     out = module.actor.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -244,7 +243,7 @@ AttentionMaskInterface.register("selectors", sdpa_mask)
 
 
 class Bench:
-    """One model and its dense trajectories; ``acceptance`` scores them under any variant."""
+    """A model and its dense trajectories, which ``acceptance`` scores under any variant."""
 
     def __init__(self, model: Path, lines: int, count: int) -> None:
         self.device = device()
@@ -268,14 +267,14 @@ class Bench:
 
     @torch.no_grad()
     def _passes(self, variant: Variant) -> Iterator[tuple[Tensor, Actor]]:
-        """Yield by group: probabilities at the position of every response token, ``[tokens, V]``,
-        and the actor that computed them.
+        """Yield, for each group, the probabilities at every response token, ``[tokens, V]``, and
+        the actor that computed them.
         """
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
             batch = Batch.of(some, self.device)
-            # The first response token comes from the dense prefill, so its query, the prompt's
-            # last, is not sparse.
+            # The first response token is sampled after the dense prefill, so the query of the
+            # prompt's last token is dense.
             actor = Actor(
                 variant,
                 self.layers,
@@ -292,8 +291,8 @@ class Bench:
             yield logits.softmax(-1), actor
 
     def acceptance(self, variant: Variant) -> tuple[np.ndarray, dict[str, float]]:
-        """Return the acceptance of every response token ``[T]``, and the reads of a layer per step,
-        in tokens' worth of bytes.
+        """Return the acceptance of every response token ``[T]``, and the KV tokens read per layer
+        and step.
         """
         alphas, read, held, steps = [], 0.0, 0.0, 0
         counted = self.layers - (0 if variant.dense_counts else len(variant.dense))
@@ -303,7 +302,7 @@ class Bench:
         return np.concatenate(alphas), {"tokens_read": read / steps, "share_read": read / held}
 
     def p5(self, alpha: np.ndarray) -> np.ndarray:
-        """Return the 5th percentile, as measured and in each resample, ``[1 + R]``."""
+        """Return the measured 5th percentile and that of each resample, ``[1 + R]``."""
         return weighted_percentile(alpha, self.owner, self.weights_RB)
 
 
@@ -313,8 +312,8 @@ class Bench:
 def variants(
     layers: int, tokens: Sequence[int], dense: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Variant]]]:
-    """Yield pairs of a section and its variants. All variants read the same bytes, and each is
-    compared with the first.
+    """Yield sections with their variants. All variants of a section read the same bytes and are
+    compared with its first.
     """
     for b in tokens:
         for P in (16, 8, 4):
@@ -408,7 +407,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Return the tables in Markdown, best first; a variant that exceeds its bytes is marked."""
+    """Return Markdown tables, best variants first. A variant that exceeds its bytes is marked."""
     for section, rows in result["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
         lines = []
@@ -442,18 +441,16 @@ def main() -> None:
         type=int,
         nargs="+",
         default=[96, 128, 192],
-        help="bytes, in tokens' worth of KV a layer",
+        help="budgets in KV tokens per layer",
     )
     options.add_argument(
         "--dense-layers",
         type=int,
         nargs="*",
         default=[0],
-        help="of selectors, page sizes and reuse",
+        help="dense layers for selectors, page sizes and reuse",
     )
-    options.add_argument(
-        "--show", type=Path, help="print the tables of a result and measure nothing"
-    )
+    options.add_argument("--show", type=Path, help="only print the tables of a result")
     arguments = options.parse_args()
     if arguments.show:
         show(json.loads(arguments.show.read_text()))

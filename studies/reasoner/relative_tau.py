@@ -1,16 +1,16 @@
-"""Does the same tau require the same number of pages, whichever engines sample and score? The
-question is asked for an absolute tau and for a tau relative to the ceiling.
+"""Test whether the same tau requires the same number of pages for different pairs of engines, for
+an absolute tau and for a tau relative to the ceiling.
 
-    python studies/reasoner/relative_tau.py  # on a CPU; some minutes on two cores
+    python studies/reasoner/relative_tau.py  # on a CPU; a few minutes on two cores
 
-Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4
-tokens and length bins of 64. vLLM samples in bfloat16, densely and under each budget, and lists
-every token of the vocabulary. Transformers scores these responses in float32, densely and
-teacher-forced under the budget they were sampled with. On each response, four actors are thus
-compared with one policy: the actor of transformers, the actor of vLLM, and the actor of
-transformers with two levels of noise. The noise is normal, independent for all logits and all
-tokens, and so large that dense responses have a p5 of 0.95 or 0.90. A fifth actor is that of
-transformers with lists cut to ``SHORT`` tokens, for which the ceiling is low for another reason.
+The model is the bundled reasoner, with pages of 4 tokens and length bins of 64 tokens. vLLM samples
+in bfloat16, densely and under each budget, with lists of the whole vocabulary. Transformers scores
+these responses in float32, both densely and in a teacher-forced pass under the budget with which
+they were sampled. On the same tokens, five actors are thus compared with one policy: transformers,
+vLLM, transformers with two levels of noise, and transformers with lists of only ``SHORT`` tokens.
+The noise is normal and independent for every logit of every token, and just large enough that dense
+responses have a p5 of 0.95 or 0.90. With the short lists, the ceiling is low for a different
+reason.
 
 Shapes: T tokens, R resamples of prompts (the first is what was measured), B prompts, V vocabulary.
 """
@@ -43,16 +43,18 @@ BUDGETS = (6, 8, 11, 16, 23, 32)
 TAUS = (0.86, 0.90, 0.94)
 CEILINGS = (0.95, 0.90)
 SHORT = 6
-LINES, COUNT, RESAMPLES, SEED = 24, 48, 200, 0  # COUNT responses for each budget
+LINES, COUNT, RESAMPLES, SEED = 24, 48, 200, 0  # COUNT responses per budget
 CPU = torch.device("cpu")
-FEWEST = 20  # sequences required for a bin to count
+FEWEST = 20  # minimum number of sequences in a bin
 OWN, VLLM = "transformers float32, both", "vLLM bfloat16, transformers float32"
 
 Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
 
 
 def sampled() -> tuple[dict[int | None, list[Rollout]], int]:
-    """Return responses by budget, with lists of the whole vocabulary, and the vocabulary size."""
+    """Sample responses by budget, with lists of the whole vocabulary. Return them and the
+    vocabulary size.
+    """
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
@@ -88,7 +90,9 @@ def main() -> None:
 
 
 def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]:
-    """Return the table for responses by budget, whose lists contain all ``V`` tokens."""
+    """Compare the actors on responses by budget, whose lists contain all ``V`` tokens, and return
+    the results.
+    """
     model, ends, _ = tracing(REASONER, LINES, COUNT, SEED, CPU)
     scorer = HFEngine(model, LAYOUT, ends)
     policy, actor, vllm, place, owner = {}, {}, {}, {}, {}
@@ -119,7 +123,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
     weights_RB = np.concatenate([np.ones((1, COUNT)), draws])
 
     def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
-        """Return p5 by budget, [R, bins]. In each resample, a prompt has the same weight at every
+        """Return p5 by budget, [R, bins]. In a resample, each prompt has the same weight at every
         budget.
         """
         by_budget = {}
@@ -175,7 +179,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
                 needed = pages(p5s, tau, scale)
                 with np.errstate(
                     invalid="ignore"
-                ):  # inf / inf: neither pair meets tau with any budget
+                ):  # inf / inf: no budget meets tau for either pair
                     ratio = needed / own[scale][tau]
                 mean = np.where(np.isinf(ratio).any(1), np.inf, ratio.mean(1))
                 row[scale][str(tau)] = {
@@ -198,15 +202,15 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
 
 
 def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
-    """Return log-probs of complete lists by token id."""
+    """Sort the log-probs of complete lists by token id."""
     ordered = np.full(logprobs_Tn.shape, -np.inf, np.float32)
     np.put_along_axis(ordered, ids_Tn.astype(np.int64), logprobs_Tn, 1)
     return ordered
 
 
 def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:
-    """Return acceptance, [T]; with ``top_n``, its lower bound from the actor's list of that many
-    tokens.
+    """Return acceptance, [T], or with ``top_n``, its lower bound from the actor's ``top_n`` most
+    likely tokens.
     """
     p, q = np.exp(policy_TV.astype(np.float64)), np.exp(actor_TV.astype(np.float64))
     if top_n is None:
@@ -228,11 +232,11 @@ def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarra
 
 
 def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
-    """Return the fewest pages, always-read ones included, that meet tau, [R, bins]; infinite if no
-    budget does.
+    """Return the smallest number of pages, including those that are always read, that meets tau,
+    [R, bins]; infinite if no budget does.
 
-    Between the largest budget that fails and the next one, p5 is assumed to rise with the logarithm
-    of the pages.
+    Between the largest budget that misses tau and the next one, p5 is interpolated linearly in the
+    logarithm of the pages.
     """
     read = np.array(BUDGETS) + ALWAYS
     p5_KRN = np.stack([on_scale(p5s[k], p5s[None], scale) for k in BUDGETS])
@@ -249,7 +253,7 @@ def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarr
 
 
 def spans(values_XR: np.ndarray) -> list[list[float | None]]:
-    """Return for each row the measured value and the ends of its 95 % interval; None is
+    """Return, for each row, the measured value and the ends of its 95 % interval; None means
     infinite.
     """
     ends = np.quantile(values_XR[:, 1:], [0.025, 0.975], axis=1, method="nearest")
@@ -275,7 +279,7 @@ def relative_tau() -> str:
                 mean, low, high = needed["mean_of_own"]
                 open_end = (
                     "" if mean is None else " [open]"
-                )  # in some resamples no budget meets tau
+                )  # no budget meets tau in some resamples
                 interval = open_end if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
                 pages = " ".join("none" if x is None else f"{x:.0f}" for x in needed["pages"])
                 cells += [pages, ("" if mean is None else f"{mean:.2f}") + interval]
@@ -316,8 +320,8 @@ def relative_tau_summary() -> str:
 
 
 def relative_laws() -> str:
-    """Tabulate the distance of p5 from p5 without noise if the ceiling is removed in three ways,
-    over all bins and budgets.
+    """Tabulate how far p5 is from p5 without noise, over all bins and budgets, if the ceiling is
+    removed in three ways.
     """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {

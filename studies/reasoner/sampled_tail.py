@@ -1,12 +1,12 @@
-"""How much of the tail is visible from sampled tokens alone, compared with the top-20 lists of
-actor and policy.
+"""Compare what sampled tokens alone show of the tail with what the top-20 lists of actor and policy
+show.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 
-The bundled reasoner traces programs of 24 lines under fixed budgets, on CPU or GPU. For each: mean
-acceptance and its 5th percentile (lower bound from top-20 lists), and, from the sampled tokens' own
-log-probs, the mean, the floor under that percentile (``sparrow.mismatch.sampled``), and, for
-comparison only, the 5th percentile of min(1, p/q) itself.
+The bundled reasoner traces programs of 24 lines under fixed budgets, on a CPU or GPU. For each
+budget, the top-20 lists give the mean and the 5th percentile of acceptance (of its lower bound).
+The log-probs of the sampled tokens alone give the mean, the floor under this percentile
+(``sparrow.mismatch.sampled``) and, for comparison only, the 5th percentile of min(1, p/q) itself.
 """
 
 from __future__ import annotations

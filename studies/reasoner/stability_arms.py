@@ -1,4 +1,4 @@
-"""The arms of the stability study: what distinguishes its runs."""
+"""The arms of the stability study, which define how its runs differ."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
 
 @dataclass(frozen=True)
 class Arm:
-    """What distinguishes a run.
+    """The settings in which a run may differ from others.
 
     Attributes:
-        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop
-            towards 0.N, started dense; auto:N:START from one of the others), or dial:N (the dial
-            towards 0.N, over ``--dial``).
-        correction, advantage, normalization: as in ``sparrow train``.
-        samples: responses per prompt.
-        actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all
-            that is kept), ``bits:N`` (weights of N bits), ``stale:N`` (weights renewed every N
-            steps), ``noise:S:W`` (at S % of the positions W % of the distribution is uniform),
-            ``worn`` (a LoRA, distilled); or a fault after step N: ``halved:N`` (the schedule, by
-            hand) or ``unworn:N`` (the LoRA is lost on the actor's side).
+        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), auto:N (the closed loop with
+            tau 0.N, which starts dense), auto:N:START (which starts with schedule START), or dial:N
+            (the dial with tau 0.N, whose schedule is ``--dial``).
+        correction, advantage, normalization: as in ``sparrow train``. samples: responses per
+        prompt. actor: another difference from the policy: none, ``evict`` (tokens beyond the
+        schedule's budget are dropped from the cache), ``bits:N`` (weights have N bits), ``stale:N``
+        (weights are renewed every N steps), ``noise:S:W`` (at S % of the positions, the uniform
+        distribution has a weight of W %) or ``worn`` (a distilled LoRA); or a fault after step N:
+        ``halved:N`` (the schedule is halved by hand) or ``unworn:N`` (the actor loses its LoRA).
     """
 
     schedule: str = "dense"
@@ -36,8 +35,8 @@ class Arm:
 
 
 def arms() -> dict[str, Arm]:
-    """Return every arm of the study by name; the first half is about the mismatch, the second about
-    countermeasures.
+    """Return all arms of the study by name, first those that vary the mismatch, and then those that
+    vary the countermeasures.
     """
     by_name = {"dense": Arm()}
     by_name |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}

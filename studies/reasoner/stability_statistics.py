@@ -1,8 +1,8 @@
-"""The results of the stability study's runs: shortened logs, and statistics over them.
+"""Shorten the logs of the stability study's runs, and compute statistics over them.
 
-The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, as the
-mean of the last two evaluations. It shows the effect of the run on the policy, whichever actor was
-used. A run has collapsed if its outcome is below half of the accuracy that the policy started with.
+The outcome of a run is the policy's accuracy on longer, held-out problems, decoded densely and
+averaged over the last two evaluations. It shows how the run affected the policy, whichever actor
+was used. A run has collapsed if its outcome is below half of the policy's initial accuracy.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ TAIL = ("p1", "p5", "p10")
 STATISTICS = (*TAIL, "mean", "KL")
 SERIES = ("reward", "length", "mean", "kl", "read")
 BAND = 0.02 + 1e-9
-"""A bin within this distance of tau is near it."""
+"""A bin is near tau if its p5 is within this distance."""
 LAST = 10
-"""Steps at the end over which the reward is averaged."""
+"""The number of last steps over which the reward is averaged."""
 FEWEST_STEPS = 25
-"""A run that the clock has cut off counts if it did this many steps."""
+"""A run that the deadline cut off is used if it completed this many steps."""
 EARLY = 5
-"""Steps at the start that tell how large a mismatch is."""
+"""The number of first steps from which a mismatch is measured."""
 RESAMPLES = 2000
 
 
 def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
-    """Return the settings and series of a run with every number rounded; None for a run that ended
-    before ``fewest`` steps.
+    """Return the settings and series of a run, with rounded numbers, or None if it ended before
+    ``fewest`` steps.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
@@ -66,22 +66,25 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
 
 
 def logged_rows(path: Path) -> list[Run]:
-    """Return the lines of a log, except for one truncated by a kill."""
+    """Return the lines of a log, leaving out a last line that was truncated when the run was
+    killed.
+    """
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _whole_bins(row: Run) -> list[list[float]]:
-    """Return the bins that contain at least a tenth as many tokens as the fullest bin, with p5 and
-    its interval.
+    """Return the bins with at least a tenth as many tokens as the fullest bin, with p5 and its
+    interval.
     """
     tokens = {b[0]: b[1] for b in row["bins"]}
     return [b for b in row["p5_interval"] if 10 * tokens[b[0]] >= max(tokens.values())]
 
 
 def early(run: Run) -> dict[str, float]:
-    """Return the statistics at the first step, before any update, with signs such that higher is
-    better. For a stale actor, use steps 2 to 5, because it is not stale at the first step.
+    """Return the statistics at the first step, before any update, with signs chosen so that higher
+    is better. For a stale actor, they are averaged over steps 2 to 5, because it is not stale at
+    the first step.
     """
     when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
     statistics = {name: float(np.mean(run[name][when])) for name in (*TAIL, "mean")}
@@ -89,15 +92,15 @@ def early(run: Run) -> dict[str, float]:
 
 
 def outcome(run: Run, steps: int | None = None) -> float:
-    """Return the policy's held-out accuracy at the end, or after ``steps``: the mean of the last
-    two evaluations.
+    """Return the policy's held-out accuracy at the end or after ``steps`` steps, averaged over the
+    last two evaluations.
     """
     seen = [accuracy for step, accuracy in run["held_out"] if steps is None or step <= steps]
     return float(np.mean(seen[-2:]))
 
 
 def late_outcome(run: Run, steps: int | None = None) -> float:
-    """Return the same as ``outcome``, but as the mean of all evaluations in the last 20 steps."""
+    """Return the same as ``outcome``, but averaged over all evaluations in the last 20 steps."""
     end = steps or len(run["reward"])
     return float(
         np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end])
@@ -109,29 +112,27 @@ def collapsed(run: Run) -> bool:
 
 
 def last_reward(run: Run, steps: int | None = None, last: int = LAST) -> float:
-    """Return the mean reward of the actor in the last steps of the run, or in the last steps up to
-    ``steps``.
+    """Return the actor's mean reward over the ``last`` steps of the run, or over the ``last`` steps
+    before step ``steps``.
     """
     return float(np.mean(run["reward"][:steps][-last:]))
 
 
 def late_read(some: Sequence[Run]) -> float:
-    """Return the share of the KV cache read in the last half of each run, as a mean over runs."""
+    """Return the share of the KV cache that is read in the second half of a run, averaged over
+    runs.
+    """
     return float(np.mean([np.mean(run["read"][len(run["read"]) // 2 :]) for run in some]))
 
 
 def tau(run: Run) -> float:
-    """Return the tau of the closed loop or the dial, or the published tau for a run
-    with neither.
-    """
+    """Return the tau of the closed loop or the dial, or the published tau if the run has neither."""
     kind, _, rest = run["schedule"].partition(":")
     return float(f"0.{rest.split(':')[0]}") if kind in ("auto", "dial") else 0.86
 
 
 def is_page_arm(run: Run) -> bool:
-    """Return whether the run differs only in the pages read and in the correction of
-    the mismatch.
-    """
+    """Return whether the run differs from others only in the pages read and in the correction."""
     plain = (
         run["advantage"],
         run["normalization"],
@@ -145,20 +146,20 @@ def is_page_arm(run: Run) -> bool:
 
 
 def is_loop(run: Run) -> bool:
-    """Return whether the run is a closed loop whose actor differs in nothing else."""
+    """Return whether the run uses the closed loop and its actor has no other peculiarity."""
     return run["schedule"].startswith("auto:") and not run["actor"]
 
 
 def settled(run: Run) -> int:
-    """Return the step, from 1, after which the KV read stays within 0.05 of the mean of its last
-    half.
+    """Return the step, counted from 1, after which the share of KV read stays within 0.05 of its
+    mean over the second half.
     """
     read = np.array(run["read"])
     return int(np.flatnonzero(abs(read - read[len(read) // 2 :].mean()) > 0.05)[-1]) + 2
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Return runs by arm, in the order in which arms first appear."""
+    """Group runs by arm, in the order in which arms first appear."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run["arm"], []).append(run)
@@ -166,8 +167,8 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple[float, ...]:
-    """Return a statistic of runs and its 95 % interval, resampling arms together with all their
-    seeds.
+    """Return a statistic of runs and its 95 % interval, which is computed by resampling arms with
+    all their seeds.
     """
     groups = list(by_arm(runs).values())
     rng = np.random.default_rng(0)
@@ -181,8 +182,8 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """Return the threshold with the fewest runs on the wrong side (collapsed above, or not
-    collapsed below), in the middle of a gap.
+    """Return the threshold that misclassifies the fewest runs, which are those that collapsed above
+    it or did not collapse below it. It lies in the middle of a gap between runs.
     """
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
@@ -194,8 +195,9 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
 def against(
     some: Sequence[Run], others: Sequence[Run], value: Callable[..., float]
 ) -> tuple[float, float]:
-    """Return a run's value minus that of the other run with the same seed after equally many steps:
-    the mean over seeds, and the half-width of its 95 % t-interval (nan for a single seed).
+    """Compare runs with the other runs that have the same seeds, after equally many steps. Return
+    the mean difference in ``value`` over seeds, and the half-width of its 95 % t-interval (nan for
+    a single seed).
     """
     other = {run["seed"]: run for run in others}
     differences = []
@@ -208,20 +210,20 @@ def against(
 def against_dense(
     some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
 ) -> tuple[float, float]:
-    """Return the same as ``against``, compared with the dense runs among ``runs``."""
+    """Compare runs with the dense runs among ``runs``; see ``against``."""
     return against(some, [run for run in runs if run["arm"] == "dense"], value)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean, and the half-width of its 95 % t-interval (nan for a single value)."""
+    """Return the mean and the half-width of its 95 % t-interval (nan for a single value)."""
     n = len(values)
     half = t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
     return float(np.mean(values)), float(half)
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
-    """Return the first step, from 0, with 9 of 10 bins near tau (within 0.02), and by step the
-    shares near tau and not below.
+    """Return the first step, counted from 0, at which 90 % of the bins are within 0.02 of tau, and,
+    for each step, the shares of bins that are near tau and that are not below it.
     """
     near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
     holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])
@@ -229,8 +231,8 @@ def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
 
 
 def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
-    """Return the step, from 1, at which ``found`` has been true for ``patience`` consecutive steps;
-    None if it never is.
+    """Return the step, counted from 1, at which ``found`` has been true for ``patience``
+    consecutive steps, or None.
     """
     return next(
         (i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()),
@@ -239,8 +241,9 @@ def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
 
 
 def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the steps at which the guard's two signs act, the reward is below half of its best
-    5-step mean, and the policy's accuracy is below half of its first.
+    """Return the steps at which the guard's two warning signs appear, at which the smoothed reward
+    has fallen to half of its best value, and at which the policy's accuracy has fallen to half of
+    its initial value.
     """
     p1 = np.array(run["p1"])
     reward = np.array(run["reward"])

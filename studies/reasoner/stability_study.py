@@ -1,16 +1,16 @@
-"""Does the tail of acceptance decide whether training is stable? Many short runs side by side, one
-per arm and seed.
+"""Run many short training runs, one per arm and seed, to test whether the tail of acceptance
+decides if training is stable.
 
-The bundled reasoner is trained on the task `trace`. Arms differ in how many pages the actor reads
-(schedules calibrated to a p5, a fixed budget, the closed loop, a KV cache from which tokens are
-evicted for good), in how the mismatch is corrected, in the loss, or in another mismatch altogether
-(weights of few bits, a stale actor, noise). Runs of one seed see the same problems. Every step of
-every run is one line of ``OUT/ARM-SEED.jsonl``.
+The bundled reasoner is trained on the task `trace`. Arms differ in the pages that the actor reads
+(schedules calibrated to a p5, a fixed budget, the closed loop, or a KV cache from which tokens are
+permanently evicted), in the correction, in the loss, or in another kind of mismatch (weights with
+few bits, a stale actor, noise). Runs with the same seed see the same problems. Every run writes one
+line per step to ``OUT/ARM-SEED.jsonl``.
 
     python studies/reasoner/stability_study.py --out runs/stability --slots 12 12 12 12
     python studies/reasoner/stability_summary.py --runs runs/stability
 
-Processes share a GPU because a model this small leaves it idle between launches.
+Several processes share a GPU, because such a small model leaves it idle between kernel launches.
 """
 
 from __future__ import annotations
@@ -43,37 +43,35 @@ LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
 class Options:
     """What to run, where, and for how long."""
 
-    out: Path = Path("runs/stability")  # Results; runs that are already there are left out.
+    out: Path = Path("runs/stability")  # Folder for results; existing runs are skipped.
     runs: tuple[
         str, ...
-    ] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
+    ] = ()  # Names of runs, ARM-SEED, in this order; by default, all arms with all seeds.
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each arm.
-    steps: int = 40  # Steps of a run.
-    # Seconds after the start beyond which no step begins; no run begins that would not get far
-    # enough by then.
+    steps: int = 40  # Steps per run.
+    # Seconds after which no step begins. A run starts only if it should get far enough by then.
     seconds: float = 3600
-    slots: tuple[int, ...] = (12,)  # Runs at a time on each GPU, or on the CPU if there is none.
-    model: Path | None = None  # Checkpoint to start from; the bundled reasoner if there is none.
+    slots: tuple[int, ...] = (12,)  # Concurrent runs on each GPU, or on the CPU if there is none.
+    model: Path | None = None  # Checkpoint to start from; by default, the bundled reasoner.
     adapter: Path | None = (
-        None  # Adapter that the actor has from the start, and that is distilled further.
+        None  # Adapter with which the actor starts, and which is distilled further.
     )
     learning_rate: float = 5e-4  # Learning rate of AdamW.
     prompts: int = 24  # Prompts per step.
-    lines: int = 24  # Length of the problems trained on, in lines or steps.
-    held_out_lines: int = 32  # Length of the held-out problems.
+    lines: int = 24  # Lines per training problem.
+    held_out_lines: int = 32  # Lines per held-out problem.
     held_out: int = 256  # Number of held-out problems.
     held_out_every: int = (
-        10  # Steps between evaluations; the start and the end are always evaluated.
+        10  # Steps between evaluations, besides those at the start and at the end.
     )
-    calibration: int = 128  # Responses that schedules are calibrated on.
-    # Top-k by length bin under which arms with the dial draft, and decode where nothing is
-    # verified.
+    calibration: int = 128  # Responses for calibration.
+    # Top-k by length bin for drafts and unverified tokens, in arms with the dial.
     dial: tuple[int, ...] = (13, 21, 23, 38, 48, 58, 58)
 
 
 def main(options: Options) -> None:
-    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is
-    over.
+    """Calibrate the schedules, and then keep all slots of all GPUs busy until all arms are done or
+    time is up.
     """
     run_study(
         options,
@@ -85,7 +83,7 @@ def main(options: Options) -> None:
 
 
 def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
-    """Load a checkpoint, or the bundled reasoner, in float32, with its tokenizer."""
+    """Load a checkpoint (by default, the bundled reasoner) in float32, with its tokenizer."""
     import sparrow
     from sparrow.engines.hf import load_model
 
@@ -93,19 +91,17 @@ def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
 
 
 def response(lines: int) -> int:
-    """Return the token limit of a response: a tenth more than ``lines`` lines need, and
-    a few more.
-    """
+    """Return the maximum length of a response, slightly more than ``lines`` lines need."""
     return 11 * lines + 16
 
 
 def longest(lines: int) -> int:
-    """Return the largest number of tokens of a prompt with its response."""
+    """Return the maximum number of tokens in a prompt and its response."""
     return 6 * lines + 16 + response(lines)
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """Calibrate the schedules of ``TARGETS`` from one set of trajectories."""
+    """Calibrate a schedule for each of ``TARGETS`` on one set of trajectories."""
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -119,7 +115,7 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
     engine = GraphEngine(
         model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines)
     )
-    task = Trace(lines)  # longer than in training, so that every bin is measured
+    task = Trace(lines)  # longer than in training, so that all bins are measured
     prompts = [
         tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)
     ]
@@ -130,7 +126,7 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 def train(
     options: Options, arm_name: str, seed: int, device: Any, deadline: float, path: Path
 ) -> None:
-    """Do the run itself."""
+    """Perform the run."""
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -215,7 +211,7 @@ def train(
 
 
 def fail(trainer: Any, fault: str) -> None:
-    """Permanently halve the schedule, or permanently remove the adapter on the actor's side."""
+    """Halve the schedule permanently, or remove the actor's adapter permanently."""
     if fault == "halved":
         trainer.set_schedule(
             trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k))
@@ -242,10 +238,11 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
 
 
 def as_if_large(schedule: Any, batch: int) -> Any:
-    """Return the predicted cost of tokens for Qwen3-1.7B on an H200, with lengths scaled up to its
-    bins of 2,000 tokens.
+    """Return the predicted cost of tokens for Qwen3-1.7B on an H200, with lengths scaled up to bins
+    of 2,000 tokens.
 
-    The share of the cache read is the same, in pages of 16; the first two layers are dense.
+    The same share of the cache is read as here, but in pages of 16 tokens and with two dense
+    layers.
     """
     from sparrow.cost import MACHINES, SHAPES
     from sparrow.decoding import DRAFT_TOKENS
@@ -280,9 +277,7 @@ def make_engine(
     kind, _, number = arm.actor.partition(":")
 
     class OtherWeights(GraphEngine):
-        """An actor with its own weights, which have fewer bits or are renewed only once in several
-        steps.
-        """
+        """An actor with its own weights, which have fewer bits or are renewed only every few steps."""
 
         updates = 0
 
@@ -293,7 +288,7 @@ def make_engine(
                 super().update_weights(weights)
             self.updates += 1
 
-    if kind.endswith("worn"):  # its adapter must not reach the policy
+    if kind.endswith("worn"):  # the policy must not get the actor's adapter
         model = copy.deepcopy(model)
     if kind in ("bits", "stale"):
         return OtherWeights(copy.deepcopy(model), schedule, eos, batch_size, longest)
@@ -302,7 +297,7 @@ def make_engine(
 
 
 def quantized(weight: Any, bits: int) -> Any:
-    """Round matrices to ``bits`` bits with one scale per row, in their own dtype; vectors stay
+    """Round a matrix to ``bits`` bits with one scale per row, in its own dtype. Vectors stay
     unchanged.
     """
     if weight.ndim < 2:

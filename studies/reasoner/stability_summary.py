@@ -1,9 +1,11 @@
-"""The stability study's figures and the tables of its page, from JSON files of shortened runs.
+"""Draw the figures of the stability study and write the tables of its page, from JSON files of
+shortened runs.
 
     python studies/reasoner/stability_summary.py
     python studies/reasoner/stability_summary.py --runs runs/stability --into study
 
-Runs from logs are added to a JSON file, where each replaces a run of the same arm and seed.
+With ``--runs``, runs are read from logs and added to a JSON file, where they replace runs with the
+same arm and seed.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ MODELS = {
     "dial": "3 layers",
     "dial_deep": "6 layers, a third time",
 }
-"""What the files are about."""
+"""The JSON files, each with the model of its runs."""
 FAULTS = {"halved": "schedule halved", "unworn": "LoRA lost"}
 LOOPS = (
     ("first_rule", "auto92 (first rule)"),
@@ -74,22 +76,22 @@ LOOPS = (
     ("deep", "auto98"),
     ("deep_again", "auto99"),
 )
-"""Columns of the figure of the closed loop."""
+"""Columns in the figure of the closed loop."""
 Study = dict[str, list[Run]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Which runs are added to which file; without runs, only the figures and tables are written."""
+    """Which runs to add to which file; without runs, only figures and tables are written."""
 
     runs: tuple[Path, ...] = ()  # Folders with logs of runs.
-    # The JSON file that they are added to: study, dial (with dense runs of its own), or deep,
-    # deep_again or dial_deep for runs on another model.
+    # The JSON file to add them to: study, dial (which has its own dense runs), or for runs of
+    # another model, deep, deep_again or dial_deep.
     into: str = "study"
 
 
 def main(options: Options) -> None:
-    """Shorten the logs if there are any, and create figures and tables."""
+    """Add runs if there are any, and write figures and tables."""
     if options.runs:
         path = RESULTS / f"{options.into}.json"
         runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -109,14 +111,14 @@ def main(options: Options) -> None:
 
 
 def kept(run: Run, file: str) -> Run:
-    """Return a run of a file without data that neither tables nor figures read."""
+    """Return a run without the data that neither tables nor figures use."""
     drawn = file == "study" and run["arm"] in PAGES
     unread = set() if drawn else {"length"}
     if not is_loop(run):
         unread.add("bins")
     if file.startswith("dial"):
         unread |= {*TAIL, "mean", "kl", "lowest_p5", "read"}
-    initial = {"kl"} if drawn else {"p10", "mean", "kl"}  # read only in the first steps
+    initial = {"kl"} if drawn else {"p10", "mean", "kl"}  # used only in the first steps
     return {
         name: value[:EARLY] if name in initial else value
         for name, value in run.items()
@@ -125,7 +127,7 @@ def kept(run: Run, file: str) -> Run:
 
 
 def load() -> Study:
-    """Return the runs of every file by its name."""
+    """Load the runs of every file, by its name."""
     files = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")
     }
@@ -138,8 +140,8 @@ def load() -> Study:
 
 
 def arms(runs: list[Run], study: list[Run]) -> str:
-    """Tabulate what each arm read and its outcome, also against the dense runs with the
-    same seeds.
+    """Tabulate what each arm read, and its outcome, also compared with the dense runs with the same
+    seeds.
     """
     head = ["arm", "seeds", "p5, step 1", "mean, step 1", "KV read", "actor's reward minus dense"]
     head += ["held-out accuracy", "minus dense", "collapsed"]
@@ -170,14 +172,14 @@ def arms(runs: list[Run], study: list[Run]) -> str:
 
 
 def ranged(values: Iterable[float]) -> str:
-    """Format mean and range of a few seeds."""
+    """Format the mean and the range over a few seeds."""
     numbers = list(values)
     return f"{np.mean(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
 
 
 def thresholds(runs: list[Run]) -> str:
-    """Tabulate where collapse begins by each statistic at the first step, and how many runs the
-    threshold misclassifies.
+    """Tabulate, for each statistic at the first step, the threshold for collapse and how many runs
+    it misclassifies.
     """
     rows = []
     start = {id(run): early(run) for run in runs}
@@ -232,7 +234,9 @@ def ranks(groups: dict[str, list[Run]]) -> str:
 
 
 def drift(runs: list[Run]) -> str:
-    """Tabulate p5 early and late in runs that did not collapse and whose schedule did not change."""
+    """Tabulate p5 at the start and at the end of runs that did not collapse and had a constant
+    schedule.
+    """
     rows = []
     for schedule in PAGES[:-1]:
         tails = [run["p5"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
@@ -254,8 +258,8 @@ def drift(runs: list[Run]) -> str:
 
 
 def guard(runs: list[Run]) -> str:
-    """Tabulate when each sign of the guard appears and when the damage is done, in every run with
-    any of these.
+    """Tabulate when each warning sign appeared and when reward and accuracy had halved, for all
+    runs in which any of this happened.
     """
     head = [
         "run",
@@ -273,8 +277,8 @@ def guard(runs: list[Run]) -> str:
 
 
 def loops(study: Study) -> str:
-    """Tabulate the closed loop: when it reaches tau, how well it stays there, and what it costs;
-    steps are from 1, ranges over seeds.
+    """Tabulate when the closed loop reaches tau, how well it stays there, and what it costs. Steps
+    are counted from 1, and ranges are over seeds.
     """
     head = [
         "model",
@@ -325,13 +329,13 @@ def loops(study: Study) -> str:
 
 
 def span(values: Iterable[Any]) -> str:
-    """Format sorted distinct values as a range from the first to the last."""
+    """Format sorted values as a range, or as a single number if they are all equal."""
     ordered = sorted(set(values), key=lambda x: (isinstance(x, str), x))
     return f"{ordered[0]}" if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def dials(study: Study) -> str:
-    """Tabulate the dial: what was left unverified, its predicted gain, and its cost."""
+    """Tabulate, for the dial, the share of unverified tokens, the predicted gain, and the cost."""
     head = [
         "model",
         "tau",
@@ -351,7 +355,7 @@ def dials(study: Study) -> str:
         for some in by_arm(
             run for run in study[model] if run["schedule"].startswith("dial:")
         ).values():
-            # Every step samples about the same number of tokens.
+            # All steps sample about the same number of tokens.
             share = [np.mean(run["unverified"]) for run in some]
             gain = [x for run in some for x in run["speedup"][len(run["speedup"]) // 2 :]]
             returns = sum(run["returns"] for run in some)
@@ -374,8 +378,8 @@ def dials(study: Study) -> str:
 
 
 def faults(runs: list[Run]) -> str:
-    """Tabulate the lowest p5 of a bin, and the KV read, in the last step before a fault and in
-    those after it.
+    """Tabulate the lowest p5 of any bin and the share of KV read, in the last step before a fault
+    and in the steps after it.
     """
     rows = []
     for run in runs:
@@ -435,8 +439,8 @@ def draw_threshold(figure: Any, study: Study) -> None:
     }
     for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # A logarithmic axis of the rejected share spreads out the crowded end; dense runs are
-            # at its edge.
+            # With a logarithmic axis for the rejected share, points near 1 are easier to
+            # distinguish. Dense runs are at its edge.
             rejected = [max(1 - early(run)[name], 3e-3) for run in some]
             ax.plot(
                 rejected,
@@ -533,8 +537,8 @@ def draw_loop(figure: Any, study: Study) -> None:
 
 
 def draw_price(figure: Any, study: Study) -> None:
-    """Draw the distance of the actor's reward and the policy's accuracy from dense, by arm, against
-    the share read.
+    """Draw, for each arm, how far the actor's reward and the policy's accuracy are from those of
+    dense runs, against the share of KV read.
     """
     left, right = figure.subplots(1, 2, sharey=True)
     groups = {
@@ -568,7 +572,7 @@ DRAWINGS: dict[str, Callable[[Any, Study], None]] = {
 
 
 def save(path: Path, draw: Callable[[Any, Study], None], study: Study) -> None:
-    """Save a figure; the same runs yield the same bytes."""
+    """Save a figure. The same runs always yield the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 

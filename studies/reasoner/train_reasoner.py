@@ -1,14 +1,16 @@
-"""Train the small reasoner that Sparrow's demo and tests use, from scratch, in minutes on one GPU.
+"""Train the small reasoner that Sparrow's demo and tests use from scratch, within minutes on one
+GPU.
 
-A Qwen3-architecture model of under a million parameters learns to trace short programs
-(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. If it is
-sampled at temperature 1, it makes such slips too, which leaves reinforcement learning something to
-improve. With greedy decoding, it makes none. Its output depends on values that it wrote long
-before, so it fails if attention reads too few pages.
+A model with the Qwen3 architecture and less than a million parameters learns to trace short
+programs (``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. At
+temperature 1, it therefore makes mistakes too, which leaves something for reinforcement learning to
+improve; with greedy decoding, it makes none. Its output depends on values that it wrote much
+earlier, so it fails if attention reads too few pages.
 
     python studies/reasoner/train_reasoner.py --out runs/reasoner
 
-Writes the checkpoint with its tokenizer, and ``training.json``: settings, losses, evaluation.
+The script writes the checkpoint with its tokenizer, and ``training.json`` with settings, losses and
+evaluation.
 
 Shapes: B sequences, T tokens.
 """
@@ -40,30 +42,26 @@ from sparrow.tasks import Trace, build_tokenizer
 log = logging.getLogger("train_reasoner")
 
 TRAIN_SEED, TEST_SEED = 0, 1
-IGNORED = 255  # fits uint8, above every token id
+IGNORED = 255  # larger than every token id, and fits in uint8
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one training run; the defaults made the bundled checkpoint.
+    """Settings of a training run. The defaults produced the bundled checkpoint.
 
     Attributes:
-        out: folder for the checkpoint and the report.
-        shortest, longest: program lengths to train on, in lines.
-        examples: programs per length; sampled with replacement.
-        slip: chance of a miscalculated line in the demonstrations.
-        steps: optimizer steps.
-        batch_tokens: padded tokens per step.
-        learning_rate: peak, after ``warmup`` steps, falling linearly to zero over the last third.
-        hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three times as wide as
+        out: folder for the checkpoint and the report. shortest, longest: program lengths to train
+        on, in lines. examples: programs per length, sampled with replacement. slip: probability
+        that a line of a demonstration is miscalculated. steps: optimizer steps. batch_tokens:
+        padded tokens per step. learning_rate: peak learning rate, reached after ``warmup`` steps
+        and decayed linearly to zero over the last third of the steps. hidden, layers, heads,
+        kv_heads, head_dim: model shape; the MLP is three times as wide as
             ``hidden``.
-        rope_theta: base of the rotary embedding; a large one leaves dimensions that match content
-            at any distance.
-        test_lines: program lengths to evaluate.
-        test_programs: programs per length.
-        budget_lines: program length for the evaluation of sparse budgets, which takes longer than
-            the training; None leaves it out.
-        seed: of initialisation and of the order of examples.
+        rope_theta: base of the rotary embedding; if it is large, some dimensions can match content
+        at any distance. test_lines: program lengths to evaluate. test_programs: programs per
+        length. budget_lines: program length for the evaluation of sparse budgets, which takes
+        longer than training; None skips it. seed: seed of the initialisation and of the order of
+        examples.
     """
 
     out: Path
@@ -88,7 +86,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Train, evaluate, save."""
+    """Train and evaluate the model, and save everything."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = build_tokenizer()
     began = time.perf_counter()
@@ -138,7 +136,7 @@ def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
 
 
 def make_data(config: Config, device: torch.device) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return input ids and labels, uint8 ``[examples, T]``, by number of lines; prompts and padding
+    """Return input ids and labels by number of lines, uint8 ``[examples, T]``. Prompts and padding
     have no labels.
     """
     lengths = range(config.shortest, config.longest + 1)
@@ -168,14 +166,15 @@ def _encode(job: tuple[Config, int]) -> tuple[np.ndarray, np.ndarray]:
 def train(
     model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], config: Config
 ) -> list[dict[str, float]]:
-    """Train on next tokens in place; return the loss curve. Lengths grow over the first third of
-    the steps.
+    """Train the model in place on next-token prediction, and return the loss curve. Program lengths
+    grow over the first third of the steps.
     """
     device = model.device
     rng = random.Random(config.seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    # Orthogonalised updates form the look-up circuit several times sooner than Adam alone.
+    # With orthogonalised updates, the model learns to look up values several times sooner than with
+    # Adam alone.
     optimizers = [
         torch.optim.Muon(
             matrices, lr=config.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
@@ -217,8 +216,8 @@ def train(
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config
 ) -> dict[str, Any]:
-    """Evaluate accuracy by length, sampled and greedy; and acceptance, agreement and accuracy by
-    sparse budget.
+    """Evaluate accuracy by length, with sampling and with greedy decoding, and acceptance,
+    agreement and accuracy by sparse budget.
     """
     dense = SparsitySchedule.dense(dense_layers=tuple(range(config.layers)))
     engine = HFEngine(
@@ -276,7 +275,9 @@ def solve(
     lengths: tuple[int, ...],
     temperature: float,
 ) -> tuple[list[Rollout], dict[int, np.ndarray]]:
-    """Sample one response to each test program, all lengths together; return rewards by length."""
+    """Sample one response to each test program, with all lengths in one batch, and return the
+    rewards by length.
+    """
     problems = {
         lines: [Trace(lines).problem(i, TEST_SEED) for i in range(config.test_programs)]
         for lines in lengths
@@ -293,7 +294,7 @@ def solve(
 
 @torch.no_grad()
 def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[str, Any]:
-    """Measure acceptance at temperature 1 of given responses under the model's schedule, over the
+    """Measure the acceptance of responses under the model's schedule at temperature 1, over the
     whole vocabulary.
     """
     alphas, agreements, quarters = [], [], []

@@ -1,13 +1,14 @@
-"""Acceptance of drafts, and of the lossy actor, on held-out text at temperature 1, by budget and
-length.
+"""Measure the acceptance of drafts and of the lossy actor on held-out text at temperature 1, by
+budget and length.
 
     python studies/text/acceptance.py CHECKPOINT --out benchmarks/results/text_acceptance.json
 
-*Lossless*: drafts of whole cycles over a dense cache (``drafts.py``), at positions spread over each
-text, all of them with the text's own tokens. *Lossy*: the same positions of the same texts, with a
-history that is the actor's own from the prompt on (``sparrow.model.actor.teacher_forced``). In both
-cases, the actor is compared with the dense policy at these positions, in float32. The budget counts
-every token that a sparse layer reads, sink and recent pages included.
+*Lossless* rows are for the drafts of whole cycles, which read a dense cache (``drafts.py``), at
+positions spread over each text. *Lossy* rows are for the same positions, where the actor reads the
+cache that its own sparse steps have written since the prompt
+(``sparrow.model.actor.teacher_forced``). In both cases, the tokens are those of the text, and the
+actor is compared with the dense policy in float32. The budget includes all tokens that a sparse
+layer reads, also those in the sink and recent pages.
 
 Shapes: as in ``drafts.py``; S texts in all.
 """
@@ -46,24 +47,25 @@ Floats = NDArray[np.float64]
 
 
 def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser:
-    """Return a command line with the arguments of ``Study`` and these defaults."""
+    """Return a command line with the arguments of ``Study`` and the given defaults."""
     made = parser(about)
     made.add_argument("checkpoint", type=Path)
     made.add_argument("--out", type=Path, required=True)
     made.add_argument("--texts", type=int, default=texts)
-    made.add_argument("--cycles", type=int, default=cycles, help="of each text")
+    made.add_argument("--cycles", type=int, default=cycles, help="cycles per text")
     return made
 
 
 class Study:
-    """A checkpoint, its held-out texts, and the cycles in them whose drafts are measured.
+    """A checkpoint and its held-out texts, with the cycles whose drafts are measured.
 
     Attributes:
-        card: what ``train.py`` says of the model.
-        context: tokens of each text, ``[S, T]`` in ``ids``.
-        start: the cycles' first positions ``[S, R]``; ``position`` has those of their drafts, ``[S,
-            R, W]``.
-        edges: of the bins by length.
+        card: the card that ``train.py`` wrote for the model.
+        context: tokens per text.
+        ids: token ids of the texts ``[S, T]``.
+        start: first positions of the cycles ``[S, R]``.
+        position: positions of their drafts ``[S, R, W]``.
+        edges: edges of the length bins.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class Study:
     def measured(
         self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int
     ) -> list[Floats]:
-        """Call ``measure`` on the ids and starts of some texts at a time, for ``[B, R, W]`` each;
-        return the results of all texts.
+        """Call ``measure`` on the ids and starts of ``batch`` texts at a time. It returns results
+        ``[B, R, W]``, which are concatenated over all texts.
         """
         parts = [
             measure(*some)
@@ -97,13 +99,15 @@ class Study:
         return [torch.cat(of).double().clamp(0, 1).cpu().numpy() for of in zip(*parts, strict=True)]
 
     def summary(self, alpha: Floats, ks: Sequence[int] = ()) -> dict[str, Any]:
-        """Return statistics of acceptance ``[S, R, W]``: in total, by step of a cycle, and by
-        length bins.
+        """Compute statistics of acceptance ``[S, R, W]`` in total, by step of a cycle, and by
+        length bin.
         """
         return summary(alpha, self.position, self.edges, ks)
 
     def save(self, arguments: argparse.Namespace, **results: Any) -> dict[str, Any]:
-        """Save results to ``arguments.out``, with the model, the settings and the seconds taken."""
+        """Save results to ``arguments.out``, with the model, the settings and the elapsed
+        seconds.
+        """
         settings = {k: v for k, v in vars(arguments).items() if k not in ("checkpoint", "out")}
         seconds = round(time.monotonic() - self.began, 1)
         result = plain({"model": self.card, "seconds": seconds, "settings": settings, **results})
@@ -129,21 +133,21 @@ def schedule(
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """Compute ``sparrow.mismatch.acceptance`` on the device, as 1 - total variation: exactly 1
-    where both are equal.
+    """Compute ``sparrow.mismatch.acceptance`` on the device, as 1 - total variation, which is
+    exactly 1 for equal distributions.
     """
     return 1 - (p - q).clamp(min=0).sum(-1)
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """Return the first positions of cycles, ``[S, R]``. They range from an eighth of the context to
-    its end, and are spread evenly over all texts together.
+    """Return the first positions of cycles, ``[S, R]``. Over all texts together, they are spread
+    evenly from an eighth of the context to its end.
     """
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
 
 
-Case = tuple[SparsitySchedule, int]  # the schedule, and the number of steps that use one selection
+Case = tuple[SparsitySchedule, int]  # the schedule, and the number of steps that share a selection
 
 
 def lossless(
@@ -157,8 +161,9 @@ def lossless(
     """Return the dense distributions ``[B, R, W, V]`` at the drafts of cycles, and the acceptance
     ``[B, R, W]`` of each case.
 
-    With ``compare``, its result for the policy's and the draft's distributions ``[B, R, V]``
-    replaces acceptance.
+    Args:
+        compare: what to compute from the policy's and the drafter's distributions ``[B, R, V]``
+            instead of acceptance.
     """
     dense = SparsitySchedule.dense(page_size=cases[0][0].page_size, dense_layers=())
     make = partial(
@@ -192,16 +197,16 @@ def lossy(
     kept: SparsitySchedule,
     **options: Any,
 ) -> Tensor:
-    """Return acceptance ``[B, R, W]`` at the same drafts for an actor that wrote all but the first
-    ``prompt`` tokens itself.
+    """Return acceptance ``[B, R, W]`` at the same positions for a lossy actor, whose own sparse
+    steps wrote all but the first ``prompt`` tokens of the cache.
     """
     with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
         return acceptance(p, distributions(model, ids, start, p.shape[2]))
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
-    """Return the expected tokens per cycle of ``k`` drafts: once from consecutive drafts ``[...,
-    W]``, and once as if all drafts had the mean acceptance.
+    """Return two estimates of the tokens per cycle of ``k`` drafts: one from the acceptance of
+    consecutive drafts ``[..., W]``, and one that assumes the mean acceptance for all drafts.
     """
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
@@ -209,19 +214,18 @@ def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
 
 
 TAIL_BINS = 8
-"""Equal bins of position, whose p5 is correlated with their position."""
+"""The number of equal position bins for the correlation of p5 with position."""
 FITS = 200
-"""Resamples for the interval of a distance; each is fitted anew."""
+"""The number of resamples for the interval of a distance; the fit is repeated for each."""
 
 
 def correlations(
     alpha: Floats, position: NDArray[np.int64], text: NDArray[np.int64]
 ) -> dict[str, tuple[float, float, float]]:
-    """Return Pearson's r of acceptance of tokens with position, and of p5 of bins with the bin's
-    position; arguments ``[T]``.
+    """Return Pearson's correlation with position of the acceptance of tokens and of the p5 of bins.
 
-    The 95 % intervals resample whole texts; that of bins is left out if a text has no token in one
-    of them.
+    All arguments have shape ``[T]``. The 95 % intervals are computed by resampling whole texts. The
+    correlation of bins is left out if a text has no token in one of them.
     """
     edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
     inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]
@@ -250,7 +254,7 @@ def correlations(
         )
         tails -= tails.mean(-1, keepdims=True)
         x = middle - middle.mean()
-        with np.errstate(invalid="ignore"):  # tails that are all equal have no correlation
+        with np.errstate(invalid="ignore"):  # the correlation is undefined if all tails are equal
             return (tails @ x) / np.sqrt((tails**2).sum(-1) * (x**2).sum())
 
     statistics = {"tokens": of_tokens}
@@ -260,15 +264,15 @@ def correlations(
 
 
 def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
-    """Test the paper's statements on acceptance ``[S, R, W]`` by length: does it fall, and is its
-    tail a Beta distribution?
+    """Test two of the paper's claims on acceptance ``[S, R, W]``: that it falls with length, and
+    that its tail follows a Beta distribution.
 
-    The 95 % intervals are those of the KS distance from that distribution and of the share of
-    tokens in the tail.
+    There are 95 % intervals for the KS distance from this distribution and for the share of tokens
+    in the tail.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     if alpha.min() == 1:
-        return {}  # nothing can be fitted if all tokens are read
+        return {}  # all tokens were read, so there is no tail to fit
     tokens, tail = alpha.ravel(), None
     if fit := beta_tail_fit(tokens):
         intervals = {
@@ -287,18 +291,18 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def mean_and_p5(alpha: Floats, text: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Return both statistics of acceptance ``[T]``, each with the ends of a 95 % interval that
-    resamples whole texts.
+    """Return the mean and p5 of acceptance ``[T]``, each with the ends of a 95 % interval from
+    resampling whole texts.
     """
     statistics = {"mean": weighted_mean, "p5": weighted_percentile}
     return {name: list(sequence_bootstrap(alpha, text, of)[:3]) for name, of in statistics.items()}
 
 
 def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
-    """Return how far mean and p5 of acceptance ``[S, ...]`` rose on the same texts, with 95 %
-    intervals.
+    """Return the increase of the mean and of p5 of acceptance ``[S, ...]`` on the same texts, with
+    95 % intervals.
 
-    Whole texts are resampled, the same ones before and after.
+    Whole texts are resampled, and each resample has the same texts before and after.
     """
     owner = np.repeat(np.arange(len(before)), before[0].size)
     old, new = before.ravel(), after.ravel()
@@ -316,8 +320,8 @@ def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
 def summary(
     alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return statistics of acceptance ``[S, R, W]`` at ``position``: in total, by step of a cycle,
-    and by length bins.
+    """Compute statistics of acceptance ``[S, R, W]`` at ``position``, in total, by step of a cycle,
+    and by length bin.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 
@@ -351,11 +355,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 12])
     parser.add_argument(
-        "--prompt", type=int, default=128, help="dense tokens before a lossy actor's own"
+        "--prompt",
+        type=int,
+        default=128,
+        help="tokens at the start that a lossy actor prefills densely",
     )
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
     parser.add_argument(
-        "--implementation", choices=("triton", "reference"), help="of the lossy actor's attention"
+        "--implementation",
+        choices=("triton", "reference"),
+        help="implementation of the lossy actor's attention",
     )
     args = parser.parse_args(argv)
 

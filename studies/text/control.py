@@ -1,24 +1,24 @@
-"""How do lossy rollouts affect training if responses are long natural text? A control for the study
-with the reasoner.
+"""Test how lossy rollouts affect training with long responses of natural text, as a control for the
+study with the reasoner.
 
-The language model of ``train.py`` is trained by GRPO on the task ``task.py``. Arms differ in how
-many pages the actor
-reads: all, or by schedules calibrated to a p5. Runs of one seed see the same problems. Every step
-of every run is one line of ``OUT/ARM-SEED.jsonl``; runs that are already there are left out, so a
-study can go on over several calls. By default a study is twelve runs, two of each arm, whose
-responses together are 6 million tokens. More arms can be run by name: ``p80-none`` and so on with
-another correction than token TIS, ``p80-distill`` with DistillSparse, and ``auto86``, the closed
-loop towards a p5 of 0.86, started dense.
+The language model of ``train.py`` is trained with GRPO on the task of ``task.py``. Arms differ in
+how many pages the actor reads: all of them, or as many as a schedule calibrated to a p5 sets. Runs
+with the same seed see the same problems. Every run writes one line per step to
+``OUT/ARM-SEED.jsonl``. Existing runs are skipped, so a study can be spread over several calls. By
+default, there are twelve runs, two per arm, whose responses have 6 million tokens in total. Other
+arms can be run by name: ``p80-none`` and so on (with a correction other than token TIS),
+``p80-distill`` (with DistillSparse), and ``auto86`` (the closed loop with a tau of 0.86, which
+starts dense).
 
-    python studies/text/control.py runs/text --out runs/control --seconds 0      # calibrates, and begins no run
-    python studies/text/control.py runs/text --out runs/control --slots 6
-    python studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
+    python studies/text/control.py runs/text --out runs/control --seconds 0      # only calibrates
+    python studies/text/control.py runs/text --out runs/control --slots 6 python
+    studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
 
-Lossless rollouts have no arm: their samples are exactly the dense policy's, so their run is the
-dense one.
+There is no arm with lossless rollouts, because their samples follow the dense policy's distribution
+exactly, as in the dense arm.
 
-The actor is in float32, like the policy. A dense actor is therefore the same as the policy, up to
-rounding, so any effect of an arm is due to its schedule alone.
+Actor and policy are both in float32. Up to rounding, a dense actor therefore equals the policy, and
+any effect of an arm is due to its schedule alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ARM = re.compile(r"(?P<schedule>dense|p\d+|auto(?P<tau>\d+))(-(?P<change>\w+))?"
 TARGETS = (0.75, 0.80, 0.86, 0.90, 0.93)
 ARMS = ("dense", *(f"p{100 * target:.0f}" for target in TARGETS))
 LAYOUT = {"bin_tokens": 256}
-"""As by default, with bins of a quarter of 1,024 tokens of context."""
+"""The default layout, but with bins of 256 tokens, a quarter of the context."""
 BUDGETS = (2, 4, 8, 12, 18, 26, 38, 56)
 
 
@@ -57,47 +57,44 @@ BUDGETS = (2, 4, 8, 12, 18, 26, 38, 56)
 class Options:
     """What to run, where, and for how long."""
 
-    checkpoint: tyro.conf.Positional[Path]  # Folder that train.py wrote.
-    out: Path = Path("runs/control")  # Results; runs that are already there are left out.
+    checkpoint: tyro.conf.Positional[Path]  # Folder written by train.py.
+    out: Path = Path("runs/control")  # Folder for results; existing runs are skipped.
     runs: tuple[
         str, ...
-    ] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
+    ] = ()  # Names of runs, ARM-SEED, in this order; by default, all arms with all seeds.
     seeds: tuple[int, ...] = (0, 1)  # Seeds of each arm.
-    steps: int = 20  # Steps of a run.
-    # Seconds after the start beyond which no step begins; no run begins that would not get far
-    # enough by then.
+    steps: int = 20  # Steps per run.
+    # Seconds after which no step begins. A run starts only if it should get far enough by then.
     seconds: float = 3600
-    slots: tuple[int, ...] = (6,)  # Runs at a time on each GPU, or on the CPU if there is none.
+    slots: tuple[int, ...] = (6,)  # Concurrent runs on each GPU, or on the CPU if there is none.
     learning_rate: float = 1e-4  # Learning rate of AdamW.
-    correction: str = "token_tis"  # As in sparrow train; of arms that name none.
+    correction: str = "token_tis"  # As in sparrow train, for arms whose name has none.
     distill_rate: float = 1e-3  # Learning rate of the LoRA that DistillSparse trains.
     prompts: int = 6  # Prompts per step.
-    samples: int = 8  # Responses to each.
-    max_new_tokens: int = 512  # Responses are cut at this many tokens.
-    temperature: float = 0.8  # Softmax temperature of actor and policy alike.
-    top_n: int = 256  # Length of the recorded lists that bound the acceptance rate.
-    token_budget: int = 8192  # Padded tokens of one forward and backward pass.
+    samples: int = 8  # Responses per prompt.
+    max_new_tokens: int = 512  # Maximum length of a response.
+    temperature: float = 0.8  # Sampling temperature of actor and policy.
+    top_n: int = 256  # Length of the recorded top lists, which bound the acceptance rate.
+    token_budget: int = 8192  # Padded tokens per forward and backward pass.
     held_out: int = 48  # Number of held-out problems.
-    held_out_every: int = (
-        5  # Steps between evaluations; the start and the end are always evaluated.
-    )
-    calibration: int = 48  # Responses that schedules are calibrated on.
-    dense_layers: tuple[int, ...] = (0, 1)  # Layers that schedules read whole.
+    held_out_every: int = 5  # Steps between evaluations, besides those at the start and at the end.
+    calibration: int = 48  # Responses for calibration.
+    dense_layers: tuple[int, ...] = (0, 1)  # Dense layers of the schedules.
     budgets: tuple[int, ...] = BUDGETS  # Pages that calibration tries first.
     targets: tuple[float, ...] = (
-        TARGETS  # What p5 schedules are calibrated to; arms are named after them.
+        TARGETS  # Targets of p5 for the schedules, after which arms are named.
     )
 
 
 def main(options: Options) -> None:
-    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is
-    over.
+    """Calibrate the schedules, and then keep all slots of all GPUs busy until all arms are done or
+    time is up.
     """
     run_study(options, ARMS, train, calibrate, lambda arm: arm.startswith("p"))
 
 
 def longest(task: Any, tokenizer: Any, max_new_tokens: int) -> int:
-    """Return the largest number of tokens of a prompt of the task with its response."""
+    """Return the maximum number of tokens in a prompt of the task and its response."""
     prompts = [problem["prompt"] for problem in task.problems]
     return max(map(len, tokenizer(prompts, add_special_tokens=False)["input_ids"])) + max_new_tokens
 
@@ -132,8 +129,8 @@ def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> 
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """Calibrate the schedules of ``options.targets`` from one set of trajectories, on problems of a
-    separate stream.
+    """Calibrate a schedule for each of ``options.targets`` on one set of trajectories, with
+    problems from a separate stream.
     """
     from task import Continue
 
@@ -152,8 +149,8 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 
 
 def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
-    """Parse the name of an arm: its schedule, the closed loop's tau, whether the actor is
-    distilled, and the correction.
+    """Parse the name of an arm, and return its schedule, the closed loop's tau, whether the actor
+    is distilled, and the correction.
 
     Raises ValueError: the arm does not exist.
     """
@@ -173,7 +170,7 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
 
 
 def train(options: Options, arm: str, seed: int, device: Any, deadline: float, path: Path) -> None:
-    """Do the run itself. The trained model is not kept."""
+    """Perform the run. The trained model is not saved."""
     from task import Continue
 
     from sparrow.engines.hf import load_model
@@ -195,7 +192,7 @@ def train(options: Options, arm: str, seed: int, device: Any, deadline: float, p
         schedule = dense.replace(
             top_k=tuple(json.loads(schedules(options).read_text())[schedule_name])
         )
-    # A distilled actor has its own weights; any other actor shares the policy's.
+    # Only a distilled actor has its own weights; all others share the policy's.
     engine = make_engine(options, copy.deepcopy(model) if distilled else model, tokenizer, schedule)
     policy = make_engine(options, model, tokenizer, dense) if distilled else engine
     problems = held_out_problems(options)

@@ -1,5 +1,5 @@
-"""The control study's figure: the actor's reward by step, and its reward as a share of the dense
-run's, by p5.
+"""Draw the control study's figure: the actor's reward by step, and its reward relative to that of
+the dense run, by p5.
 
 python studies/text/control_figure.py        # writes docs/figures/text-control.png from benchmarks/results
 """
@@ -29,8 +29,8 @@ PATH = ROOT / "docs/figures/text-control.png"
 
 
 def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float, float]]:
-    """Return p5 at the first step, and the reward as a share of that of the dense run of the same
-    seed, for each sparse run.
+    """Return, for each sparse run, p5 at the first step and the reward relative to that of the
+    dense run with the same seed.
     """
     dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
     pairs = []

@@ -1,10 +1,10 @@
-"""The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, how
-well each statistic of acceptance ranks the runs, and what the figure shows of them.
+"""Summarise the control study in a JSON file: a row for each arm with 95 % intervals over seeds,
+how well each statistic of acceptance ranks the runs, and the data for the figure.
 
     python studies/text/control_summary.py runs/control --checkpoint runs/text \\
         --out benchmarks/results/text_control.json
 
-``tables_text_training.py`` makes a table of it.
+``tables_text_training.py`` makes tables from it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from stability_statistics import (  # noqa: E402
 )
 
 LAST = 5
-"""Steps at the end over which the actor's reward is averaged."""
+"""The number of last steps over which the actor's reward is averaged."""
 ENOUGH = 0.6
-"""A run that was cut off counts if it did this share of its steps."""
+"""A run that was cut off is used if it completed this share of its steps."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Options:
     """Which runs to summarise."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]  # Folders with logs of runs.
-    checkpoint: Path  # Folder that train.py wrote, the model that the runs began with.
-    out: Path = Path("text_control.json")  # Where the result goes.
+    checkpoint: Path  # Folder written by train.py, with the model from which the runs started.
+    out: Path = Path("text_control.json")  # The JSON file of results.
 
 
 end_reward = partial(last_reward, last=LAST)
@@ -67,7 +67,7 @@ def whole_reward(run: Run, steps: int | None = None) -> float:
 
 
 def held_out_end(run: Run, steps: int | None = None) -> float:
-    """Return the policy's last held-out reward, or its last one up to ``steps``."""
+    """Return the policy's last held-out reward, or the last one up to step ``steps``."""
     return float([reward for step, reward in run["held_out"] if steps is None or step <= steps][-1])
 
 
@@ -76,14 +76,12 @@ def held_out_start(run: Run) -> float:
 
 
 def p5(run: Run) -> float:
-    """Return p5 of acceptance, as the mean over steps."""
+    """Return the p5 of acceptance, averaged over steps."""
     return float(np.mean(run["p5"]))
 
 
 def limits(mean: float, half: float) -> list[float | None]:
-    """Return a mean and the ends of its interval, or None in place of the ends for a
-    single seed.
-    """
+    """Return a mean and the ends of its interval; for a single seed, the ends are None."""
     return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
 
 
@@ -95,7 +93,7 @@ def over_seeds(values: Iterable[float]) -> list[float | None]:
 def minus(
     some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]
 ) -> list[float | None]:
-    """Return the mean difference from the run of ``arm`` with the same seed after equally many
+    """Return the mean difference from the runs of ``arm`` with the same seeds after equally many
     steps, and its 95 % t-interval.
     """
     others = [run for run in runs if run["arm"] == arm]
@@ -104,10 +102,10 @@ def minus(
 
 
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
-    """Summarise one arm, given all its runs and those of every arm.
+    """Summarise an arm, given its runs and all runs.
 
-    ``whole_reward_minus_plain`` compares it with the same schedule under the study's correction,
-    without an adapter.
+    ``whole_reward_minus_plain`` compares it with the arm that has the same schedule, the study's
+    default correction and no adapter.
     """
     arm = some[0]["arm"]
     plain = arm.partition("-")[0]
@@ -135,9 +133,9 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[float]]:
-    """Return Spearman's correlation of each statistic at the first step with the loss of a run
-    against the dense run of the same seed, over the sparse runs, with 95 % intervals from
-    resampling arms.
+    """Return, for the sparse runs, Spearman's correlation between each statistic at the first step
+    and the loss of reward relative to the dense run with the same seed. The 95 % intervals are
+    computed by resampling arms.
     """
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
@@ -152,7 +150,7 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
 
 
 def drawn(run: Run) -> Run:
-    """Return what the figure shows of a run: its rewards, and its initial mismatch."""
+    """Return the data of a run for the figure: its rewards and its initial mismatch."""
     first = {name: run[name][:EARLY] for name in (*TAIL, "mean", "kl")}
     return {name: run[name] for name in ("arm", "seed", "actor", "reward")} | first
 
@@ -168,7 +166,7 @@ def counted(path: Path) -> Run | None:
 
 
 def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
-    """Return settings, rows and shortened runs; runs that ended early are left out.
+    """Return settings, rows and shortened runs, leaving out runs that ended early.
 
     Raises ValueError: there are no runs.
     """
@@ -179,7 +177,7 @@ def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
         raise ValueError(
             f"no finished run among {len(logs)} logs in {', '.join(map(str, folders))}"
         )
-    # Dense first, then from the loosest schedule to the tightest.
+    # Dense first, and then by rising p5.
     runs.sort(key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
     settings = logged_rows(next(path for path, run in by_log.items() if run))[0]["options"]
     kept = (
@@ -206,7 +204,7 @@ def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Write the summary and print its rows."""
+    """Write the summary, and print its rows."""
     found = summary(options.runs, options.checkpoint)
     save(options.out, found)
     for each in found["rows"]:

@@ -1,5 +1,5 @@
-"""Text for training: sources of the installed Python packages, or any folder, tokenized for this
-model.
+"""Text for training: the sources of installed Python packages or the files of other folders, and a
+tokenizer trained on them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ HELD_OUT = (
     "pandas",
     "sympy/physics",
     "asyncio",
-)  # never trained on; a folder of this name, at any depth
-END = "<|endoftext|>"  # before every file; id 0
-SIZES = range(1_500, 400_000)  # bytes: shorter files say little, longer ones are mostly tables
+)  # folders with these names, at any depth, are never trained on
+END = "<|endoftext|>"  # precedes every file; its id is 0
+SIZES = range(1_500, 400_000)  # bytes; shorter files say little, longer ones are mostly tables
 
 
 def package_roots() -> list[Path]:
-    """Return the folders of Python's library and the installed packages."""
+    """Return the folders of Python's standard library and of installed packages."""
     return [
         Path(root)
         for root in sorted(
@@ -35,8 +35,8 @@ def package_roots() -> list[Path]:
 
 
 def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
-    """Return the files of each folder that contains any, each file once; the order of folders
-    depends only on names.
+    """Return the files of each folder that contains any, without duplicates. The order depends only
+    on names.
     """
     by_folder: dict[str, list[Path]] = {}
     for root in roots:
@@ -52,10 +52,10 @@ def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
 def split(
     folders: Sequence[list[Path]], held_out: Sequence[str]
 ) -> tuple[list[list[Path]], list[list[Path]]]:
-    """Return the folders to train on, and the folders that are held out because a name in
-    ``held_out`` is in their path.
+    """Divide folders into those to train on and those that are held out, because their path
+    contains a name in ``held_out``.
 
-    Raises ValueError: there would be no folders to train on, or none that are held out.
+    Raises ValueError: either part is empty.
     """
     parts: tuple[list[list[Path]], list[list[Path]]] = ([], [])
     for files in folders:
@@ -69,8 +69,8 @@ def split(
 
 
 def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
-    """Yield the contents of files, each preceded by the end of its path; files not in UTF-8 or
-    already ``seen`` are skipped.
+    """Yield the contents of files, each preceded by the end of its path. Files that are not UTF-8,
+    or whose content has already been ``seen``, are skipped.
     """
     for files in folders:
         for path in files:
@@ -84,7 +84,7 @@ def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
 
 
 def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of ``vocab_size`` tokens."""
+    """Train a byte-level BPE tokenizer with ``vocab_size`` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

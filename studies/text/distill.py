@@ -1,24 +1,26 @@
-"""DistillSparse on natural text: how an adapter affects responses that it was not trained on.
+"""Measure how a DistillSparse adapter affects responses that it was not trained on, on natural
+text.
 
     python studies/text/distill.py CHECKPOINT --samples runs/distill.npz \\
         --out benchmarks/results/text_distill.json
 
-The policy is fixed. It writes responses once, densely, at temperature 1, to prompts of ``task.py``:
-some to train on, and held-out ones, whose prompts are of packages that the model has never seen.
-The number of pages in the schedule is chosen so that p5 on some training responses is nearest to
-the target. For each loss and learning rate, an adapter begins at zero and sees every training
-response once under that schedule, with the pass and the lists of ``sparrow.train.distill``.
-Meanwhile, it is measured on the held-out responses several times. Losses: ``forward`` is the
-trainer's KL(policy || actor); ``reverse`` is KL(actor || policy) and ``overlap`` 1 - acceptance,
-both of the same lists, and no options of the trainer.
+The policy is fixed. It samples responses to prompts of ``task.py`` once, densely and at temperature
+1. Some of them are for training. The others are held out; their prompts come from packages that the
+model has never seen. The schedule's number of pages is chosen so that p5 on some of the training
+responses is as close as possible to the target. For each loss and learning rate, an adapter that
+starts at zero sees every training response once under this schedule, with the pass and the lists of
+``sparrow.train.distill``, and is measured on the held-out responses several times along the way.
+The loss ``forward`` is the trainer's KL(policy || actor). The losses ``reverse``, KL(actor ||
+policy), and ``overlap``, 1 - acceptance, are computed on the same lists, but are not available in
+the trainer.
 
-An actor is measured in three ways, each against the whole distribution of the dense policy: on the
-held-out responses, with a history of its own from the prompt on; the same on responses that it
-samples itself; and as a drafter, in cycles over the policy's own cache (``drafts.py``), a case that
-does not occur in training.
+An actor is compared with the full distributions of the dense policy in three ways: on the held-out
+responses, as a lossy actor, which reads its own cache after the prompt; in the same way on
+responses that it samples itself; and as a drafter, in cycles that read the policy's cache
+(``drafts.py``), for which it is not trained.
 
-Shapes: S responses, P prompt tokens, R response tokens of each, T = P + R, n tokens of a list, V
-vocabulary.
+Shapes: S responses, P prompt tokens and R response tokens per response, T = P + R, n tokens per
+list, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import save
 
 BIN_TOKENS = 128
-"""Tokens of the bins by position in which p5 is given too."""
+"""Width in tokens of the position bins for which p5 is also reported."""
 Ids = NDArray[np.uint16]
 
 
 def overlap_lost(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """Return 1 - the acceptance of listed tokens, an upper bound on 1 - acceptance; log-probs ``[M,
-    n]``, result ``[M]``.
+    """Return an upper bound on 1 - acceptance, ``[M]``, computed from the log-probs of the listed
+    tokens ``[M, n]``.
     """
     return 1 - torch.minimum(policy_top.exp(), actor_top.exp()).sum(-1)
 
@@ -71,20 +73,20 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse": lambda policy_top, actor_top: bucket_kl(actor_top, policy_top),
     "overlap": overlap_lost,
 }
-"""Of log-probs ``[M, n]`` of the policy's likeliest tokens under the policy and under the actor;
-per token ``[M]``.
+"""Losses per token ``[M]``, given the log-probs ``[M, n]`` of the policy's likeliest tokens under
+the policy and under the actor.
 """
 
 
 class Study:
-    """The policy, the responses that it wrote, and what actors are measured on.
+    """The policy and its responses, on which actors are trained and measured.
 
     Attributes:
-        policy: in float32; it never changes.
-        train: token ids ``[N, T]`` of the training responses, prompts included; ``held_out`` the
-            others'.
+        policy: the policy in float32, which never changes.
+        train: token ids ``[N, T]`` of the training responses, including their prompts.
+        held_out: the same for the held-out responses.
         prompt: P.
-        schedule: what actors read.
+        schedule: the schedule of actors.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -112,8 +114,8 @@ class Study:
         prompts: Sequence[list[int]],
         seed: int,
     ) -> Ids:
-        """Return ``[S, T]``: prompts with responses of exactly R tokens, which may continue with
-        another file.
+        """Return prompts with sampled responses of exactly R tokens, ``[S, T]``. A response may
+        continue with another file.
         """
         engine = HFEngine(model, schedule, [], self.args.sampled_together)
         rollouts = engine.generate(prompts, Sampling(self.args.tokens, 1.0, 0, seed=seed))
@@ -156,15 +158,15 @@ class Study:
             yield of(some.to(self.device))
 
     def policy_distributions(self, ids: Tensor) -> Tensor:
-        """Return the policy's distributions of the response tokens, ``[B, 1, R, V]``."""
+        """Return the policy's distributions at the response tokens, ``[B, 1, R, V]``."""
         return distributions(self.policy, ids, self._first(ids), self.args.tokens)
 
     def _first(self, ids: Tensor) -> Tensor:
         return torch.full((len(ids), 1), self.prompt - 1, device=self.device)
 
     def batch(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
-        """Return training responses with the policy's n most likely tokens, and the log-probs of
-        these ``[B * R, n]``.
+        """Return training responses with lists of the policy's n likeliest tokens, and the
+        log-probs of these tokens ``[B * R, n]``.
         """
         ids = self.train[rows].astype(np.int64)
         top = self.policy_distributions(torch.from_numpy(ids).to(self.device))[:, 0].topk(
@@ -181,8 +183,8 @@ class Study:
         schedule: SparsitySchedule,
         dense: Sequence[Tensor] | None = None,
     ) -> Floats:
-        """Return acceptance ``[S, R]`` of a lossy actor along these responses; the first token's is
-        that of dense prefill.
+        """Return the acceptance ``[S, R]`` of a lossy actor along these responses, whose first
+        tokens are predicted by dense prefill.
         """
         policy = iter(dense) if dense else self._batches(ids, self.policy_distributions)
 
@@ -192,8 +194,8 @@ class Study:
         return torch.cat(list(self._batches(ids, of))).double().clamp(0, 1).cpu().numpy()
 
     def calibrate(self) -> list[dict[str, float]]:
-        """Return mean and p5 on some training responses by pages; the schedule is the one whose p5
-        is nearest to the target.
+        """Measure mean and p5 on some training responses for each number of pages, and choose the
+        schedule whose p5 is closest to the target.
         """
         actor, ids = self.load(), self.train[: self.args.calibration]
         set_schedule(actor, self.layout(1))
@@ -210,20 +212,20 @@ class Study:
         return curve
 
     def along(self, alpha: Floats) -> dict[str, Any]:
-        """Return statistics of acceptance ``[S, R]``, in total and by position."""
+        """Compute statistics of acceptance ``[S, R]``, in total and by position."""
         first, end = self.prompt, self.prompt + self.args.tokens
         position = np.broadcast_to(np.arange(first, end), alpha.shape)[..., None]
         found = summary(alpha[..., None], position, [*range(first, end, BIN_TOKENS), end], ())
         return {k: v for k, v in found.items() if k != "by_step"}
 
     def on_its_own(self, actor: PreTrainedModel) -> dict[str, Any]:
-        """Return statistics on responses to the held-out prompts sampled by the actor itself."""
+        """Return statistics for responses to the held-out prompts that the actor itself samples."""
         ids = self.sample(actor, self.schedule, self.held_out[:, : self.prompt].tolist(), 2)
         return self.along(self.measured(actor, ids, self.schedule))
 
     def drafting(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Return statistics of cycles of drafts with these weights over the policy's cache of the
-        held-out responses.
+        """Return statistics for draft cycles with these weights, which read the policy's cache of
+        the held-out responses.
         """
         drafter = self.load(attn_implementation=drafts.NAME)
         assert not drafter.load_state_dict(weights, strict=False).unexpected_keys
@@ -250,8 +252,8 @@ class Study:
 
 
 def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:
-    """Train an adapter, and yield at each of ``--measure-at``: responses seen, adapter, mean loss
-    since the last stop.
+    """Train an adapter. At each of ``--measure-at``, yield the number of responses seen, the
+    adapter, and the mean loss since the previous one.
 
     An update uses ``--update`` responses, with one forward pass per ``--batch`` of them.
     """
@@ -293,14 +295,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--samples",
         type=Path,
         required=True,
-        help="file of the policy's responses; sampled if missing",
+        help="file with the policy's responses; they are sampled if it does not exist",
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="result file; runs in it are skipped"
     )
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument(
-        "--prompt", type=int, default=256, help="number of last tokens of the task's prompts"
+        "--prompt",
+        type=int,
+        default=256,
+        help="number of tokens to keep at the end of the task's prompts",
     )
     parser.add_argument("--tokens", type=int, default=384, help="tokens of each response")
     parser.add_argument("--train", type=int, default=1024, help="responses to train on")
@@ -309,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--calibration",
         type=int,
         default=16,
-        help="training responses that the schedule is chosen on",
+        help="training responses for the choice of the schedule",
     )
     parser.add_argument(
         "--pages",
@@ -331,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--measure-at", type=int, nargs="+", default=[64, 256, 1024], help="training responses seen"
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--cycles", type=int, default=16, help="cycles of each held-out response")
-    parser.add_argument("--batch", type=int, default=4, help="responses of a forward pass")
+    parser.add_argument("--cycles", type=int, default=16, help="cycles per held-out response")
+    parser.add_argument("--batch", type=int, default=4, help="responses per forward pass")
     parser.add_argument("--sampled-together", type=int, default=32)
     args = parser.parse_args(argv)
 

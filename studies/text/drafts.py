@@ -1,12 +1,12 @@
-"""Drafting without a serving engine: many cycles at once, each a few sparse decode steps over a
-cache that is dense.
+"""Drafting without a serving engine: many cycles at once, each consisting of a few sparse decode
+steps that read a dense cache.
 
-A cycle starts at a position before which every key and value is the dense policy's. It decodes the
-text's own next tokens one by one. As in real drafting, each is decoded sparsely, with the keys and
-values of itself and of the earlier drafts in the cycle. Pages, landmarks, scores and selection are
-those of ``sparrow.attention.pages``.
+A cycle starts at some position of a text. All keys and values before this position are the dense
+policy's. The cycle decodes the text's next tokens one by one. As in real drafting, each token is
+decoded sparsely, and also reads its own key and value and those of the earlier drafts in its cycle.
+Pages, landmarks, scores and selection are those of ``sparrow.attention.pages``.
 
-Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv
+Shapes: B texts, T tokens per text, R cycles per text, W drafts per cycle, H query heads, K kv
 heads, G = H / K, D head dim, P page size, N pages, V vocabulary.
 """
 
@@ -32,8 +32,8 @@ NAME = "cycles"
 
 @dataclass
 class DenseCache:
-    """Keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of each layer from a dense
-    forward pass.
+    """The keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of each layer, computed
+    in a dense forward pass.
     """
 
     keys: list[Tensor]
@@ -43,8 +43,8 @@ class DenseCache:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, ids_BT: Tensor, layout: PageLayout) -> DenseCache:
-        """Process one text at a time, because memory for attention in float32 grows with the square
-        of the length.
+        """Compute the cache of texts one by one, because attention in float32 takes memory that is
+        quadratic in the length.
         """
         texts = [
             model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers
@@ -59,13 +59,13 @@ class DenseCache:
 
 @dataclass
 class Cycles:
-    """State shared by the attention layers for one set of cycles; a keyword argument of the forward
-    pass.
+    """The state of a set of cycles, which all attention layers share. It is passed to the forward
+    pass as a keyword argument.
 
-    Pages are selected at the first step of a cycle and again every ``reuse`` steps; tokens drafted
-    since then are always read.
+    Pages are selected at the first step of a cycle and then every ``reuse`` steps. Drafts of the
+    cycle are always read.
 
-    Raises ValueError: cycles are so long that a page begun in a cycle would be ranked in the same
+    Raises ValueError: cycles are so long that pages written in a cycle would be ranked in the same
     cycle.
     """
 
@@ -94,7 +94,7 @@ class Cycles:
     def attend(
         self, layer: int, q_BHRD: Tensor, k_BKRD: Tensor, v_BKRD: Tensor, scale: float
     ) -> Tensor:
-        """Compute attention of the newest draft of every cycle; ``[B, H, R, D]``."""
+        """Compute the attention of the newest draft of every cycle, ``[B, H, R, D]``."""
         B, H, R, D = q_BHRD.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         K, T = keys.shape[1:3]
@@ -121,10 +121,10 @@ class Cycles:
         return out.reshape(B, H, R, D)
 
     def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
-        """Return the attention weights of scaled queries on the cached tokens that they read and on
-        the cycle's own.
+        """Return the attention weights of scaled queries, first on the cached tokens that they
+        read, and then on their cycle's drafts.
 
-        The weights sum to 1; ``[B, K, G, R, T + W]``, where W is the number of drafts so far.
+        The weights ``[B, K, G, R, T + W]`` sum to 1. Here, W is the number of drafts so far.
         """
         keys, own_k = self.cache.keys[layer], self.own[layer][0][:, :, :, : self.step + 1]
         q_BKGRD = q_BHRD.unflatten(1, (keys.shape[1], -1))
@@ -135,7 +135,7 @@ class Cycles:
         return torch.cat([before, since], dim=-1).softmax(-1)
 
     def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
-        """Return the pages that the newest drafts read in a layer: bool ``[B, K, R, N]``."""
+        """Return which pages the newest drafts read in a layer, bool ``[B, K, R, N]``."""
         length_BR = self.start_BR + self.step + 1
         scores = self.scores(q_BHRD, self.cache.landmarks[layer])
         budgets = self.table.head_budgets(layer, scores.device)
@@ -163,8 +163,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @torch.no_grad()
 def draft(model: PreTrainedModel, ids_BT: Tensor, cycles: Cycles) -> Iterator[Tensor]:
-    """Yield probabilities ``[B, R, V]`` after each draft, step by step, for a model that uses the
-    attention ``NAME``.
+    """Run cycles step by step, and yield the probabilities ``[B, R, V]`` of each step. The model
+    must use the attention ``NAME``.
     """
     for step in range(cycles.drafts):
         cycles.step = step

@@ -1,17 +1,17 @@
-"""Acceptance lost to 8-bit keys and values, fp8 matrices and sparse attention, each alone and
-together.
+"""Measure how much acceptance 8-bit keys and values, fp8 weights and sparse attention cost,
+separately and together.
 
     python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
     python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json \\
         --bfloat16 --texts 32 --cycles 24 --budgets 512 1024 \\
         --rounded nothing both "int8 cache" "int8 cache, matrices"
 
-The policy is dense and in float32. Actors differ from the policy in what they round
-(``benchmarks/rounding.py``, products in float32) and in what they read. After the prompt, each
-actor has its own history. An actor that is the policy in bfloat16 gives the noise floor. With
-``--bfloat16``, all actors are in bfloat16. Texts, positions and statistics are those of
-``acceptance.py``. ``p5_change`` is the change in p5 due to rounding at the same budget; its
-interval resamples texts.
+The policy is dense and in float32. Actors differ from it in what they round
+(``benchmarks/rounding.py``, with products in float32) and in what they read. After the prompt, each
+actor reads the cache that it has written itself. The policy in bfloat16, as one of the actors,
+shows how much noise every real actor adds. With ``--bfloat16``, all actors run in bfloat16. Texts,
+positions and statistics are those of ``acceptance.py``. ``p5_change`` is the change of p5 due to
+rounding at the same budget, with an interval from resampling texts.
 
 Shapes: as in ``acceptance.py``.
 """
@@ -53,24 +53,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         type=int,
         nargs="+",
         default=[1024, 2048],
-        help="numbers of tokens read, in addition to all tokens",
+        help="budgets in tokens, in addition to reading all tokens",
     )
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
     parser.add_argument(
-        "--context", type=int, help="tokens of a text; the model's context by default"
+        "--context", type=int, help="tokens per text; by default, the model's context"
     )
     parser.add_argument(
         "--prompt",
         type=int,
         default=128,
-        help="tokens of each text that set the scales of the cache",
+        help="tokens of each text from which the scales of the cache are set",
     )
     parser.add_argument(
         "--rounded", nargs="+", choices=ROUNDED, default=list(ROUNDED), help="what actors round"
     )
-    parser.add_argument(
-        "--bfloat16", action="store_true", help="run actors in bfloat16, with rounding in addition"
-    )
+    parser.add_argument("--bfloat16", action="store_true", help="run all actors in bfloat16")
     parser.add_argument(
         "--implementation",
         choices=("triton", "reference"),

@@ -1,14 +1,15 @@
-"""Acceptance of drafts by the bytes that a draft reads, for different page sizes, 8-bit landmarks,
-Quest's scores and dense layers.
+"""Measure the acceptance of drafts by the bytes that they read, for different page sizes, 8-bit
+landmarks, Quest's scores and dense layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 
-The setup is that of the lossless rows of ``acceptance.py``: drafts over a dense cache of held-out
-text, in float32, by budget and length. Bytes are counted in tokens' worth of a layer's keys and
-values: the pages read, and for every page's landmark half a token (a mean key in 16 bits), a
-quarter (in 8 bits), or one (Quest's minimum and maximum), averaged over layers and drafts; a dense
-layer reads every token. A landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its
-largest component's magnitude.
+The setup is that of the lossless rows of ``acceptance.py``: drafts read a dense cache of held-out
+text, in float32, by budget and length. Bytes are counted in KV tokens, the size of one token's key
+and value in one layer, and averaged over layers and drafts. They include the pages that are read,
+and for the landmark of every page, half a KV token (a mean key in 16 bits), a quarter (in 8 bits)
+or one (Quest's minimum and maximum). A dense layer reads all tokens. A landmark in ``fp8`` is
+rounded to e4m3. A landmark in ``int8`` is scaled so that its largest component is 127 and then
+rounded to integers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Score = Literal["mean_key", "quest"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of drafting: what drafts read."""
+    """What drafts read."""
 
     study: str
     budget: int  # tokens
@@ -57,8 +58,8 @@ class Variant:
         return SparsitySchedule.fixed(pages, page_size=self.page_size, **layout)
 
     def tokens_read(self, length: np.ndarray, layers: int) -> float:
-        """Return the bytes of a draft per layer, as tokens of keys and values, averaged over
-        sequences of these lengths.
+        """Return the KV tokens that a draft reads per layer, averaged over sequences of these
+        lengths.
         """
         landmark = {"16 bit": 0.5, "fp8": 0.25, "int8": 0.25}[self.landmarks] * (
             2 if self.score == "quest" else 1
@@ -92,15 +93,15 @@ def variants(layers: int) -> list[Variant]:
 
 
 def bounds(k_BKNPD: Tensor) -> Tensor:
-    """Return Quest's landmarks (arXiv 2406.10774): a page's smallest and largest key by dimension,
-    ``[B, K, N, 2, D]``.
+    """Return Quest's landmarks (arXiv 2406.10774), the minimum and maximum of a page's keys in each
+    dimension, ``[B, K, N, 2, D]``.
     """
     return torch.stack([k_BKNPD.amin(-2), k_BKNPD.amax(-2)], dim=-2)
 
 
 def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
-    """Return Quest's scores ``[B, K, T, N]``: a bound on the products of a page's keys with any
-    query of the group.
+    """Return Quest's scores ``[B, K, T, N]``, an upper bound on the products of a page's keys with
+    the group's queries.
     """
     q_BKGTD = q_BHTD.unflatten(1, (bounds_BKN2D.shape[1], -1))
     low, high = bounds_BKN2D.unbind(-2)
@@ -109,7 +110,7 @@ def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
 
 
 def rounded(marks: Tensor, precision: Precision) -> Tensor:
-    """Return landmarks after 8-bit storage, in their own dtype."""
+    """Return landmarks as they are read back from 8-bit storage, in their own dtype."""
     if precision == "fp8":
         return marks.to(torch.float8_e4m3fn).to(marks.dtype)
     if precision == "int8":
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 32, 24)
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
     parser.add_argument(
-        "--studies", nargs="+", help="any of 'page size', landmarks, quest, ...; all by default"
+        "--studies", nargs="+", help="any of 'page size', landmarks, quest, ...; by default, all"
     )
     args = parser.parse_args(argv)
 

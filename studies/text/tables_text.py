@@ -1,5 +1,5 @@
-"""Tables of the models in ``studies/text`` and ``studies/reasoner``: acceptance of drafts and of
-lossy actors.
+"""Tables on the models of ``studies/text`` and ``studies/reasoner``: the acceptance of drafts and
+of lossy actors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UNEVEN = ("even", "layers", "kv heads", "page scores", "two levels", "pairs of l
 
 
 def text_model() -> str:
-    """Return one line on the model that the other tables are about."""
+    """Describe the model of the other tables in one line."""
     result = load("text_acceptance")
     card, settings = result["model"], result["settings"]
     return (
@@ -28,7 +28,7 @@ def text_model() -> str:
 
 
 def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
-    """Return (budget, dense layers) -> row, by rising layers and budget."""
+    """Return rows by (budget, dense layers), sorted by layers and then by budget."""
     rows = {
         (row["budget"], ", ".join(map(str, row["dense_layers"])) or "none"): row
         for row in load("text_acceptance")["rows"]
@@ -70,8 +70,8 @@ def text_lengths() -> str:
 
 
 def text_tail() -> str:
-    """Tabulate how many of the lossy actor's tokens are above 0.999, and the distance of the others
-    from a Beta distribution.
+    """Tabulate how many of the lossy actor's tokens have an acceptance above 0.999, and how far the
+    others are from a Beta distribution.
     """
     rows = []
     for (budget, dense), row in _rows("lossy").items():
@@ -137,8 +137,8 @@ def text_shared_noise() -> str:
 
 
 def text_vllm(study: str) -> str:
-    """Tabulate tokens of vLLM's cycles by position, beside the prediction of rejection sampling
-    with the model itself.
+    """Tabulate the tokens per cycle in vLLM by position, and the prediction for rejection sampling
+    made with the model itself.
     """
     result = load(study)
     rows = []
@@ -167,8 +167,8 @@ def text_vllm(study: str) -> str:
 
 
 def text_draft_weights() -> str:
-    """Tabulate tokens of vLLM's cycles by position, with drafts from the model's own weights and
-    from an fp8 copy.
+    """Tabulate the tokens per cycle in vLLM by position, with drafts that use the model's own
+    weights and with drafts that use an fp8 copy.
     """
     own, copied = load("text_vllm_draft_auto"), load("text_vllm_draft_fp8")
     rows = []
@@ -197,8 +197,8 @@ def text_draft_weights() -> str:
 
 
 def text_budgets() -> str:
-    """Tabulate tokens of vLLM's cycles by budget and weights of drafts, beside the prediction for
-    the model's own weights.
+    """Tabulate the tokens per cycle in vLLM by draft budget and draft weights, and the prediction
+    for the model's own weights.
     """
     rows = []
     for budget in (1024, 2560):
@@ -224,8 +224,8 @@ def text_budgets() -> str:
 
 
 def text_metered() -> str:
-    """Return one line on another schedule, as measured by vLLM during a run, and by the model at
-    cycles of that run.
+    """Describe in one line how a second schedule was measured by vLLM during a run, and by the
+    model at the same cycles.
     """
     result = load("text_vllm_metered")["metered"]
     pairs = (
@@ -286,8 +286,8 @@ def text_kept() -> str:
 
 
 def text_uneven(study: str) -> str:
-    """Tabulate one study's rows, each compared with the even schedule at the same bytes,
-    interpolated over its budgets.
+    """Tabulate the rows of a study, each compared with the even schedule at the same bytes
+    (interpolated between its budgets).
     """
     rows = []
     for row in load("text_uneven")["rows"]:
@@ -314,7 +314,9 @@ def text_uneven(study: str) -> str:
 
 
 def text_uneven_target() -> str:
-    """Tabulate the bytes for the target p5, and the p5 at half the bytes of the even schedule."""
+    """Tabulate the bytes that each variant needs for the target p5, and its p5 at half the bytes of
+    the even schedule.
+    """
     result = load("text_uneven")
     whole, rows = result["even_at_target"], []
     for row in result["targets"]:
@@ -341,7 +343,9 @@ def _difference(interval: list[float]) -> str:
 
 
 def text_distill_setting() -> str:
-    """Return one line on what the adapters were trained on, where, and the schedule."""
+    """Describe in one line the data, the machine and the schedule with which adapters were
+    trained.
+    """
     result = load("text_distill")
     s, schedule = result["settings"], result["schedule"]
     dense = " and ".join(map(str, schedule["dense_layers"])) or "none"
@@ -357,8 +361,8 @@ def text_distill_setting() -> str:
 
 
 def text_distill() -> str:
-    """Tabulate acceptance with an adapter by loss and training responses: on held-out responses, on
-    its own, and of drafts.
+    """Tabulate acceptance with an adapter by loss and number of training responses: on held-out
+    responses, on the actor's own responses, and of drafts.
     """
     names = {
         "none": "no adapter",

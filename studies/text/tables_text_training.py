@@ -1,5 +1,5 @@
-"""Tables of what ``studies/text`` trains: the control study, its corrections, and reward against
-wall-clock.
+"""Tables on the training runs of ``studies/text``: the control study, its corrections, and reward
+against wall-clock.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from common import interval, load, table
 
 
 def text_control() -> str:
-    """Tabulate GRPO on the text model by arm: mean and 95 % interval over seeds, and differences
-    from the dense run of the same seed.
+    """Tabulate GRPO on the text model by arm: means and 95 % intervals over seeds, and differences
+    from the dense run with the same seed.
     """
     rows = []
     for row in load("text_control")["rows"]:
@@ -40,8 +40,8 @@ def text_control() -> str:
 
 
 def text_corrections() -> str:
-    """Tabulate GRPO on the text model by correction, with an adapter and with the closed loop;
-    differences by seed.
+    """Tabulate GRPO on the text model with different corrections, with an adapter, and with the
+    closed loop. Differences are between runs with the same seed.
     """
     rows = []
     for row in load("text_corrections")["rows"]:
@@ -69,7 +69,7 @@ def text_corrections() -> str:
 
 
 def text_control_model(study: str) -> str:
-    """Return one line on the trained model and its training."""
+    """Describe the trained model and its training in one line."""
     result = load(study)
     card, s = result["model"], result["settings"]
     return (
@@ -86,8 +86,8 @@ def text_control_model(study: str) -> str:
 
 
 def text_control_ranks() -> str:
-    """Tabulate Spearman's correlation of each statistic at step 1 with the loss of a run against
-    dense, and 95 % intervals.
+    """Tabulate Spearman's correlation between each statistic at step 1 and a run's loss relative to
+    dense, with 95 % intervals.
     """
     ranking = load("text_control")["ranking"]
     kinds = ("reward", "held_out")
@@ -98,8 +98,8 @@ def text_control_ranks() -> str:
 
 
 def text_wall_clock() -> str:
-    """Tabulate GRPO of the widened text model by arm: seconds per step and the time spent in a
-    decode step.
+    """Tabulate GRPO on the widened text model by arm: seconds per step, and where the time of a
+    decode step goes.
     """
     result = load("text_wall_clock")
     rows = []
@@ -129,7 +129,7 @@ def text_wall_clock() -> str:
 
 
 def text_wall_clock_paired() -> str:
-    """Tabulate each arm against dense, step by step on the same problems."""
+    """Compare each arm with dense, step by step on the same problems."""
     rows = []
     for row in load("text_wall_clock")["paired"]:
         cells = [
@@ -152,7 +152,7 @@ def text_wall_clock_paired() -> str:
 
 
 def text_wall_clock_model() -> str:
-    """Return one line on what was trained, and one for each model."""
+    """Describe the runs in one line, and each model in another."""
     result = load("text_wall_clock")
     dense = result["arms"][0]
     o = dense["options"]
@@ -174,7 +174,7 @@ def text_wall_clock_model() -> str:
 
 
 def text_wall_clock_rewards() -> str:
-    """Tabulate the rewards of the arms, by steps and by minutes."""
+    """Tabulate the rewards of the arms by steps and by minutes."""
     rows = []
     result = load("text_wall_clock")
     for run, row in zip(result["arms"], result["rows"], strict=True):
@@ -203,7 +203,7 @@ def text_wall_clock_rewards() -> str:
 
 
 def _spread(interval: list[float | None], sign: str = "") -> str:
-    """Format a mean over seeds and the half-width of its interval, if there are several seeds."""
+    """Format a mean over seeds, with the half-width of its interval if there are several seeds."""
     mean, _, high = interval
     if mean is None:
         return "no dense run"

@@ -1,23 +1,23 @@
 """Continue a Python file: a verifiable task with long natural responses.
 
 A prompt is the beginning of a source file, up to the end of a line. The response continues it, and
-is judged without running it. Lines of the file are grouped into *units*: a statement at indentation
-0, or a member of a class there; the prompt's last unit goes on in the response. A line of code
-earns its length, in which names are of one character, if
+is judged without being executed. The lines of the file are grouped into *units*. A unit is a
+top-level statement or a member of a top-level class; the last unit of the prompt may continue in
+the response. A line of code earns its length, counting each name as one character, if
 
-- its unit parses (one bad unit costs its own lines only; of the last unit, which the limit may have
-  cut off, the lines up to the cut count, if they parse),
-- it did not come before, in the prompt or the response (numbers and what is in strings make no
-  difference), and not more than one line of the response is alike: the same but for names and
-  operators,
-- it reads a name that the prompt binds, that is defines, imports or assigns, and that two lines
-  before it have not read already. Lines that read none earn a quarter of their length, and together
-  a quarter of the reward at most.
+- its unit parses (a bad unit costs only its own lines, and if the last unit was cut off by the
+  token limit, its lines before the cut count if they parse),
+- the same line has not occurred before in the prompt or the response (ignoring numbers and the
+  contents of strings), and at most one earlier line of the response is similar, that is, the same
+  except for names and operators,
+- it reads a name that the prompt defines, imports or assigns, and that at most one earlier line has
+  read. Lines that read no such name earn a quarter of their length, and together at most a quarter
+  of the reward.
 
-Comments, docstrings and brackets alone on a line do not count as code. The reward is what the lines
-earn over the length of a full response, at most 1. What lines earn is added, so every good line
-counts, starting with the first. Bad lines only take up space. A response with few lines, repeated
-lines, trivial lines or plain text therefore earns little.
+Comments, docstrings, and lines with only brackets do not count as code. The reward is the sum of
+what the lines earn, divided by the length of a full response, and at most 1. Every good line
+therefore counts, starting with the first, and bad lines only take up space. A response with few
+lines, repeated lines, trivial lines or plain text earns little.
 """
 
 from __future__ import annotations
@@ -43,29 +43,31 @@ from sparrow.tasks import Problem
 
 PROMPT_TOKENS = 512
 TRAIN, HELD_OUT = 1024, 128
-"""Problems to train on, and held-out ones."""
+"""The number of problems for training, and of held-out problems."""
 FEWEST_NAMES, REST = 12, 2000
-"""Names that a prompt binds, and characters that the file goes on for after it, both at least."""
+"""The minimum number of names that a prompt binds, and of characters that follow it in the file."""
 FILE = "problems.json"
 
-# The reward's weights. They were chosen on the trained model's dense samples and fixed before any
+# The weights of the reward were chosen on dense samples of the trained model, and fixed before any
 # run of the study.
 FULL = 160
-"""Characters of code, as ``shape`` has it, that earn the whole reward: 512 tokens of code
-throughout hold more.
+"""The length of a full response, in characters of ``shape``. A response of 512 tokens that is all
+code is longer.
 """
 OTHER = 0.25
-"""Code that reads none of the prompt's names earns a quarter, and a quarter of the reward at most:
-it shows that the response is code still, and needs no long context."""
+"""The share of its length that a line earns if it reads none of the prompt's names, and the maximum
+share of the reward that such lines can earn. They are valid code, but need no long context.
+"""
 ALIKE = 2
-"""Lines of one shape that earn something, because the model falls into lists of lines that differ
-in a name only. Of the samples' other code this leaves nearly all."""
+"""The maximum number of lines with the same shape that earn something. The model tends to write
+lists of lines that differ only in a name; this limit hardly affects other code.
+"""
 READS = 2
-"""Lines that one name of the prompt pays for: one that is used again and again needs no further
-look at the prompt.
+"""The maximum number of lines that earn something by reading the same name of the prompt, because
+repeated use of a name needs no further look at the prompt.
 """
 LONGEST = 40
-"""A line counts as no longer than this."""
+"""The maximum length for which a line earns something."""
 
 _PIECE = re.compile(
     r"""\#.* | (?:\b[rbfuRBFU]{1,2})? (?: (?P<open>\"{3}|'{3}) | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' )""",
@@ -74,8 +76,8 @@ _PIECE = re.compile(
 _GOES_ON = re.compile(r"[)\]}]|(else|elif|except|finally)\b")
 _MEMBER = re.compile(r"@|(async\s+def|def|class)\b")
 _CUT = 12
-"""The most lines, beside the last one and a string that is cut off, left out of the last unit to
-make it parse.
+"""The maximum number of lines to drop from the last unit to make it parse, besides the last line
+and a truncated string.
 """
 _REPEAT = re.compile(r"(.+?)\1+")
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -83,11 +85,10 @@ _KEYWORDS = {*keyword.kwlist} - {"True", "False", "None"}
 _OPERATOR = re.compile(r"\s*(?:(?:[-+*/%@&|^<>=!~]|\b(?:and|or|not|is|in)\b)\s*)+")
 _BRACKETS = str.maketrans("[{]}", "(())")
 _LONG = 160
-"""Characters of a line that are looked at for repetition."""
+"""The number of characters of a line in which repetitions are merged."""
 _COMMON = {"self", "cls", "args", "kwargs", "_"}
 
-# Invalid escapes in what a model writes are no concern of ours; other modules' warnings stay as
-# they are.
+# Ignore invalid escapes in the model's code, but keep the warnings of other modules.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
 
 
@@ -96,10 +97,11 @@ class Line:
     """A line of a source file."""
 
     text: str
-    # without indentation, comments and what is in strings, numbers as 0; empty if no letter is left
+    # the line without indentation, comments and contents of strings, with 0 for all numbers; empty
+    # if it then has no letters
     code: str
-    in_string: bool  # it begins inside a string of several lines
-    opens: int  # brackets opened minus those closed
+    in_string: bool  # whether it begins inside a multi-line string
+    opens: int  # opening brackets minus closing brackets
 
 
 def read_lines(text: str) -> list[Line]:
@@ -125,8 +127,8 @@ def read_lines(text: str) -> list[Line]:
 
 
 def units(lines: Sequence[Line]) -> list[range]:
-    """Return the line numbers of each unit, in order; lines before the first unit
-    belong to none.
+    """Return the line numbers of each unit, in order. Lines before the first unit belong to no
+    unit.
     """
     starts: list[int] = []
     depth, member, in_class, decorated = 0, -1, False, False
@@ -141,7 +143,7 @@ def units(lines: Sequence[Line]) -> list[range]:
             indent = len(line.text) - len(stripped)
             if in_class and member < 0 and indent and depth <= 0:
                 member = indent
-            # A bracket that was left open by mistake ends where a definition begins.
+            # A definition ends any bracket that was mistakenly left open.
             begins = indent == 0 or (
                 indent == member and (depth <= 0 or bool(_MEMBER.match(stripped)))
             )
@@ -156,15 +158,16 @@ def units(lines: Sequence[Line]) -> list[range]:
 
 
 def parse(texts: Sequence[str], unfinished: bool = False) -> ast.Module | None:
-    """Return the syntax tree of a unit, whose first line is number 2; None if it does not parse.
+    """Return the syntax tree of a unit, in which its first line has number 2, or None if it does
+    not parse.
 
-    The head of a class, whose members are separate units, needs no body; nor does anything if
-    ``unfinished``.
+    The head of a class may lack a body, because members are separate units. If ``unfinished``, so
+    may any other statement.
     """
     code = [text for text in texts if text.strip()]
     if not code:
         return ast.Module([], [])
-    # Members of a class are indented: the line before the first has them be a block.
+    # Members of a class are indented, so the line before them must open a block.
     source = "\n".join(["if 1:" if code[0][0] in " \t" else "", *texts])
     tree = _tree(source)
     if tree is None and (unfinished or any(text.lstrip().startswith("class ") for text in code)):
@@ -181,8 +184,8 @@ def _tree(source: str) -> ast.Module | None:
 
 
 def bound_names(text: str) -> list[str]:
-    """Return the names that a source file defines, imports or assigns, attributes included, sorted;
-    very common names are left out.
+    """Return the sorted names that a source file defines, imports or assigns, including attributes,
+    but without very common ones.
     """
     lines, names = read_lines(text), set()
     for unit in units(lines):
@@ -204,9 +207,9 @@ def bound_names(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def shape(code: str) -> str:
-    """Return ``Line.code`` without the differences between similar lines: every name is an x,
-    operators and brackets are of one kind each, and direct repetitions are merged, so ``total +=
-    a[i, j]`` is ``x = x(x, x)``.
+    """Reduce ``Line.code`` to a form that similar lines share: all names become x, all operators
+    and brackets become the same, and consecutive repetitions are merged. For example, ``total +=
+    a[i, j]`` becomes ``x = x(x, x)``.
     """
     form = _NAME.sub(lambda found: found[0] if found[0] in _KEYWORDS else "x", code[:_LONG])
     return _REPEAT.sub(r"\1", _OPERATOR.sub(" = ", form.translate(_BRACKETS)))
@@ -216,16 +219,17 @@ def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, 
     """Return the reward of a continuation and its parts. Lengths are in characters of the lines'
     ``shape``.
 
-    ``length``: of the code over that of a full response; ``valid``: its share in units that parse;
-    ``fresh``: the share of that which is new and not too often alike; ``grounded``: the share of
-    that for which the prompt's names pay; ``names``: how many of them do; the middle three in [0,
-    1], like ``reward``.
+    ``length`` is the length of the code, relative to a full response; ``valid`` is the share of it
+    in units that parse; ``fresh`` is the share of valid code that is neither repeated nor similar
+    to too many other lines; ``grounded`` is the share of fresh code that reads names of the prompt;
+    and ``names`` is the number of these names. ``reward``, ``valid``, ``fresh`` and ``grounded``
+    are in [0, 1].
     """
-    *lines, cut = read_lines(prompt + response)  # the last line may be truncated
+    *lines, cut = read_lines(prompt + response)  # drop the last line, which may be truncated
     end, known = len(lines), set(names)
-    while end and cut.in_string:  # so may a string that began before it
+    while end and cut.in_string:  # drop the rest of a truncated string
         end, cut = end - 1, lines[end - 1]
-    first = prompt.count("\n") + 1  # the prompt's last line is the beginning of the first
+    first = prompt.count("\n") + 1  # the first whole line of the response
     spans, seen = units(lines), {line.code for line in lines[:first]}
     total = valid = fresh = grounded = 0
     shapes: Counter[str] = Counter()
@@ -267,13 +271,13 @@ def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, 
 
 
 def reward(prompt: str, names: Iterable[str], response: str) -> float:
-    """Return the reward alone, in [0, 1]."""
+    """Return only the reward, in [0, 1]."""
     return reward_parts(prompt, names, response)["reward"]
 
 
 def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
-    """Return names and attributes read, by line number; the lines of the tree begin at
-    ``first``.
+    """Return the names and attributes that are read, by line number. ``first`` is the number of the
+    unit's first line.
     """
     read: dict[int, set[str]] = {}
     for node in ast.walk(tree):
@@ -284,9 +288,10 @@ def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
 
 
 def prompt_of(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> str | None:
-    """Return the beginning of a file, up to the end of a line between statements, without the line
-    break, because a token may contain a line break and the spaces after it. The length is half
-    of ``tokens`` to ``tokens``; None if there is no such place.
+    """Return the beginning of a file, with between ``tokens`` / 2 and ``tokens`` tokens, or None.
+
+    It ends after a complete statement and without a line break, because a token may contain a line
+    break together with the spaces that follow.
     """
     encoding = tokenizer.backend_tokenizer.encode(text[: 6 * tokens])
     if len(encoding.offsets) <= tokens:
@@ -308,7 +313,9 @@ def make_problems(
     count: int,
     tokens: int = PROMPT_TOKENS,
 ) -> list[dict[str, Any]]:
-    """Return the first ``count`` problems from ``texts``: prompts with the names that they bind."""
+    """Make the first ``count`` problems from ``texts``. A problem consists of a prompt and the
+    names that it binds.
+    """
     problems: list[dict[str, Any]] = []
     for text in texts:
         if len(problems) == count:
@@ -330,13 +337,13 @@ def write_problems(
     held: Sequence[list[Path]],
     tokens: int = PROMPT_TOKENS,
 ) -> dict[str, int]:
-    """Make the problems of a checkpoint once, and write them beside it; return the number of each
+    """Make the problems of a checkpoint, write them to its folder, and return the number of each
     kind.
 
     Training problems use at most two files per folder, so that they come from many packages.
     """
     seen: set[int] = set()
-    held_texts = list(corpus.texts(held, seen))  # all of them: a copy of one is not trained on
+    held_texts = list(corpus.texts(held, seen))  # all, so that no copy is used for training
     random.Random(0).shuffle(held_texts)
     problems = {
         "held_out": make_problems(tokenizer, held_texts, HELD_OUT, tokens),
@@ -350,16 +357,16 @@ def write_problems(
 
 @dataclass(frozen=True)
 class Continue:
-    """The task, over the problems of a checkpoint: each once an epoch, in an order that the seed
-    gives.
+    """The task, with the problems of a checkpoint. An epoch contains each problem once, in an order
+    that depends on the seed.
 
-    Raises FileNotFoundError: the checkpoint has no problems, or does not say which tokenizer it
-    has; transformers would take Qwen's, which splits text at other places than in training.
-    ValueError: there are no problems of this kind.
+    Raises FileNotFoundError: the checkpoint has no problems, or it does not specify its tokenizer,
+    in which case transformers would use Qwen's, which splits text differently. ValueError: there
+    are no problems of this kind.
     """
 
     checkpoint: Path
-    kind: str = "train"  # or held_out, which are always in the same order
+    kind: str = "train"  # or held_out, whose order is fixed
 
     @cached_property
     def problems(self) -> list[dict[str, Any]]:

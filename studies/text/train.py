@@ -1,12 +1,12 @@
-"""Train a small Qwen3 language model of Python sources in minutes on one GPU, and save it as a
+"""Train a small Qwen3 language model on Python sources within minutes on one GPU, and save it as a
 checkpoint.
 
     python studies/text/train.py OUT                    # 28 M parameters, 8,192 tokens of context, 150 s
     python studies/text/train.py OUT --text DIR --suffix .md --held-out guide appendix
 
-OUT then holds what transformers and vLLM load (``config.json``, ``model*.safetensors`` in bfloat16,
-the tokenizer), the held-out tokens (``held_out.npy``), problems for reinforcement learning
-(``problems.json``), and ``card.json``: sizes, tokens seen, seconds, held-out loss.
+OUT then contains a checkpoint for transformers and vLLM (``config.json``, ``model*.safetensors`` in
+bfloat16, the tokenizer), the held-out tokens (``held_out.npy``), problems for reinforcement
+learning (``problems.json``), and ``card.json`` with sizes, tokens seen, seconds and held-out loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-SIZES: dict[str, dict[str, int]] = {  # head dim 64, twice as many query as kv heads
+SIZES: dict[str, dict[str, int]] = {  # head dim 64; twice as many query heads as kv heads
     "28m": dict(
         hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8
     ),
@@ -42,7 +42,7 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_FROM, LAST_RATE = 2e-3, 60, 0.3, 0.05
 
 
 def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
-    """Build a new float32 model; weights that write to the residual stream are scaled down by the
+    """Build a new float32 model. Weights that write to the residual stream are divided by the
     square root of their number.
     """
     shape = SIZES[size]
@@ -68,8 +68,8 @@ def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
 
 
 def learning_rate(step: int, share: float, rate: float = LEARNING_RATE) -> float:
-    """Return the learning rate after ``step`` steps and a ``share`` of the time: a warm-up by
-    steps, a constant ``rate``, and finally a linear decay over time.
+    """Return the learning rate after ``step`` steps and a ``share`` of the time. After a warm-up
+    over some steps, it is ``rate``, and finally decays linearly over time.
     """
     decay = 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - DECAY_FROM) / (1 - DECAY_FROM)))
     return rate * min(1.0, (step + 1) / WARMUP_STEPS) * decay
@@ -84,8 +84,8 @@ def fit(
     compiled: bool,
     rate: float = LEARNING_RATE,
 ) -> list[float]:
-    """Train on random windows for ``seconds`` after the first three steps (compilation); return the
-    loss of each step.
+    """Train on random windows, and return the loss of each step. The clock of ``seconds`` starts
+    after three steps, when everything has been compiled.
     """
     device = model.device
     if compiled:
@@ -117,7 +117,7 @@ def fit(
         optimizer.zero_grad()
         losses.append(loss.detach())
         if len(losses) == 3 or len(losses) % 10 == 0:
-            reached = loss.item()  # so that the host does not run ahead of the clock
+            reached = loss.item()  # wait for the GPU, so that the clock is right
             began = min(began, time.monotonic())
             share = (time.monotonic() - began) / seconds
         if len(losses) % 50 == 0:
@@ -134,7 +134,7 @@ def fit(
 def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
     """Return ``count`` windows spread evenly over ``tokens``, int64 ``[count, context]``.
 
-    Raises ValueError: there are too few tokens for windows that do not overlap.
+    Raises ValueError: the windows would overlap.
     """
     if len(tokens) < count * context:
         raise ValueError(
@@ -146,8 +146,8 @@ def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
-    """Return the mean cross-entropy in nats per token over windows ``[N, T]``, one at a time, in
-    the model's own precision.
+    """Return the mean cross-entropy in nats per token over windows ``[N, T]``, computed one by one
+    in the model's own precision.
     """
     losses = [
         model(input_ids=row[None], labels=row[None], use_cache=False).loss.item()
@@ -157,7 +157,7 @@ def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str, Any]]:
-    """Train and save; return the model as saved (bfloat16 weights, held in float32) and
+    """Train a model and save it. Return the saved model (bfloat16 weights, loaded in float32) and
     its card.
     """
     parser = argparse.ArgumentParser(
@@ -165,20 +165,28 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--seconds", type=float, default=150.0, help="of training, preparation not counted"
+        "--seconds", type=float, default=150.0, help="seconds of training, without preparation"
     )
     parser.add_argument("--size", choices=SIZES, default="28m")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=12, help="windows of a step")
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=22_000_000, help="to train on, at most about")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=22_000_000,
+        help="approximate maximum number of tokens to train on",
+    )
     parser.add_argument("--held-out-tokens", type=int, default=1_500_000)
     parser.add_argument(
-        "--text", type=Path, nargs="+", help="folders of text in place of the installed packages"
+        "--text", type=Path, nargs="+", help="folders with text; by default, installed packages"
     )
     parser.add_argument("--suffix", default=".py")
     parser.add_argument(
-        "--held-out", nargs="+", default=corpus.HELD_OUT, help="names of folders never trained on"
+        "--held-out",
+        nargs="+",
+        default=corpus.HELD_OUT,
+        help="names of folders that are never trained on",
     )
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args(argv)
@@ -189,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     sample = corpus.beginning(corpus.texts(train, set()), 12_000_000)
     tokenizer = corpus.train_tokenizer(sample, args.vocab)
-    seen: set[int] = set()  # held-out files first: copies of them are not trained on
+    seen: set[int] = set()  # held-out files first, so that no copies of them are trained on
     held_tokens = corpus.encode(tokenizer, corpus.texts(held, seen), args.held_out_tokens)
     tokens = corpus.encode(tokenizer, corpus.texts(train, seen), args.tokens)
     prepared = time.monotonic() - began
@@ -212,9 +220,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     torch.set_float32_matmul_precision("highest")
 
     model.eval()
-    for parameter in (
-        model.parameters()
-    ):  # the saved model is the one measured; the rotary frequencies stay unchanged
+    for parameter in model.parameters():  # as saved, but with exact rotary frequencies
         parameter.data = parameter.data.bfloat16().float()
     copy.deepcopy(model).bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -1,5 +1,4 @@
-"""How many tokens layers and kv heads read in ``uneven_bytes.py``: by hand, or from calibration
-texts.
+"""Budgets for layers and kv heads in ``uneven_bytes.py``, set by hand or calibrated on texts.
 
 Shapes: as in ``drafts.py``; L layers, U budgets of 64, 128, ... tokens.
 """
@@ -23,7 +22,7 @@ from sparrow.calibrate import head_budgets
 from sparrow.schedule import SparsitySchedule
 
 DRAFTS = 8
-UNIT = 64  # tokens that a calibration assigns at a time, and the minimum that a kv head reads
+UNIT = 64  # the step in which calibration assigns tokens, and the minimum per kv head
 
 Ints = NDArray[np.int64]
 Spread = Literal[
@@ -38,7 +37,7 @@ Spread = Literal[
 ]
 BY_HAND: dict[
     Spread, Callable[[int, int], int]
-] = {  # the share of a layer, from its number and the number of layers
+] = {  # the share of a layer, given its number and the number of layers
     "even": lambda layer, layers: 1,
     "last 3": lambda layer, layers: 3 if layer == layers - 1 else 1,
     "last 8": lambda layer, layers: 8 if layer == layers - 1 else 1,
@@ -48,15 +47,15 @@ BY_HAND: dict[
 
 @dataclass
 class Masses(drafts.Cycles):
-    """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by
-    the mean query.
+    """Dense cycles that add up, over drafts, the attention mass that sparse cycles would leave
+    unread. Pages are ranked by the mean query.
 
     Attributes:
-        at: number of tokens in the selections that followers would take over.
-        missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave
-            out.
-        caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head
-            of the layer before.
+        at: tokens per selection for ``caught``.
+        missed: by layer, the attention mass ``[K, U]`` on cached tokens that are not among the best
+            64, 128, ... tokens.
+        caught: by layer, except the first, the mass ``[K, K]`` of each head on the pages that each
+            head of the previous layer selects.
     """
 
     at: int = field(kw_only=True)
@@ -64,10 +63,10 @@ class Masses(drafts.Cycles):
     caught: dict[int, Tensor] = field(default_factory=dict)
     order: dict[int, Tensor] = field(
         default_factory=dict
-    )  # by layer, pages [B, K, R, N] in the order of reading
+    )  # by layer, pages [B, K, R, N] in the order in which they would be read
     selected: dict[int, Tensor] = field(
         default_factory=dict
-    )  # by layer, 1 for pages read at ``at`` tokens, or else 0
+    )  # by layer, 1 for selected pages and 0 for others
 
     def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
         length_BR = self.start_BR + self.step + 1
@@ -101,14 +100,14 @@ class Masses(drafts.Cycles):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration texts say, averaged over drafts.
+    """Measurements on calibration texts, averaged over drafts.
 
     Attributes:
-        missed_LKU: attention mass that a head leaves unread.
-        lost_L: acceptance lost if only this layer reads ``at`` tokens and all other layers read
-        everything. heads_LK: for each head, the head of the layer before whose pages at ``at``
-        tokens hold most
-            of its mass.
+        missed_LKU: attention mass that each head leaves unread, by budget.
+        lost_L: acceptance lost if only this layer is sparse, with ``at`` tokens.
+        heads_LK: for each head, the head of the previous layer whose pages at ``at`` tokens have
+            most of its mass.
+        at: tokens that a sparse layer reads in these measurements.
     """
 
     missed_LKU: Floats
@@ -118,11 +117,13 @@ class Calibration:
 
     @property
     def weights(self) -> Floats:
-        """Return the acceptance lost per unit of mass that the heads of a layer leave unread."""
+        """Return, for each layer, the acceptance lost per unit of mass that its heads leave
+        unread.
+        """
         return head_budgets.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
 
     def tokens(self, spread: Spread, budget: int) -> Ints:
-        """Return the tokens ``[L, K]`` that heads read; ``budget`` on average."""
+        """Return the tokens ``[L, K]`` that each head reads, with ``budget`` as their mean."""
         L, K, _ = self.missed_LKU.shape
         if spread in BY_HAND:
             return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[
@@ -141,8 +142,8 @@ class Calibration:
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Return tokens by layer, ``budget`` on average. Each layer gets 64 tokens, and the rest is
-    divided by shares in steps of 16 tokens.
+    """Return the tokens of each layer, with ``budget`` as their mean. Each layer gets 64 tokens,
+    and the rest is divided in proportion to ``shares``, in steps of 16 tokens.
     """
     exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
     whole = np.floor(exact + 1e-9).astype(np.int64)
@@ -152,7 +153,9 @@ def by_shares(shares: Sequence[int], budget: int) -> Ints:
 
 
 def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
-    """Process one text at a time. ``start`` contains the first positions of cycles."""
+    """Calibrate on texts, which are processed one by one. ``start_SR`` contains the first positions
+    of cycles.
+    """
     layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
     missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
     for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):

@@ -1,23 +1,25 @@
-"""Acceptance of drafts at equal bytes when layers, kv heads and pages share them unevenly, against
-the even schedule.
+"""Measure the acceptance of drafts at equal bytes if the bytes are distributed unevenly over
+layers, kv heads and pages.
 
     python studies/text/uneven_bytes.py CHECKPOINT --out benchmarks/results/text_uneven.json
 
-Drafts as in ``fewer_bytes.py``, in float32, and bytes counted as there, in tokens' worth of a
-layer's keys and values. The even schedule reads as many pages of 16 tokens in every layer and kv
-head, ranked by the mean query. The others:
+As in ``fewer_bytes.py``, drafts are in float32, and bytes are counted in KV tokens. The even
+schedule reads the same number of pages of 16 tokens in every layer and kv head, ranked by the mean
+query. It is compared with these variants:
 
-- *layers*, *kv heads*: the same tokens in all, shared by hand or by a calibration. The
-  calibration uses other texts, halfway between the measured ones, and assigns 64 tokens at a time
-  to the layer or kv head where they most reduce the unread attention mass of the dense policy.
-  Weighted: a layer's mass is weighted by the acceptance lost if only this layer is sparse.
-- *page scores*: the best query head of the group, or the heads' softmax over pages, summed.
-- *two levels*: groups of four pages are ranked by their mean key, then the pages inside of the best
-groups.
-- *pairs of layers*: a layer reads the pages that the one before it selected, head by head or,
-  matched, those of the head whose pages hold most of its attention mass on the calibration's texts.
-- *together*: 8-bit landmarks, smaller pages, two levels, and the weighted budgets by layer and
-kv head.
+- *layers*, *kv heads*: the same total number of tokens, distributed by hand or by a calibration.
+  The calibration uses other texts, halfway between the measured ones. In steps of 64 tokens, it
+  assigns tokens to the layer or kv head where they most reduce the attention mass of the dense
+  policy that is left unread. If weighted, a layer's mass is multiplied by a weight that is
+  proportional to the acceptance lost if only this layer is sparse.
+- *page scores*: the score of the group's best query head, or the sum of the heads' softmax over
+  pages.
+- *two levels*: groups of four pages are ranked by their mean key, and then the pages of the best
+  groups.
+- *pairs of layers*: a layer reads the pages that the previous layer selected. Each kv head uses the
+  selection of the head with the same number or, if matched, of the head whose pages have most of
+  its attention mass on the calibration texts.
+- *together*: 8-bit landmarks, smaller pages, two levels, and weighted budgets by layer and kv head.
 
 Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64,
 128, ... tokens.
@@ -44,29 +46,30 @@ from sparrow.attention.pages import landmarks, page_scores, select_pages
 from sparrow.mismatch import sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.schedule import SparsitySchedule
 
-SINK, RECENT = 16, 32  # tokens always read
-GROUP = 4  # pages that are ranked together at the first of two levels
-TARGET = 0.86  # p5 for which the bytes are computed
+SINK, RECENT = 16, 32  # tokens that are always read
+GROUP = 4  # pages per group in the first of two levels
+TARGET = 0.86  # the p5 for which the required bytes are computed
 
 Score = Literal["mean query", "best head", "softmax"]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of drafting: what drafts read."""
+    """What drafts read."""
 
     study: str
     how: str
-    budget: int  # tokens that a kv head reads, averaged over all heads
+    budget: int  # tokens per kv head, averaged over all heads
     spread: Spread = "even"
     score: Score = "mean query"
     page_size: int = 16
     precision: Literal["16 bit", "fp8"] = "16 bit"  # of landmarks
-    candidates: int = 0  # pages ranked at the second level, in top-k pages; 0: one level
+    candidates: int = 0  # pages ranked in the second level, relative to top-k; 0: one level
     first_follower: int = (
-        0  # this layer and every second one after it reads the pages of the layer before; 0: none
+        0  # this layer and every second one after it reuse the pages of the previous layer; 0: none
     )
-    # heads of followers use the pages of the best leader head rather than those of the same number
+    # whether a head reuses the pages of the best-matching head rather than of the head with its
+    # number
     matched: bool = False
 
     @property
@@ -79,23 +82,21 @@ class Variant:
         return SparsitySchedule.fixed(1, dense_layers=(), **pages)
 
     def top_k(self, tokens: Ints) -> Ints:
-        """Return the pages by score of heads that read this many tokens, a multiple of 16 from 64
-        on.
+        """Return how many pages are read by score if this many tokens are read in total (a multiple
+        of 16, at least 64).
         """
         return (tokens - SINK - RECENT) // self.page_size
 
     def groups(self, top_k: Ints) -> Ints:
-        """Return the number of groups of pages whose own landmarks are read, besides the newest
-        group.
-        """
+        """Return the number of groups whose pages are ranked, besides the newest group."""
         return -(-self.candidates * top_k // GROUP)
 
     def followers(self, layers: int) -> range:
         return range(self.first_follower, layers, 2) if self.first_follower else range(0)
 
     def tokens_read(self, tokens_LK: Ints, length: Ints) -> float:
-        """Return the bytes of a draft per layer, as tokens of keys and values, averaged over heads,
-        layers and lengths.
+        """Return the KV tokens that a draft reads per layer, averaged over heads, layers and
+        lengths.
         """
         mark = {"16 bit": 0.5, "fp8": 0.25}[self.precision]
         budget = tokens_LK[..., None]
@@ -166,8 +167,8 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
 
 
 def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) -> Tensor:
-    """Return scores ``[B, K, R, N]`` of pages; incomplete pages are not ``known`` and may have any
-    landmark.
+    """Return the scores ``[B, K, R, N]`` of pages. Incomplete pages, which are not ``known``, may
+    have arbitrary landmarks.
     """
     if how == "mean query":
         return page_scores(q_BHRD, marks_BKND)
@@ -181,13 +182,14 @@ def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) ->
 
 @dataclass
 class Uneven(drafts.Cycles):
-    """Cycles whose kv heads have budgets of their own.
+    """Cycles in which every kv head has its own budget.
 
     Attributes:
-        variant: how pages are ranked. top_k_LK: pages by score that each head reads.
-        groups: by layer, the mean keys of groups of pages ``[B, K, N / 4, D]``; used at two levels.
-        heads: by layer that follows the one before it, the heads there whose pages its own heads
-            read.
+        variant: how pages are ranked.
+        top_k_LK: the number of pages that each head reads by score.
+        groups: by layer, the mean keys of groups of pages ``[B, K, N / 4, D]``, for two levels.
+        heads: for each layer that reuses the pages of the previous layer, the heads of the previous
+            layer whose pages its own heads read.
     """
 
     variant: Variant = field(kw_only=True)
@@ -264,7 +266,7 @@ def measure(
 
 
 def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
-    """Return the curve through ``(xs, ys)`` at x, linear in log x; beyond its ends it is
+    """Interpolate the curve through ``(xs, ys)`` at x, linearly in log x. Beyond its ends, it is
     extrapolated.
     """
     above = min(max(int(np.searchsorted(xs, x)), 1), len(xs) - 1)
@@ -273,18 +275,18 @@ def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
 
 
 def reaches(target: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return where the curve reaches ``target``; None if that is not between its ends."""
+    """Return where the curve reaches ``target``, or None if that is not between its ends."""
     if not ys[0] <= target <= ys[-1]:
         return None
     return float(np.exp(np.interp(target, ys, np.log(xs))))
 
 
-Curve = Sequence[tuple[float, Floats]]  # bytes and acceptance [S, R, W], by rising bytes
+Curve = Sequence[tuple[float, Floats]]  # pairs of bytes and acceptance [S, R, W], with rising bytes
 
 
 def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -> list[float]:
-    """Return the difference in mean or p5 between two curves at the same bytes, and the 95 %
-    interval (whole texts).
+    """Return the difference in mean or p5 between two curves at the same bytes, with its 95 %
+    interval from resampling whole texts.
     """
     shape = curve[0][1].shape
     text = np.broadcast_to(np.arange(shape[0])[:, None, None], shape).ravel()
@@ -314,17 +316,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         type=int,
         nargs="+",
         default=[512, 1024],
-        help="budgets of the variants compared with it",
+        help="budgets of the variants that are compared with it",
     )
     parser.add_argument(
         "--together",
         type=int,
         nargs="+",
         default=[512, 768, 1024],
-        help="budgets of all variants combined",
+        help="budgets of the combined variants",
     )
     parser.add_argument(
-        "--calibration", type=int, default=8, help="texts between them, for budgets and heads"
+        "--calibration",
+        type=int,
+        default=8,
+        help="texts between the measured ones, for calibration",
     )
     args = parser.parse_args(argv)
 

@@ -1,20 +1,21 @@
-"""Drafting in vLLM: lossless mode continues held-out text at temperature 1, and the tokens of its
-cycles are counted by length.
+"""Count the tokens per cycle of lossless mode in vLLM, by length, on continuations of held-out text
+at temperature 1.
 
     python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
 
 Every step of the engine ends one cycle of every request, so the tokens that a request gets in a
-step are the drafts accepted and the one after them. They are compared with what the model predicts
-for the same cycles, teacher-forced in float32 along the sampled tokens (``drafts.py``). These are
-samples of the dense policy, so the chance that the first j drafts are accepted is the mean of the
-product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and ``geometric`` are
-the estimates that ``acceptance.py`` makes, for comparison. With ``--meter-budget`` one in four
-cycles also measures another schedule, whose mean acceptance is compared with the model's at the
-first drafts of the same cycles. With ``--drafter-invariant`` drafts are kept up to the first that
-is not the policy's own draw; the prediction remains that of rejection sampling. With
-``--draft-weights fp8`` vLLM's drafts have rounded weights, and the prediction remains that of the
-model's own. ``meter`` has the mean acceptance that vLLM itself measured over all verified drafts,
-by length.
+step are the accepted drafts and one more token. Their number is compared with a prediction for the
+same cycles, computed by the model in float32 along the sampled tokens (``drafts.py``). Since these
+tokens follow the dense policy's distribution, the mean product of min(1, q/p) over the first j
+tokens is an unbiased estimate of the probability that the first j drafts are accepted. For
+comparison, ``consecutive`` and ``geometric`` are the estimates of ``acceptance.py``. ``meter`` is
+the mean acceptance by length that vLLM itself measured over all verified drafts.
+
+With ``--meter-budget``, one cycle in four also measures a second schedule, whose mean acceptance is
+compared with the model's at the first drafts of the same cycles. With ``--drafter-invariant``,
+drafts are accepted up to the first that differs from the policy's own token, but the prediction is
+still for rejection sampling. With ``--draft-weights fp8``, vLLM's drafts have rounded weights, but
+the prediction is still for the model's own weights.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Array = NDArray[Any]
-Cycle = tuple[int, int]  # position of the first draft's input, and number of tokens from the cycle
+Cycle = tuple[int, int]  # position of the first draft's input, and tokens that the cycle yields
 
 
 def generate(
     llm: Any, prompts: Sequence[list[int]], tokens: int
 ) -> list[tuple[list[int], list[Cycle]]]:
-    """Return each prompt with its continuation, and its cycles except the last, which ``tokens``
-    may cut short.
+    """Return each prompt with its continuation, and its cycles without the last one, which may have
+    been cut short by ``tokens``.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -76,8 +77,8 @@ def generate(
 def predict(
     model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, kept: SparsitySchedule
 ) -> tuple[Tensor, Tensor]:
-    """Return acceptance, and min(1, q/p) of the text's own tokens, at the drafts of cycles; both
-    ``[B, R, W]``.
+    """Return acceptance and the text's own tokens' min(1, q/p) at the drafts of cycles, both ``[B,
+    R, W]``.
     """
     dense = SparsitySchedule.dense(page_size=kept.page_size, dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(kept))
@@ -96,14 +97,14 @@ def predict(
 def compare(
     start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Sequence[int]
 ) -> dict[str, Any]:
-    """Compare tokens per cycle, ``[S, R]``, with the prediction from their drafts, ``[S, R, W]``:
-    in total and by bins.
+    """Compare tokens per cycle ``[S, R]`` with predictions from the drafts ``[S, R, W]``, in total
+    and by length bin.
     """
     request = np.broadcast_to(np.arange(len(start))[:, None], start.shape)
     before = np.concatenate([np.ones_like(ratio[..., :1]), ratio[..., :-1].cumprod(-1)], axis=-1)
     sampled = 1 + (before * alpha).sum(
         -1
-    )  # the token of the last draft does not matter: the mean over it is known
+    )  # use the exact acceptance for the last draft, rather than its sampled token
 
     def of(where: Any) -> dict[str, Any]:
         measured = sequence_bootstrap(emitted[where], request[where], weighted_mean)
@@ -127,13 +128,15 @@ def compare(
 
 
 def of_first(alpha: Array) -> dict[str, list[float]]:
-    """Return mean and p5 of acceptance ``[S, R, 1]``, with 95 % intervals over texts."""
+    """Return the mean and p5 of acceptance ``[S, R, 1]``, with 95 % intervals from resampling
+    texts.
+    """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     return acceptance.mean_and_p5(alpha.ravel(), text)
 
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
-    """Run the study; ``options`` are passed to vLLM, for machines that need different ones."""
+    """Run the study. ``options`` are passed to vLLM, for machines that need other options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,7 +152,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     )
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument(
-        "--meter-budget", type=int, help="budget of another schedule, measured during the run"
+        "--meter-budget", type=int, help="budget of a second schedule to measure during the run"
     )
     parser.add_argument(
         "--drafter-invariant",
@@ -160,7 +163,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="weights of drafts in vLLM",
+        help="weights that drafts use in vLLM",
     )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument(
@@ -170,9 +173,11 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         "--cycles",
         type=int,
         default=48,
-        help="cycles of each request that are compared with the prediction",
+        help="cycles per request to compare with the prediction",
     )
-    parser.add_argument("--memory", type=float, default=0.4, help="vLLM's share of the GPU")
+    parser.add_argument(
+        "--memory", type=float, default=0.4, help="share of the GPU's memory for vLLM"
+    )
     args = parser.parse_args(argv)
 
     from vllm import LLM
@@ -221,8 +226,9 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     del llm
 
     model = study.load(attn_implementation=drafts.NAME)
-    # A cycle counts if it cannot reach the text's end, however many tokens it yields. This depends
-    # only on where it starts, not on how many tokens it yielded.
+    # Use only cycles that cannot reach the end of the text, however many tokens they yield. This
+    # criterion depends on where a cycle starts, but not on how many tokens it yielded, so it causes
+    # no bias.
     whole = [
         [cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)]
         for text, cycles in done

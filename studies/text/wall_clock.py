@@ -1,13 +1,13 @@
-"""Reward against wall-clock: GRPO with stock vLLM, lossless and lossy rollouts, everything
-included, one GPU per arm.
+"""Train with GRPO and stock, lossless or lossy rollouts in vLLM, on one GPU per arm, and record the
+reward against wall-clock time.
 
-The trained model of text has few heads, so attention takes a small part of its decode steps. Here,
-every head is copied ``--copies`` times, which does not change the model's function: queries and
-keys are repeated, and the values and the output projection are scaled to compensate. With 32 copies
-a token takes 262 KB of cache, and a step spends as much on attention as large models do at long
-context. The task is that of ``control.py``, with responses four times as long.
+The text model has few heads, so attention takes only a small part of its decode steps. Here, every
+head is copied ``--copies`` times without changing what the model computes: queries and keys are
+repeated, and values and the output projection are scaled to compensate. With 32 copies, a token
+takes 262 KB of cache, and attention takes as large a share of a step as in large models at long
+contexts. The task is that of ``control.py``, with responses four times as long.
 
-    # calibrates what the lossy arm reads
+    # calibrates the schedule of the lossy arm
     python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 \\
         --seconds 0 --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110
     python studies/text/wall_clock.py runs/text dense --out runs/wall
@@ -16,9 +16,9 @@ context. The task is that of ``control.py``, with responses four times as long.
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json
 
-``OUT/ARM-SEED.jsonl`` is a log as ``control.py`` writes it, with the seconds of every phase of a
-step; evaluations on held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` reports
-where the time of a decode step goes.
+``OUT/ARM-SEED.jsonl`` is a log like those of ``control.py``, with the seconds of every phase of a
+step. Evaluations on held-out problems do not count. ``OUT/ARM-SEED.profile.json`` shows where the
+time of a decode step goes.
 """
 
 from __future__ import annotations
@@ -59,37 +59,35 @@ from many_runs import logged, mean_reward, plain_options, schedules, train_logge
 ATTENTION = re.compile(
     r"flash::|FlashAttn|^attend$|^plan_kernel$|^landmark_kernel$|^store_kernel$|varlen_num_blocks"
 )
-"""Names of the kernels that attend, select pages or keep landmarks, vLLM's and ours."""
+"""Names of vLLM's and Sparrow's kernels that attend, select pages or update landmarks."""
 PROFILED = 16
-"""Engine steps whose time is taken apart."""
+"""The number of engine steps to profile."""
 
 
 @dataclass(frozen=True)
 class Options:
     """One arm."""
 
-    checkpoint: tyro.conf.Positional[Path]  # Folder that train.py wrote.
+    checkpoint: tyro.conf.Positional[Path]  # Folder written by train.py.
     arm: tyro.conf.Positional[
         str
-    ]  # dense (stock vLLM), lossless, or a schedule of OUT/schedules.json, such as p86.
+    ]  # dense (stock vLLM), lossless, or a schedule in OUT/schedules.json, such as p86.
     out: Path = Path("runs/wall")  # Results.
-    seed: int = 0  # Of problems and samples.
-    copies: int = 32  # Copies of every head, a power of 2.
-    seconds: float = 480  # Seconds after which no step begins; starting vLLM does not count.
-    steps: int = 1000  # The most steps.
+    seed: int = 0  # Seed of problems and samples.
+    copies: int = 32  # Copies of every head; a power of 2.
+    seconds: float = 480  # Seconds, without vLLM's start, after which no step begins.
+    steps: int = 1000  # Maximum number of steps.
     prompts: int = 8  # Prompts per step.
-    samples: int = 8  # Responses to each.
-    max_new_tokens: int = 2048  # Responses are cut at this many tokens.
-    temperature: float = 0.8  # Softmax temperature of actor and policy alike.
-    top_n: int = 20  # Length of the recorded lists that bound the acceptance rate.
+    samples: int = 8  # Responses per prompt.
+    max_new_tokens: int = 2048  # Maximum length of a response.
+    temperature: float = 0.8  # Sampling temperature of actor and policy.
+    top_n: int = 20  # Length of the recorded top lists, which bound the acceptance rate.
     learning_rate: float = 5e-5  # Learning rate of AdamW.
-    token_budget: int = 8192  # Padded tokens of one forward and backward pass.
+    token_budget: int = 8192  # Padded tokens per forward and backward pass.
     held_out: int = 48  # Number of held-out problems.
-    held_out_every: int = (
-        5  # Steps between evaluations; the start and the end are always evaluated.
-    )
-    draft_pages: int = 29  # Pages that lossless drafts read beside the first and the latest.
-    engine: tyro.conf.Suppress[dict[str, Any]] = field(  # Options of vLLM.
+    held_out_every: int = 5  # Steps between evaluations, besides those at the start and at the end.
+    draft_pages: int = 29  # Pages that lossless drafts read by score.
+    engine: tyro.conf.Suppress[dict[str, Any]] = field(  # Further options for vLLM.
         default_factory=lambda: {
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         }
@@ -97,11 +95,10 @@ class Options:
 
 
 def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
-    """Return a model with ``copies`` times as many query and kv heads that computes the same, on
-    the same device.
+    """Return an equivalent model with ``copies`` times as many query and kv heads, on the same
+    device.
 
-    Raises ValueError: ``copies`` is not a power of 2, so weights cannot be divided without
-    rounding.
+    Raises ValueError: ``copies`` is not a power of 2, so dividing weights by it would round them.
     """
     power = math.log2(copies)
     if power != int(power):
@@ -128,14 +125,14 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
 
 
 class StockEngine(VLLMEngine):
-    """Unmodified vLLM with its own attention and lists: it has no schedule and counts nothing."""
+    """Unmodified vLLM, with its own attention and lists. It has no schedule and counts nothing."""
 
     def __init__(self, model: str, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as in VLLMEngine
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        plugin.register()  # only for the method that accepts new weights
+        plugin.register()  # needed only to load new weights
         self._has_memory, self._asleep, self._in_process = (
             not current_platform.is_cpu(),
             False,
@@ -153,14 +150,14 @@ class StockEngine(VLLMEngine):
         self._adapter = None
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing, because there is no schedule."""
+        """Do nothing, because stock vLLM has no schedule."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of keys and values per token in bfloat16."""
+    """Return the size in bytes of a token's keys and values in bfloat16."""
     config = model.config
     return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
@@ -168,8 +165,8 @@ def token_bytes(model: PreTrainedModel) -> int:
 def start_engine(
     options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
 ) -> VLLMEngine:
-    """Start vLLM for the model in ``folder``, with memory for all responses of a step at ``most``
-    tokens each.
+    """Start vLLM for the model in ``folder``, with memory for all responses of a step at the
+    maximum length of ``most`` tokens.
     """
     rows = options.prompts * options.samples
     settings: dict[str, Any] = (
@@ -190,8 +187,8 @@ def start_engine(
 
 
 def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
-    """Return milliseconds of GPU time per token of each sequence, in attention and everything else,
-    from kernel names and us.
+    """Return how many ms of GPU time each token of a sequence takes in attention and in all other
+    kernels, given the us of each kernel.
     """
     attention, other = 0.0, 0.0
     for name, us in kernels:
@@ -205,8 +202,9 @@ def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, 
 def profile(
     engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> dict[str, float]:
-    """Profile the middle of a rollout, in ms per token of each sequence: ``clock_ms`` over some
-    engine steps, and kernels over as many more. The GPU waits for the host during the rest.
+    """Profile the middle of a rollout, in ms per token of each sequence. ``clock_ms`` is measured
+    over some engine steps, and the kernels' times over the same number of later steps. In the rest
+    of the time, the GPU waits for the host.
     """
     core, step = engine.llm.llm_engine, engine.llm.llm_engine.step
     states = core.output_processor.request_states
@@ -220,7 +218,7 @@ def profile(
     steps = 0
 
     def length() -> float:
-        """Return the mean number of generated tokens of running sequences."""
+        """Return how many tokens running sequences have generated on average."""
         return float(np.mean([state.detokenizer.num_output_tokens() for state in states.values()]))
 
     def mark() -> None:
@@ -262,14 +260,14 @@ def profile(
 
 
 def train(options: Options, path: Path) -> None:
-    """Run the arm itself. The trained model is not kept."""
+    """Run the arm. The trained model is not saved."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     narrow, tokenizer = load_model(str(options.checkpoint), "fp32", device)
     model = widened(narrow, options.copies)
     task, other = Continue(options.checkpoint), Continue(options.checkpoint, "held_out")
     most = max(longest(each, tokenizer, options.max_new_tokens) for each in (task, other))
     schedule = SparsitySchedule.dense(**LAYOUT, dense_layers=())
-    if options.arm == "lossless":  # the schedule of drafts
+    if options.arm == "lossless":  # the draft schedule
         schedule = schedule.replace(top_k=(options.draft_pages,))
     elif options.arm != "dense":
         tables = json.loads(schedules(options).read_text(encoding="utf-8"))
@@ -282,7 +280,7 @@ def train(options: Options, path: Path) -> None:
         engine = start_engine(options, folder, schedule, most, token_bytes(model))
 
         def held_out() -> float:
-            """Return the mean reward of the policy, decoded densely."""
+            """Return the mean reward of the densely decoded policy."""
             if lossy := not (engine.schedule.is_dense or options.arm == "lossless"):
                 engine.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
             reward = mean_reward(engine, tokenizer, problems, sampling)
@@ -336,7 +334,7 @@ def train(options: Options, path: Path) -> None:
 
 
 def main(options: Options) -> None:
-    """Run the arm, unless its log exists."""
+    """Run the arm, unless it already has a log."""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.arm}-{options.seed}.jsonl"
     if not path.exists():

@@ -1,5 +1,5 @@
-"""The README's picture: where the time of a training step goes, reward against the clock, and the
-tail of acceptance.
+"""Draw the README's figure: seconds per training step, reward against wall-clock time, and the tail
+of acceptance.
 
 python studies/text/wall_clock_figure.py        # writes docs/figures/wall-clock.png from benchmarks/results
 """
@@ -27,9 +27,9 @@ from sparrow.report.theme import INK, MATPLOTLIB, MUTED, SERIES  # noqa: E402
 PATH = ROOT / "docs/figures/wall-clock.png"
 PHASES = {"rollout": "rollout", "score": "scoring", "update": "update and new weights"}
 READ = 1024
-"""Tokens that the lossy actor of the tail reads."""
+"""Budget in tokens of the lossy actor whose tail is drawn."""
 SMOOTH = 3
-"""Steps that rewards are averaged over."""
+"""The number of steps over which rewards are smoothed."""
 
 
 def named(arm: str) -> str:
@@ -38,8 +38,8 @@ def named(arm: str) -> str:
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per arm: seconds of a step by phase, and clock and reward by step, as means over
-    its runs.
+    """Return, for each arm, its seconds per step by phase and its clock and reward by step,
+    averaged over its runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
@@ -59,7 +59,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, float]) -> None:
-    """Draw a bar per arm: the seconds of a step by phase; ``gains`` are the speedups of the arms
+    """Draw a bar per arm with the seconds of a step by phase. ``gains`` are the arms' speed-ups
     over dense.
     """
     for i, (run, color) in enumerate(zip(arms, (INK, *SERIES), strict=False)):
@@ -82,7 +82,7 @@ def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, flo
 
 
 def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
-    """Draw the actor's reward against the clock, each step and smoothed."""
+    """Draw the actor's reward against the clock, both for each step and smoothed."""
     for run, color in zip(arms, (INK, *SERIES), strict=False):
         seconds, reward = run["reward"].T
         smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")
@@ -98,8 +98,8 @@ def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw mean and 5th percentile of a lossy actor's acceptance, by position, with 95
-    % intervals.
+    """Draw the mean and the 5th percentile of a lossy actor's acceptance by position, with 95 %
+    intervals.
     """
     kept = {"mode": "lossy", "budget": READ, "reuse": 1, "dense_layers": []}
     (row,) = (row for row in rows if all(row[name] == value for name, value in kept.items()))

@@ -1,11 +1,13 @@
-"""The study of reward against wall-clock as one JSON file, which ``wall_clock_figure.py`` draws.
+"""Summarise the study of reward against wall-clock in a JSON file, which ``wall_clock_figure.py``
+draws.
 
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json [--earlier EARLIER.json]
 
-Runs of another seed, from the same model or one trained again, are added to those of an earlier
-summary. The clock is the sum of the seconds of the steps: rollout, scoring, update and the new
-weights on their way to vLLM. Starting vLLM and evaluating on held-out problems are not on it.
+With ``--earlier``, runs with another seed, of the same model or of one that was trained again, are
+added to those of an earlier summary. The clock adds up the seconds of steps: rollout, scoring,
+update, and the transfer of new weights to vLLM. It does not include vLLM's start and evaluations on
+held-out problems.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from stability_statistics import Run, logged_rows  # noqa: E402
 
 PHASES = ("rollout", "score", "update", "sync")
 HERE = ("checkpoint", "out")
-"""Options that say only where files were."""
+"""Options that only specify files."""
 RESAMPLES = 2000
-"""For the interval of a speed-up."""
+"""The number of resamples for the interval of a speed-up."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,15 @@ class Options:
     """Which runs to summarise."""
 
     runs: tyro.conf.Positional[Path]  # Folder with logs of arms.
-    checkpoint: Path  # Folder that train.py wrote, the model that the runs began with.
-    out: Path = Path("text_wall_clock.json")  # Where the result goes.
-    earlier: Path | None = None  # Result of an earlier call, whose runs had other seeds.
+    checkpoint: Path  # Folder written by train.py, with the model from which the runs started.
+    out: Path = Path("text_wall_clock.json")  # The JSON file of results.
+    earlier: Path | None = None  # The result of an earlier call, whose runs had other seeds.
 
 
 def arm(path: Path) -> dict[str, Any]:
-    """Summarise one run: its seconds by phase, and its rewards against the clock.
+    """Summarise a run: its seconds by phase, and its rewards against the clock.
 
-    Raises ValueError: the run has no step after the first, in which kernels are still compiled.
+    Raises ValueError: the run has only one step, in which kernels were still being compiled.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
@@ -63,7 +65,7 @@ def arm(path: Path) -> dict[str, Any]:
         "tokens": float(np.mean([row["length"] for row in steps])),  # a response
         "seconds": dict(
             zip(PHASES, seconds[1:].mean(0).round(3).tolist(), strict=True)
-        ),  # for a step other than the first
+        ),  # for all steps except the first
         "step_s": float(seconds[1:].sum(1).mean()),
         "tokens_per_cycle": float(np.mean(cycles)) if cycles else None,
         "profile": profile,
@@ -79,7 +81,7 @@ def arm(path: Path) -> dict[str, Any]:
 
 
 def dense_of(run: Run, arms: Sequence[Run]) -> Run:
-    """Return the dense run of the same model and seed."""
+    """Return the dense run with the same model and seed."""
     return next(
         d
         for d in arms
@@ -88,11 +90,11 @@ def dense_of(run: Run, arms: Sequence[Run]) -> Run:
 
 
 def rollout_share(run: Run) -> list[float]:
-    """Return the share of a step's seconds spent in its rollout, over all steps but the first, with
-    a 95 % interval over steps.
+    """Return the share of a step's time that its rollout takes, over all steps except the first,
+    with a 95 % interval.
 
-    Steps are resampled by their seconds on the clock. Their other phases do the same work in every
-    step and count with their means.
+    The interval is computed by resampling the clock times of steps. The other phases do the same
+    work in every step, so their means are used.
     """
     seconds = np.diff([end for end, _ in run["reward"]])
     others = sum(run["seconds"][phase] for phase in PHASES if phase != "rollout")
@@ -102,15 +104,15 @@ def rollout_share(run: Run) -> list[float]:
 
 
 def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each run: the share of a step that its rollouts take, their speed relative
-    to dense rollouts, and how much of the gain comes from attention.
+    """Return a row for each run, with the share of a step that its rollout takes, the rollout's
+    speed relative to dense rollouts, and how much of the gain comes from attention.
 
-    ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these
-    steps took.
+    ``reward`` is the actor's mean reward over the number of steps that every run completed, and
+    ``minutes`` is how long these steps took.
 
-    ``attention_share``: of a decode step's time on the clock, in the profile.
-    ``saved_by_attention``: the share of the time saved per token, relative to the dense run, that
-    is saved in attention; the rest is saved by the host and by other kernels.
+    ``attention_share`` is attention's share of a decode step's clock time, in the profile.
+    ``saved_by_attention`` is the part of the time saved per token, relative to the dense run, that
+    is saved in attention. The host and other kernels save the rest.
     """
     steps = min(run["steps"] for run in arms)
     rows = []
@@ -138,11 +140,12 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a row for each arm except dense. Its steps are paired with the steps of the dense arm
-    that have the same problems and come after as many updates.
+    that have the same problems and the same number of preceding updates.
 
-    ``step_speedup``: dense's seconds over the arm's, all steps but the first of a run together; the
-    95 % interval resamples pairs. ``reward_minus_dense``: the mean over the pairs of each run;
-    steps of a run are not independent, so an interval needs several runs.
+    ``step_speedup`` is the ratio of dense's seconds to the arm's, summed over all steps except the
+    first of each run, with a 95 % interval from resampling pairs. ``reward_minus_dense`` is the
+    mean over the pairs of each run. Because the steps of a run are not independent, an interval
+    would require several runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in arms if run["arm"] != "dense"):
@@ -171,7 +174,7 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> None:
-    """Write the summary and print its rows."""
+    """Write the summary, and print its rows."""
     known = (
         json.loads(options.earlier.read_text(encoding="utf-8"))
         if options.earlier

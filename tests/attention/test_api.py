@@ -1,5 +1,5 @@
-"""The choice of a decode implementation is made in one place, is reported by name, and never
-overrides an explicit request.
+"""Tests that a decode implementation is chosen in one place, reported by name, and never used
+against an explicit request.
 """
 
 import pytest

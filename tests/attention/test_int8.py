@@ -1,4 +1,6 @@
-"""The int8 format with an exponent for every vector, compared with its definition in float64."""
+"""Tests of the int8 format with one exponent per vector, which is compared with its definition in
+float64.
+"""
 
 import pytest
 import torch
@@ -26,9 +28,7 @@ def test_scales_are_the_smallest_powers_of_two_and_codes_are_rounded_to_nearest(
 
 @DTYPES
 def test_codes_are_dequantised_exactly_in_the_dtype_of_the_model(dtype):
-    """Check every code with every scale that a vector can have; storing the result again changes
-    nothing.
-    """
+    """Check every code with every possible scale. Storing the result again must change nothing."""
     least, most = exponent_limits(dtype)
     exponent = torch.arange(least + 127, most + 128, dtype=torch.uint8)
     codes = torch.arange(-127, 128).expand(len(exponent), -1).to(torch.int8)

@@ -1,5 +1,5 @@
-"""The paged reference, which specifies the kernels, is compared with the contiguous reference and
-with hand calculations.
+"""Tests of the paged reference, which specifies the kernels, against the contiguous reference and
+hand calculations.
 """
 
 import pytest
@@ -129,7 +129,7 @@ def test_an_int8_cache_gives_the_same_results_as_its_dequantised_copy(dtype, lan
     )
     assert torch.equal(marks.float(), expected.float()) and marks.float().any()
     marks.view(torch.uint8)[3, 1] = (
-        0  # the page completed by the newest token of the first row: decoding writes its landmark
+        0  # The newest token of the first row completes a page, so decoding writes its landmark.
     )
     q = torch.randn(B, K * G, D, dtype=dtype)
     rest = dict(layout=layout, implementation="reference", scale=0.3)

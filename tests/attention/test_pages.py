@@ -1,6 +1,5 @@
-"""Pages, landmarks, scores and selection against loops written from the definition.
-
-Source: Sparrow, arXiv 2606.08446, section 2.
+"""Tests of pages, landmarks, scores and selection against loops that follow the definition
+(Sparrow, arXiv 2606.08446, section 2).
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
 N pages.
@@ -32,8 +31,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
-    """Apply the definition to one query token and kv head: sink and recent pages, and the best of
-    the rest, with ties won by the earlier page.
+    """Apply the definition to one query token and kv head: the sink and recent pages, and the best
+    of the other pages, where ties go to the earlier page.
     """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
@@ -171,8 +170,8 @@ def test_selection_handles_equal_infinite_and_nan_scores():
     assert select([5.0, -3, -1, -2, -9, -1, 5, 5], 30, 2, layout) == {0, 2, 5, 6, 7}
     assert select([0.0, -INF, -INF, 1, -INF, -INF, 0, 0], 30, 2, layout) == {0, 1, 3, 6, 7}
     assert select([0.0, 1, INF, 1, INF, INF, 0, 0], 30, 2, layout) == {0, 2, 4, 6, 7}
-    # The sink, the partly filled page and pages not written yet are not ranked, whatever their
-    # score.
+    # The sink, a partly filled page and pages that are not yet written are never ranked, whatever
+    # their scores.
     assert select([NAN, 1, 5, 3, 4, NAN, NAN, NAN], 27, 2, layout) == {0, 2, 4, 5, 6}
 
 

@@ -1,8 +1,8 @@
-"""The reference attention against a loop over rows, heads and tokens, and its two forms against
-each other.
+"""Tests of the reference attention against a loop over rows, heads and tokens, and of its two forms
+against each other.
 
-Queries and keys are small multiples of 1/2, and page and group sizes are powers of two, so page
-scores are exact in float32: no selection depends on rounding, and equal scores are common.
+Queries and keys are small multiples of 1/2, and page and group sizes are powers of two. Page scores
+are therefore exact in float32, so no selection depends on rounding, and ties are common.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -54,11 +54,11 @@ def dot(x, y):
 
 
 def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
-    """Apply section 2 of the paper to the newest token of one sequence, in plain floats, and
-    measure how clear the selection is.
+    """Apply section 2 of the paper to the newest token of one sequence in plain Python floats, and
+    measure by how large a margin pages are selected.
 
-    Returns: ``out[H][D]``, ``weights[H]`` (token -> weight) and the smallest gap between a page
-        that was selected by score and one that was not.
+    Returns: ``out[H][D]``, ``weights[H]`` (token -> weight), and the smallest difference in score
+    between a selected page and one that is not selected.
     """
     dtype, P = k_KSD.dtype, layout.page_size
     H, K, S, D = len(q_HD), *k_KSD.shape
@@ -154,8 +154,8 @@ def test_decoding_with_any_page_layout_matches_a_naive_loop(data):
 
 
 def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
-    """Apply ``attend`` to the first of a sequence's T newest tokens, and to each later token with
-    what the first one read and the tokens since; return ``[H, T, D]``.
+    """Apply ``attend`` to the first of a sequence's T newest tokens. Each later token reads what
+    the first one read, and the tokens since then. Return ``[H, T, D]``.
     """
     H, T, D = q_HTD.shape
     G, first = H // len(k_KSD), k_KSD.shape[1] - T + 1
@@ -188,9 +188,7 @@ def test_several_new_tokens_read_the_pages_selected_by_the_first_of_them(heads, 
         torch.testing.assert_close(out[b], expected, rtol=0, atol=1e-12)
 
 
-BUDGETS = torch.tensor(
-    [0, 640], dtype=torch.int32
-)  # nothing by score, and two and a half times the pages
+BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # budgets of zero and of 2.5 times the pages
 
 
 def by_kv_head(x, head):
@@ -264,11 +262,10 @@ def test_cache_contents_outside_the_sequence_have_no_effect():
 
 
 def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
-    """q, k, a logit, a weight, their sum and the output are each rounded once at most, by u = 2**-8
-    relatively.
-
-    A logit is then off by at most delta = 3 u scale sum_d |q_d k_d|, a weight by a factor within
-    exp(2 delta + 2 u), the output by one more u.
+    """q, k, a logit, a weight, their sum and the output are each rounded at most once, with a
+    relative error of at most u = 2**-8. The error of a logit is then at most delta = 3 u scale
+    sum_d |q_d k_d|, a weight is wrong by a factor of at most exp(2 delta + 2 u), and the output by
+    another u.
     """
     u, D, layout = 2**-8, 8, PageLayout(page_size=8)
     length = torch.tensor([1, 7, 8, 49, 130])
@@ -296,7 +293,7 @@ def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
             assert (
                 (out[b, h].double() - expected[h]).abs() <= math.expm1(2 * delta + 3 * u) * spread
             ).all()
-            assert delta < 0.1, "or the bound would forgive a wrong page"
+            assert delta < 0.1, "with a larger bound, a wrong page would go unnoticed"
 
 
 def test_autocast_gives_the_same_output_as_inputs_cast_beforehand():
@@ -328,8 +325,8 @@ START, LENGTH, PROMPT = (
 
 
 def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, budgets=None):
-    """Decode the t-th token of every row that has one, for every t; prompt positions read
-    everything.
+    """Decode step by step: for every t, the t-th token of all rows that are long enough. Prompt
+    positions read everything.
     """
     out = torch.zeros_like(q_BHTD)
     for t in range(int(LENGTH.max())):
@@ -454,8 +451,8 @@ def test_gradients_match_finite_differences():
         for t in range(int(prompt[b]), int(length[b])):
             own, column = slice(int(start[b]), int(start[b]) + t + 1), int(start[b]) + t
             gaps.append(attend(q[b, :, column], k[b, :, own], v[b, :, own], 1, layout, 1.0)[2])
-    assert sum(math.isfinite(gap) for gap in gaps) == 7, "pages are left out"
-    assert min(gaps) > 1e-3, "a finite difference of 1e-6 turns no selection over"
+    assert sum(math.isfinite(gap) for gap in gaps) == 7, "the test needs pages that are left out"
+    assert min(gaps) > 1e-3, "finite differences of 1e-6 must not change the selection"
     top_k = torch.ones(2, 9, dtype=torch.long)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(

@@ -1,4 +1,4 @@
-"""The audit of real engines: exact engines pass, and injected defects are detected."""
+"""Tests that the audit passes exact engines and detects injected defects."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ DRAFTS = Decoding.lossless(
     SparsitySchedule.fixed(3, page_size=4, recent_pages=1, dense_layers=()), draft_tokens=3
 )
 SEQUENCES, LENGTH = 512, 24
-"""About 12,000 tokens per arm: a bias of 3 % of the tokens is seen."""
+"""About 12,000 tokens per arm, with which a bias that affects 3 % of the tokens is detected."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_recorded_positions_within_cycles_match_the_counters(model):
     assert max(place.max() for place in places) == 3
     assert set(steps.tolist()) <= {1, 0, -1, -2, -3, -4}
     begun = sum(int((place == 0).sum()) for place in places)
-    alone = sum(int((place[1:] == -1).sum()) for place in places)  # last tokens, without drafts
+    alone = sum(int((place[1:] == -1).sum()) for place in places)  # last tokens have no drafts
     assert begun + alone == counters.cycles
     plain = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(
         asked(2), Sampling(5, top_n=0)
@@ -160,7 +160,7 @@ def top_p_on_the_target_alone(monkeypatch):
 
 
 def draw_drafts_from(monkeypatch, other):
-    """Draw drafts from distributions of another shape than those that verify them."""
+    """Draw drafts from distributions that verification does not assume."""
     right = Shape.distribution
     draw_along = speculative.draw_along
     seen = []
@@ -177,7 +177,7 @@ def draw_drafts_from(monkeypatch, other):
 
 
 def while_drafting(monkeypatch):
-    """Return a list that is empty except while a cycle's tokens are drafted."""
+    """Return a list that is non-empty only while a cycle's tokens are being drafted."""
     draft = speculative.draft
     inside = []
 
@@ -193,7 +193,9 @@ def while_drafting(monkeypatch):
 
 
 def a_stale_key_after_a_rejection(monkeypatch):
-    """Keep the keys and values of a rejected draft in the cache as those of its replacement."""
+    """Keep the keys and values of a rejected draft in the cache in place of those of its
+    replacement.
+    """
     keep = CachedSequences.keep
     select = CachedSequences.select
     drafting = while_drafting(monkeypatch)
@@ -267,8 +269,8 @@ def test_each_injected_defect_is_detected(model, monkeypatch, defect, sampling, 
 
 @pytest.mark.slow
 def test_shared_noise_is_detected_when_contexts_repeat(model, monkeypatch):
-    """Find a bias that moves tokens across all ranks, which no ordering reveals, with few prompts
-    sampled often.
+    """Sample a few prompts many times, because this bias leaves the frequency of every rank
+    unchanged.
     """
     often = dict(sequences=8192, length=5, prompts=8)
     beside, _ = arm(model, SparsitySchedule.dense(), 12, **often)

@@ -1,4 +1,6 @@
-"""The audit as a whole: what is sampled and ranked, with full distributions and with lists."""
+"""Tests of complete audits: what is sampled and how it is ranked, with full distributions and with
+top lists.
+"""
 
 from contextlib import contextmanager
 
@@ -29,7 +31,9 @@ def asked(count):
 
 
 class Lists:
-    """The most likely tokens by transformers, in the form of a prefill's lists."""
+    """The most likely tokens according to transformers, in the format of the lists from a
+    prefill.
+    """
 
     def __init__(self, model):
         self.model = model
@@ -57,7 +61,7 @@ def dense(model):
 @pytest.mark.parametrize(
     "options", [{}, dict(temperature=0.7, top_k=9, top_p=0.8), dict(top_p=0.5)]
 )
-def test_ranks_are_taken_from_top_lists_that_determine_them(model, options):
+def test_ranks_are_computed_from_top_lists_that_contain_every_sampled_token(model, options):
     sampling = Sampling(12, top_n=0, **options)
     engine = dense(model)
     rollouts = engine.generate(asked(8), sampling)

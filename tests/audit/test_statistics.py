@@ -1,4 +1,6 @@
-"""Statistics of the audit by hand, and on samples of known distributions."""
+"""Tests of the audit's statistics against hand calculations and on samples from known
+distributions.
+"""
 
 import json
 
@@ -75,7 +77,7 @@ def test_tail_probabilities_match_students_t_distribution(freedom, t):
 
 
 def test_standard_errors_treat_sequences_as_clusters():
-    """Two copies of every token carry no more information than one."""
+    """A second copy of every token adds no information."""
     values = np.random.default_rng(0).normal(size=200)
     once = statistics._mean(values, np.arange(200))
     twice = statistics._mean(np.repeat(values, 2), np.repeat(np.arange(200), 2))
@@ -117,7 +119,9 @@ def test_exact_tokens_pass_the_audit():
 
 
 def test_the_false_positive_rate_does_not_exceed_the_significance_level():
-    """At a level of 5 %, no more of 150 audits of exact tokens fail than chance explains."""
+    """At a level of 5 %, the number of failures among 150 audits of exact tokens is compatible with
+    chance.
+    """
     called = sum(
         audit(
             drawn(2 * seed, sequences=60, length=10),
@@ -152,7 +156,7 @@ def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power(
         strictest = verdict.level / len(verdict.findings)
         found += next(f for f in verdict.findings if f.name == name).p_value < strictest
     low, high = stats.binom.interval(0.999, 40, statistics.POWER)
-    # Randomisation within a token blurs u, so slightly less than the full share is visible.
+    # The random offset within a token blurs u, so slightly less than the full share is visible.
     assert low - 8 <= found <= high
 
 
@@ -191,7 +195,7 @@ def test_the_audit_cannot_tell_from_too_few_sequences():
 
 
 def test_dependence_between_tokens_is_detected_even_if_each_is_uniform():
-    """Every second token reuses the random number of the one before."""
+    """Every second token reuses the random number of the preceding token."""
     rng = np.random.default_rng(0)
     u = rng.random((400, 20))
     u[:, 1::2] = u[:, ::2]
@@ -258,8 +262,8 @@ def test_a_verdict_can_be_converted_to_json():
 
 
 def in_few_contexts(seed, sequences, bias=None):
-    """Draw sequences of two tokens after one of three prompts; the context is the prompt and, for
-    the second, the first token.
+    """Draw sequences of two tokens after one of three prompts. The context of the second token
+    includes the first.
     """
     rng = np.random.default_rng(seed)
     p = np.random.default_rng(9).dirichlet(np.full(6, 0.7), 3 + 3 * 6)
@@ -305,7 +309,7 @@ def test_the_repeated_context_statistic_is_a_sum_over_pairs():
 
 
 def test_a_bias_unrelated_to_rank_is_detected_when_contexts_repeat():
-    """In each context some tokens are drawn too often, regardless of rank."""
+    """In each context, some tokens are drawn too often, whatever their rank."""
 
     def anywhere(p):
         odd = np.random.default_rng(5).choice([0.7, 1.3], p.shape)

@@ -1,4 +1,4 @@
-"""Audits of several arms, each against its dense decoding."""
+"""Tests of audits of several arms, each of which is compared with dense decoding."""
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,9 @@ def test_engines_that_start_at_once_share_neither_files_nor_a_port(audits, monke
 
 
 def samples(audits, arm, seeds):
-    """Sample tokens of a distribution over three, of which arm ``three`` draws the first too often."""
+    """Sample from a distribution over three tokens, except that the arm ``three`` draws the first
+    token too often.
+    """
     p = np.array([0.5, 0.3, 0.2])
     drawn = []
     for seed in range(seeds):
@@ -52,7 +54,7 @@ def samples(audits, arm, seeds):
 
 
 def test_each_seed_of_an_arm_is_judged_against_its_dense_decoding(audits, monkeypatch):
-    # Threads stand for processes.
+    # threads instead of processes
     monkeypatch.setattr(audits, "ProcessPoolExecutor", lambda n, spawn: ThreadPoolExecutor(n))
     started = []
 

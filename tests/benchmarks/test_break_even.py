@@ -1,4 +1,6 @@
-"""The script that times a cycle of each drafter, and the table that its results make."""
+"""Tests of the script that times a cycle of each drafter, and of the table made from its
+results.
+"""
 
 import importlib
 import json
@@ -107,7 +109,7 @@ def test_vllm_accepts_a_drafter_and_rejects_all_its_drafts(scripts, shape, name,
 
 
 class Children:
-    """A stand-in for the engine processes: each measures one point and takes ``seconds``."""
+    """A stand-in for engine processes, each of which measures one point and takes ``seconds``."""
 
     def __init__(self, clock, seconds, failing=()):
         self.clock, self.seconds, self.failing = clock, seconds, failing
@@ -133,8 +135,8 @@ class Child:
 
 @pytest.fixture
 def run(scripts, tmp_path, monkeypatch):
-    """Return a function that runs the script with stand-in processes; it returns these processes
-    and the content of the result file.
+    """Return a function that runs the script with stand-in processes, and returns these processes
+    and the contents of the result file.
     """
     pytest.importorskip("vllm.version")
     script, _ = scripts

@@ -1,4 +1,6 @@
-"""The fates that ``benchmarks/cascade.py`` draws for guesses and drafts, and its prompts."""
+"""Tests of how ``benchmarks/cascade.py`` decides which guesses and drafts are kept, and of its
+prompts.
+"""
 
 import importlib
 from pathlib import Path
@@ -21,8 +23,8 @@ def test_guesses_are_kept_so_often_that_a_pass_yields_the_given_number_of_drafts
 
 
 def test_places_that_no_pass_fills_are_rejected(cascade):
-    # Each of two passes yields one or two drafts. The third place is filled by three in four, and
-    # the fourth by one in four.
+    # Each of two passes yields one or two drafts, so the third draft exists in three of four cases,
+    # and the fourth in one of four.
     rates = cascade.acceptance_by_place(0.8, 0.5, guesses=1, passes=2, drafts=5)
     assert rates[:2] == [0.8, 0.8]
     assert np.cumprod(rates) == pytest.approx(

@@ -86,7 +86,9 @@ def test_only_metrics_shown_in_a_table_are_kept_from_a_trainers_log(common):
 
 
 def test_the_committed_result_files_are_small(common):
-    """Series that appear in neither a table nor a figure belong in the folder of a run."""
+    """Series that neither a table nor a figure uses belong in a run's folder, not in the
+    repository.
+    """
     files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1.5e6
 

@@ -1,5 +1,5 @@
-"""The paper's formulas on worked numbers, compared with bytes and FLOPs of steps and with its ideal
-speedups.
+"""Tests of the paper's formulas against hand calculations, the bytes and FLOPs of steps, and the
+paper's ideal speed-ups.
 """
 
 import importlib
@@ -35,8 +35,8 @@ def test_eflops_match_a_hand_calculation(eflops):
     # 2*10*2*4 = 160; 6*(2*3+4)*4*2*5 = 2400; 2*3*4*5 + 2*16*5 = 280 bytes.
     assert eflops.dense_eflops(**common, I=0) == 160 + 2400
     assert eflops.dense_eflops(**common, I=7) == 160 + 2400 + 7 * 280
-    # attend: 160 + 2*6*2*5*2*4 = 960, 2*2*5*2*4 = 160 bytes; score: 2*2*3*5*4 = 240, 6*2*5*16/4 =
-    # 240, 2*3*5*4 = 120 and 2*5*16/4 = 40 bytes.
+    # Attention: 160 + 2*6*2*5*2*4 = 960, 2*2*5*2*4 = 160 bytes. Scoring: 2*2*3*5*4 = 240,
+    # 6*2*5*16/4 = 240, 2*3*5*4 = 120 and 2*5*16/4 = 40 bytes.
     assert eflops.sparse_eflops(**common, I=0, b=2, P=2) == 160 + 960 + 240 + 240
     assert eflops.sparse_eflops(**common, I=7, b=2, P=2) == 1600 + 7 * (160 + 120 + 40)
 
@@ -59,7 +59,7 @@ def test_eflops_match_the_cost_model_if_d_covers_keys_and_values(eflops):
     near = (
         budget * shape.kv_width * 2 * budget,
         2 * shape.kv_width * budget**2 / (4 * P),
-    )  # as if everything were read from the start
+    )  # every step reads the whole budget, even at the start
     sparse_memory = eflops.sparse_eflops(*common, 1, budget, P) - eflops.sparse_eflops(
         *common, 0, budget, P
     )
@@ -79,14 +79,14 @@ def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
     }
     assert found["qwen3-1.7b"] == pytest.approx(5.2, rel=0.03)
     assert found["qwen3-14b"] == pytest.approx(2.7, rel=0.03)
-    # 8B: 3.5 is what the 0.87 table gives, which the authors also ship; the 0.86 table gives a
-    # fifth more.
+    # 8B: the formulas give 3.5 for the 0.87 table, which the authors released too, and a fifth more
+    # for the 0.86 table.
     lenient = eflops.ideal_speedup(
         SHAPES["qwen3-8b"], SparsitySchedule.preset("qwen3-8b", 0.87), intensity, 40_000
     )
     assert lenient == pytest.approx(3.5, rel=0.03)
     assert found["qwen3-8b"] == pytest.approx(4.20, abs=0.01)
-    # 4B: 5.1 cannot be reached; even attention alone, without weights or scoring, stays below it at
+    # 4B: 5.1 is out of reach. Even attention alone, without weights or scoring, is below it at
     # every cutoff.
     assert found["qwen3-4b"] == pytest.approx(4.11, abs=0.01)
     t = np.arange(1, 40_001)

@@ -1,4 +1,6 @@
-"""The fit of lossless cycles, and how well the shipped constants predict the measurements."""
+"""Tests of the fit of lossless cycles, and of how well the shipped constants predict
+measurements.
+"""
 
 import importlib
 import json
@@ -15,7 +17,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]
 ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the measurements returned no lists
 MISSED = {("qwen3-4b", 24, 30_000), ("qwen3-8b", 24, 30_000)}
-"""States of the last run in which a dense step of stock vLLM took 9 and 8 % longer than predicted.
+"""States of the last run in which a dense step of stock vLLM took 9 % and 8 % longer than
+predicted.
 """
 
 
@@ -53,21 +56,21 @@ def test_the_fit_recovers_known_constants(fit):
         for cycle in cycles
     ]
     with np.errstate(divide="ignore"):
-        assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
+        assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "constants must not be negative"
 
 
 def test_the_shipped_constants_predict_every_measured_cycle(fit):
     cycles = fit.measured()
     assert len(cycles) == 81 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
     assert max(map(abs, fit.errors(cycles))) < 0.05, (
-        "fit them again: python benchmarks/fit_lossless.py"
+        "update the constants: run python benchmarks/fit_lossless.py"
     )
     assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(CYCLE_H200), rel=0.1)
 
 
 def speedups(fit, name):
-    """Return the state and the predicted and measured speedup over stock for each fixed number of
-    drafts of a run.
+    """Return, for each fixed number of drafts in a run, the state and the predicted and measured
+    speed-up over stock vLLM.
     """
     stock, lossless = (
         json.loads((BENCHMARKS / "results" / f"lossless_{name}{end}.json").read_text())

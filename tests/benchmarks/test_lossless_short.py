@@ -1,5 +1,5 @@
-"""The benchmark of short contexts applied to the steps of three simulated engines, on a clock that
-the test controls.
+"""Tests of the benchmark of short contexts with three simulated engines, on a clock that the test
+controls.
 """
 
 import importlib
@@ -23,8 +23,8 @@ def short():
 
 
 class Bench:
-    """An engine whose results come one step late; after a pause the first one is available at once
-    and the GPU is idle.
+    """An engine whose results arrive one step late. After a pause, the first result is available at
+    once, and the GPU is idle.
     """
 
     def __init__(self, clock, step_s, restart_s):
@@ -48,7 +48,7 @@ class Bench:
 
 
 class InThisProcess:
-    """A stand-in for the pool with the process of an engine."""
+    """A stand-in for the process pool of an engine."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -119,7 +119,7 @@ def test_the_ratio_excludes_the_cost_of_pauses(short, engines, monkeypatch):
     assert result["with_pauses"] == pytest.approx(ours[2] / ours[3] * of_both[3] / of_both[2])
     assert (
         result["with_pauses"] < 0.96 * result["ratio"][0]
-    )  # one of our turns begins with 48 ms more
+    )  # one of our turns starts with an extra 48 ms
     assert max(result["grown"].values()) == 512
     assert all(
         one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns
@@ -131,7 +131,7 @@ def test_turns_stop_at_the_time_limit_before_sequences_are_fully_grown(short, en
     result = short.side_by_side(engines, ROWS, 1024, None)
     assert max(result["grown"].values()) < short.GROWTH / 2
     took = sum(turn[3] for turns in result["turns"].values() for turn in turns)
-    assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun is completed
+    assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has started is completed
 
 
 def test_sequence_growth_is_limited_by_the_smallest_cache_and_the_context(short, engines):
@@ -147,7 +147,7 @@ def test_each_state_begins_with_a_fresh_chooser(short, engines, monkeypatch, rat
     monkeypatch.setattr(short, "GROWTH", 64)
     short.side_by_side(
         engines, ROWS, 1024, None
-    )  # without drafts, after which they are chosen again
+    )  # the state without drafts, after which drafts are chosen again
     bench = engines["lossless"].engine.bench
     before = bench.scheduler.chooser
     bench.step = lambda: (Bench.step(bench), bench.scheduler.chooser.chosen.__setitem__(0, 5))
@@ -160,8 +160,7 @@ def test_each_state_begins_with_a_fresh_chooser(short, engines, monkeypatch, rat
 def test_times_measured_before_a_pause_are_discarded(short, engines):
     ours = engines["lossless"].engine
     ours.turn(10**9)
-    # Before a step: recorded data stays cleared until the first results after the pause have
-    # arrived.
+    # Nothing is recorded until the first results after the pause have arrived.
     assert ours.bench.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
 
 

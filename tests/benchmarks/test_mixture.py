@@ -1,4 +1,6 @@
-"""The script that times a mixture of experts in all modes, and the tables that its results make."""
+"""Tests of the script that times a mixture of experts in all modes, and of the tables made from its
+results.
+"""
 
 import importlib
 import json

@@ -1,4 +1,6 @@
-"""Every script starts on any machine, and measured shapes match those of the cost model."""
+"""Tests that every script starts on any machine, and that measured shapes match those of the cost
+model.
+"""
 
 import json
 import os
@@ -42,13 +44,13 @@ for name in sys.argv[2:]:
             del sys.modules[module]
 print(json.dumps(found))
 """
-"""Prints what each script ends with and writes, in a process where the first that needs vLLM has
-imported it for all; modules of the scripts themselves are imported anew.
+"""Prints the exit status and output of each script. All scripts run in one process, so that vLLM is
+imported only once, but each imports the other scripts' modules anew.
 """
 
 
 def missing(name: str) -> str | None:
-    """Return the first optional package that a script mentions and this environment lacks."""
+    """Return the first optional package that a script mentions and that is not installed."""
     text = (ROOT / name).read_text(encoding="utf-8")
     absent = (module for module in ("vllm", "triton") if find_spec(module) is None)
     return next((module for module in absent if module in text), None)
@@ -56,7 +58,7 @@ def missing(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def helps():
-    """Return exit status and output of ``--help`` for every script that can start here."""
+    """Return the exit status and output of ``--help`` for every script that can start here."""
     scripts = [name for name in SCRIPTS if missing(name) is None]
     done = subprocess.run(
         [sys.executable, "-c", HELP, str(ROOT), *scripts],

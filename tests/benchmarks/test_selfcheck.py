@@ -1,4 +1,4 @@
-"""What ``benchmarks/selfcheck.py`` reports for an engine that starts, is refused, or dies."""
+"""Tests of what ``benchmarks/selfcheck.py`` reports if an engine starts, is refused, or dies."""
 
 import importlib
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The comparison of two trees: each is timed by its own code, and slower rows are named. No GPU is
-needed.
+"""Tests of the comparison of two source trees, each of which is timed by its own code. They need no
+GPU.
 """
 
 import shutil

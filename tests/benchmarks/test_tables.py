@@ -1,5 +1,5 @@
-"""docs/performance.md matches the JSON files of the benchmarks, and the rollout traces match its
-description.
+"""Tests that docs/performance.md matches the benchmarks' JSON files, and that the rollout traces
+match its description.
 """
 
 import importlib
@@ -48,19 +48,19 @@ def test_the_interval_of_a_speedup_matches_a_hand_calculation(tables):
         trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
         return {"join_ms": [5.0], "traces": {"9": trace}}
 
-    # Stock's less twice ours: 10, 0, -10. Both differences are 10, so the mean of three has a
-    # variance of 50 / 3; its root is 0.408 of the 10 s that ours takes. With 2 * 4 / 5 degrees of
-    # freedom its half width is 5.52 times as long.
+    # Stock minus twice ours is 10, 0, -10. Successive values differ by 10, so the mean of three has
+    # a variance of 50 / 3, and its standard error is 0.408 of the 10 s that ours takes. With 2 * 4
+    # / 5 degrees of freedom, the half-width of the interval is 5.52 times as long.
     assert (
         tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none")
         == "2.00x [-0.25, 4.25]"
     )
-    # If every state is faster by the same amount, other states could not change the result.
+    # If all states have the same speed-up, the choice of states does not matter.
     assert (
         tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none")
         == "2.00x [2.00, 2.00]"
     )
-    # 20 s and 10 s, and 10 s more of each.
+    # 20 s and 10 s, plus 10 s each.
     assert (
         tables.speed.speedup(run([20, 20]), run([10, 10]), "9", "none", 10) == "1.50x [1.50, 1.50]"
     )
@@ -79,7 +79,7 @@ def test_a_request_joins_when_another_ends(trace):
         (3, [22, 30], 1),
         (1, [40], 1),
     ]
-    # Of six steps the second, the fourth and the last.
+    # the second, fourth and last of six steps
     found = [(step, sorted(lengths.tolist())) for step, lengths in trace.states(spans, 3)]
     assert found == [(1, [11, 21]), (3, [23, 31]), (5, [40])]
 

@@ -1,4 +1,4 @@
-"""The table of verl's runs, made from results of its recipe."""
+"""Tests of the table of verl's runs, which is made from the recipe's results."""
 
 import importlib
 import json

@@ -1,5 +1,5 @@
-"""How the script that drives other trainers evaluates their responses and counters. No trainer is
-started here.
+"""Tests of how the script that drives other trainers evaluates their responses and counters. No
+trainer is started.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""Budgets of layers and kv heads: the order in which pages are allocated, checked by hand, and the
-command on a small model.
+"""Tests of budgets by layer and kv head: the order in which pages are allocated, against hand
+calculations, and the command with a small model.
 """
 
 import numpy as np

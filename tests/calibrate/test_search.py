@@ -1,4 +1,4 @@
-"""The search, in simulated worlds with a known acceptance tail."""
+"""Tests of the search, with simulated engines whose acceptance tail is known."""
 
 import math
 import shutil
@@ -19,8 +19,8 @@ LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
 
 
 def world(lengths, needed, calls=None, noise=0.0):
-    """Simulate acceptance that falls linearly as top_k falls short of ``needed(bin)``, equal for
-    all tokens except for noise.
+    """Simulate acceptance that falls linearly with the pages by which top_k falls short of
+    ``needed(bin)``, and that is the same for all tokens except for noise.
     """
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -153,7 +153,7 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
     # A quarter fewer pages or a third more; if fewer are sufficient, fewer still.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
-    # In the last bin, 33 would be enough, but the line predicts 34.
+    # In the last bin, 33 would be enough, but interpolation predicts 34.
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)
     # Lengths beyond the schedule were sampled densely, and are tried with the budget of the
     # previous bin.
@@ -164,8 +164,8 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
 
 
 def early(count, tokens):
-    """Return thirty responses that start at 160, and ``count`` that start up to ``tokens`` tokens
-    earlier.
+    """Return thirty responses that start at 160, and ``count`` others that start up to ``tokens``
+    tokens earlier.
     """
 
     def measure(schedule):
@@ -216,7 +216,7 @@ def test_unreached_lengths_do_not_shift_the_table():
         (800, 45),
     ]  # 37 would be sufficient
     assert found.schedule.top_k == (5, 13, 38, 38, 38, 45, ALL_PAGES)
-    assert len(calls) == len(set(calls)), "every pass tries what it was meant to"
+    assert len(calls) == len(set(calls)), "no pass should repeat an earlier one"
 
 
 @pytest.mark.slow
@@ -264,8 +264,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round has one dense pass in addition, and no pass for the schedule that sampled it (in
-    # the first round, the largest budget).
+    # Every round also has a dense pass, but no pass under the schedule with which its responses
+    # were sampled (in the first round, the largest budget).
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -336,7 +336,7 @@ def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_sma
     with pytest.raises(ConfigError, match=few):
         calibrated(VOCAB, 0.999)
     assert calibrated(VOCAB, 0.05).schedule.top_k[0] == 2 and not caplog.records
-    # Longer lists are requested until they settle the question.
+    # Longer lists are requested until they decide the question.
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
@@ -413,11 +413,10 @@ def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeyp
 
 
 class TwoPrograms:
-    """A sampler with noisy logits, or a scorer, of a model whose logits depend only on prompt and
-    position.
-
-    Fewer pages move the logits further. All ``V`` tokens are listed. The noise is the same under
-    every schedule or drawn ``anew`` for each, as if sums were rounded differently.
+    """A scorer, or a sampler with noisy logits, for a model whose logits depend only on prompt and
+    position. The fewer pages are read, the larger is the change in the logits. All ``V`` tokens are
+    listed. The noise is either the same under all schedules or drawn ``anew`` for each, as if sums
+    were rounded differently.
     """
 
     V, T = 16, 320
@@ -525,8 +524,7 @@ def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # The reported p5 of every schedule is that of the sampler, even if nothing was sampled under
-    # this schedule.
+    # The reported p5 is always the sampler's, even for schedules under which nothing was sampled.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

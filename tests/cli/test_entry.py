@@ -1,4 +1,4 @@
-"""The command line end to end, on a tiny checkpoint: what it prints, writes and refuses."""
+"""End-to-end tests of the command line on a tiny checkpoint: what it prints, writes and refuses."""
 
 import json
 import re
@@ -81,7 +81,8 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert re.search(
         r"log-probs of the sampled tokens differ from the policy's by \d(e-\d+)?", printed
     )
-    # Lists leave open how far dense samples are from the policy, although the distance is zero.
+    # Because of the lists, it is unknown how far dense samples are from the policy, although they
+    # do not differ.
     assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
     assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
@@ -130,7 +131,9 @@ def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path,
     assert "drafts by exact acceptance" in printed and "sparse actor" not in printed
     assert not any(word in printed for word in ("tau", "ceiling", "undecided"))
     counted = json.loads(out.read_text())["drafts"]
-    assert counted["accepted"] + counted["cycles"] <= 4 * 24, "more than one pass was counted"
+    assert counted["accepted"] + counted["cycles"] <= 4 * 24, (
+        "counts of several passes were added up"
+    )
     passes.clear()
     main(["measure", "--schedule", "dense", *sampled])
     assert passes == [(20, True)]
@@ -148,11 +151,11 @@ def test_reported_counters_are_those_of_the_last_sampling_pass(
     sampled = ["measure", "--model", checkpoint, *SAMPLED, "--schedule", "fixed:0", "--tau", "0.6"]
     main(sampled)
     lengths = [top_n for top_n, is_dense in passes if not is_dense]
-    assert lengths[:2] == [20, 80], "this test needs lists that grow"
+    assert lengths[:2] == [20, 80], "the test needs lists that are lengthened"
     after_several = kept[-1].tokens_held
 
     main([*sampled, "--top-n", str(lengths[-1])])
-    assert after_several == kept[-1].tokens_held, "earlier samples were counted too"
+    assert after_several == kept[-1].tokens_held, "counts of earlier passes were included"
 
 
 @pytest.mark.slow
@@ -364,7 +367,7 @@ def test_lists_are_lengthened_until_the_verdict_is_decided(checkpoint, tmp_path,
     )
     assert "1.000; use longer lists (--top-n)" in said and " undecided" in said
     assert re.search(r"p5 between .* 0\.\d+ and 1\.000 ", said)
-    for lists in (["--top-n", "151"], []):  # as many as needed, unless a number is given
+    for lists in (["--top-n", "151"], []):  # without --top-n, lists are as long as needed
         main([*arguments, *lists])
         said = " ".join(capsys.readouterr().out.split())
         assert "is unknown" not in said and " holds" in said
@@ -519,7 +522,9 @@ def test_a_missing_model_is_reported_in_one_sentence(command, capsys):
 
 
 def test_the_recorded_reward_rises_within_the_number_of_demo_steps():
-    """Longer runs of the same seeds, whose first steps are the demo's, were measured."""
+    """The recorded runs are longer, but have the same seeds, so their first steps are those of the
+    demo.
+    """
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]
         assert len(reward) == Demo.steps <= 8 and sum(reward[-2:]) - sum(reward[:2]) > 2 * 0.1

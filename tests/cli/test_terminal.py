@@ -1,4 +1,4 @@
-"""Terminal output while a command works, and how commands are started."""
+"""Tests of the terminal output while a command works, and of how commands are started."""
 
 import io
 import subprocess
@@ -40,7 +40,7 @@ def test_each_step_prints_one_flushed_line(monkeypatch):
     monkeypatch.setattr(sys, "stderr", pipe)
     progress = Progress(12)
     progress("rollout", {})
-    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # the duration of a step is not known yet
+    assert pipe.flushed == "step 1/12  rollout  0 s\n"  # the duration of a step is still unknown
     progress("step", STEP)
     assert pipe.flushed.splitlines()[1:] == [f"step 3/12  {LINE}"]
     progress("rollout", {})
@@ -63,7 +63,7 @@ def test_the_printed_p5_omits_lengths_sampled_by_the_dense_policy():
     later = {"end": 200, "lower_bound": 0.5, "upper_bound": 0.5, "n_sequences": 4}
     step = {**STEP, "mismatch": {"bins": [{**BIN, "lower_bound": 0.1}, later]}, "dense_up_to": 100}
     assert terminal.step_line(step) == LINE.replace(P5, "lowest p5 0.500  ")
-    drafts = {"acceptance": 0.987}  # from mode auto, which verifies up to 100 tokens here
+    drafts = {"acceptance": 0.987}  # from a run in mode auto, which verifies up to 100 tokens here
     assert terminal.step_line({**step, "drafts": drafts}) == terminal.step_line(step)
     read_in_full = {**step, "dense_up_to": 200}
     assert terminal.step_line(read_in_full) == LINE.replace(P5, "")

@@ -1,5 +1,5 @@
-"""The plan of a cluster: memory and seconds by hand, plans that do not fit, and the published 14B
-run.
+"""Tests of plans for a cluster: memory and seconds against hand calculations, plans that do not
+fit, and the published 14B run.
 """
 
 import importlib
@@ -66,7 +66,7 @@ def test_training_time_matches_a_hand_calculation():
 
 
 def test_a_step_is_as_slow_as_its_slowest_engine():
-    responses = [4000, 10, 4000, 10]  # dealt round robin: one engine gets both long responses
+    responses = [4000, 10, 4000, 10]  # assigned round-robin, so one engine gets both long responses
     found = plan(TINY, Cluster(GPU, 2), responses, SparsitySchedule.dense(dense_layers=(0,)))
     machine = cluster.engine_machine(Cluster(GPU, 2), found.memory.state)
     times = [simulate_rollout(TINY, machine, r).seconds for r in ([4000, 4000], [10, 10])]
@@ -111,8 +111,8 @@ def test_predictions_match_each_phase_of_a_measured_step(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "ddp4", "fsdp2_4"])
 def test_predictions_match_measured_training_on_several_gpus(name, monkeypatch):
-    """Rollouts are excluded: at these lengths they wait for the host, which other work on the
-    machine slows down.
+    """Rollouts are excluded, because at these lengths they wait for the host, which was slowed down
+    by other work.
     """
     seconds, step = measured(name, monkeypatch)
     for phase in ("score", "update"):
@@ -138,8 +138,8 @@ def test_a_model_that_does_not_fit_is_refused():
 
 
 def test_the_duration_of_the_published_run_is_within_the_predicted_range():
-    """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts per step nor lengths are
-    published.
+    """The dense run took about 190 hours for 53,000 examples on 32 H200s. Neither the prompts per
+    step nor the lengths were published.
     """
     schedule = SparsitySchedule.preset("qwen3-14b")
 

@@ -1,4 +1,4 @@
-"""Break-even points of other drafters, compared with hand calculations and with measurements."""
+"""Tests of the break-even points of other drafters against hand calculations and measurements."""
 
 import numpy as np
 import pytest

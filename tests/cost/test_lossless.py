@@ -1,4 +1,6 @@
-"""The cost of lossless decoding: cycles by hand, 8-bit landmarks and weights, recommendations."""
+"""Tests of the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
+weights, and recommendations.
+"""
 
 from dataclasses import astuple, replace
 
@@ -85,7 +87,7 @@ def test_drafts_do_not_reduce_the_host_time_per_token():
     found = lossless_step(
         SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(4, 0.9), Overheads(host_s=1.0)
     )
-    assert found.seconds == pytest.approx(2.0), "a second for each of two sequences"
+    assert found.seconds == pytest.approx(2.0), "one second for each of two sequences"
 
 
 def test_the_given_acceptance_is_for_1024_tokens_and_acceptance_rises_with_the_budget():
@@ -146,7 +148,7 @@ def test_higher_acceptance_leads_to_more_drafts_and_never_to_a_slowdown():
         ),
         strict=True,
     )
-    assert speedups[0] >= 1, "where drafts do not pay, none is drafted"
+    assert speedups[0] >= 1, "nothing should be drafted where drafts do not pay"
     assert list(speedups) == sorted(speedups) and list(counts[1:]) == sorted(counts[1:])
     assert counts[-1] == 16 and speedups[-1] > 2.5
     with pytest.raises(ValueError, match=r"acceptance is 1\.5, expected a probability"):

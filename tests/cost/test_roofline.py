@@ -1,4 +1,6 @@
-"""The cost model: bytes by hand, measured steps, simulated batches, verdicts."""
+"""Tests of the cost model against hand calculations, measured steps and simulated batches, and of
+its verdicts.
+"""
 
 import importlib
 import json
@@ -226,7 +228,7 @@ def script(monkeypatch):
 
 
 def test_predictions_are_within_15_percent_of_measured_dense_and_sparse_steps(script):
-    """Compare with measurements published with the kernels and with those of the engine."""
+    """Compare with the published measurements of the kernels and of the engine."""
     rows = script.measured()
     found = [script.point(row, rows["machine"]) for row in rows["steps"]]
     assert {p.shape for p in found if p.name.endswith("sparse")} == set(MEASURED)
@@ -236,7 +238,7 @@ def test_predictions_are_within_15_percent_of_measured_dense_and_sparse_steps(sc
 def test_the_shipped_constants_equal_the_fit_and_predict_held_out_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
-    # Steps of less than 3 ms wait for the host, unlike steps of the other shapes.
+    # Its steps of less than 3 ms wait for the host, unlike those of the other shapes.
     assert max(abs(held_out) for p, _, _, held_out in table if p.seconds > 3e-3) < 0.2
 
 
@@ -422,7 +424,7 @@ def test_the_speedup_of_a_training_step_follows_from_the_share_of_rollout_time(
 ):
     assert 1 / (1 - share + share / rollout) == pytest.approx(
         step, abs=0.02
-    )  # the shares implied by the published pairs
+    )  # the shares that the published pairs of speed-ups imply
     responses = cost.response_lengths(14_000, 32_768, 60)
     found = predict(
         SHAPES["qwen3-4b"],

@@ -1,4 +1,6 @@
-"""Shapes of mixtures and hybrids: their parameters, and what a pass over them reads."""
+"""Tests of the shapes of mixtures and hybrids: their parameter counts, and the bytes that a pass
+reads.
+"""
 
 from dataclasses import replace
 
@@ -122,7 +124,9 @@ def test_an_unsupported_type_of_mixture_is_refused():
 
 @pytest.mark.parametrize(("tokens", "read"), [(1, 400), (2, 200 + 800 * 7 / 16), (10**6, 1000)])
 def test_a_pass_reads_the_experts_to_which_its_tokens_are_routed(tokens, read):
-    """Of 800 parameters in experts, a token misses three quarters, and two tokens 9 / 16."""
+    """Of the 800 parameters in experts, one token does not use three quarters, and two tokens do
+    not use 9 / 16.
+    """
     assert TINY.weights_read(tokens) == pytest.approx(read)
     assert TINY.active_weights == 400
 
@@ -176,7 +180,7 @@ def test_a_drafter_for_a_mixture_is_dense_and_verification_reads_more_experts():
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
 
     def drafting_s(shape):
-        """Seconds of a cycle beyond its dense step and its verification."""
+        """Return the seconds of a cycle without its dense step and its verification."""
         step_s = decode_step(shape, H200, lengths, None, plain).seconds
         further_s = verify_s(shape, H200, 4, 4 * eagle.drafts, VLLM_H200, CYCLE_H200)
         return drafters.break_even(shape, H200, lengths, eagle) * step_s - step_s - further_s

@@ -1,4 +1,6 @@
-"""Examples in the docs are run: Python blocks, and every flag of every subcommand."""
+"""Tests that run the Python examples of the docs, and parse the documented options of all
+commands.
+"""
 
 import os
 import re
@@ -36,7 +38,7 @@ def test_python_examples_in_the_docs_run(page):
 
 
 EXAMPLES = [DOCS.parent / "README.md", DOCS / "own-loop.md"]
-"""Pages whose examples name a model that only the hub has."""
+"""Pages with examples that need a model from the hub."""
 PREPARE = {
     'additional_config={"sparrow": "lossless"}': """
         from tests.vllm import v2_on_cpu  # the model runner of GPUs
@@ -46,14 +48,14 @@ PREPARE = {
     'attention_backend="CUSTOM"': "",
     "AutoModelForCausalLM": "",
 }
-"""What each block is known by, and what a machine without a GPU needs before it."""
+"""A text that identifies each block, and the code that must run before it on a machine without a
+GPU.
+"""
 
 
 @pytest.mark.parametrize("mark", PREPARE)
 def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
-    """Use a random model with the shape that the published schedule is for, under the name in the
-    example.
-    """
+    """Replace the model in the example by a random model with the shape of the published schedule."""
     blocks = [
         block
         for page in EXAMPLES
@@ -108,7 +110,7 @@ def test_the_command_line_page_matches_the_help_of_the_commands():
 
 
 def test_the_example_of_every_option_format_can_be_parsed(monkeypatch, tmp_path):
-    """Check each example in the table of forms against its row."""
+    """Check that each example in the table of formats matches its row."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()
     rows = [

@@ -1,4 +1,4 @@
-"""The site lists every page of the docs in its navigation, and its links point to existing
+"""Tests that the site's navigation lists every page of the docs, and that links point to existing
 targets.
 """
 
@@ -20,7 +20,7 @@ def rewrite():
 
 
 class Loader(yaml.SafeLoader):
-    """A loader that reads ``!ENV`` as the list that follows it."""
+    """A YAML loader that reads ``!ENV`` as the list that follows it."""
 
 
 Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node))

@@ -1,4 +1,6 @@
-"""The transformers engine: sparse decoding, equal to teacher forcing, and refusals."""
+"""Tests of the transformers engine: sparse decoding, which must equal teacher forcing, and
+refusals.
+"""
 
 from dataclasses import replace
 
@@ -77,7 +79,7 @@ def test_teacher_forcing_matches_decoding_step_by_step(architecture, pages):
     set_schedule(model, schedule)
     tokens, stepwise = greedy(model, ids, mask)
     assert (stepwise - dense_logp).abs().max() > 0.05, (
-        "the schedule must bite, or this test shows nothing"
+        "the test needs a schedule that changes the output"
     )
     full, full_mask = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens)], 1)
     with torch.no_grad(), teacher_forced(model, [len(r) for r in rows]):
@@ -307,7 +309,7 @@ def test_a_changed_attention_implementation_is_detected_and_can_be_restored():
     dense = model(input_ids=ids).logits
     with teacher_forced(model, [4]) as forcing:
         assert (model(input_ids=ids).logits - dense).abs().max() > 0.01
-    assert forcing.implementation == "reference", "the model is on the CPU"
+    assert forcing.implementation == "reference", "on a CPU, the reference must be used"
 
 
 @pytest.mark.parametrize("loaded_with", ["sdpa", "eager"])
@@ -399,14 +401,14 @@ def test_auto_mode_is_exact_up_to_the_verified_length_and_sparse_afterwards(temp
         int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
     )
     dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
-    # A page that ends at 96 belongs to the next bin; the policy samples one token more, because the
+    # A page that ends at 96 belongs to the next bin. The policy samples one more token, because
     # prefill yields it.
     ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
     assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         apart = np.abs(r.top_logprobs - scores.top_logprobs).max(1)
         assert apart[:end].max() < 2e-4
-        # The tokens that follow are those of a lossy actor after a dense prompt of all verified
+        # Later tokens are those of a lossy actor whose dense prompt consists of all verified
         # tokens.
         if end < len(r):
             assert apart[end:].max() > 0.01

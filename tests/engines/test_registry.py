@@ -1,4 +1,4 @@
-"""Engines as users name them: each has one registry entry, which all commands use."""
+"""Tests of how users name engines. Each engine has one registry entry, which all commands use."""
 
 import importlib
 import sys
@@ -72,7 +72,7 @@ def test_an_audit_starts_vllm_engines_without_sleep_mode_unless_requested(
 
 @pytest.fixture
 def echo(monkeypatch):
-    """Register a custom engine: a module and one entry."""
+    """Register a custom engine, which consists of a module and one registry entry."""
     module = ModuleType("echo_engine")
     module.start = lambda asked: SimpleNamespace(**asked.spec.options)
     monkeypatch.setitem(sys.modules, "echo_engine", module)

@@ -1,4 +1,4 @@
-"""Evaluation metrics on numbers worked out by hand."""
+"""Tests of evaluation metrics against hand calculations."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_majority_voting_matches_a_hand_calculation():
         ["4", "6", None, None],
         [None] * 4,
     ]
-    # 7 and 8 win and are right; 2 wins and is wrong; one right and one wrong answer tie; there is
+    # 7 and 8 win and are right, 2 wins and is wrong, a right and a wrong answer tie, and there is
     # no answer.
     assert majority_at_k(rewards, answers).value == pytest.approx((1 + 1 + 0 + 0.5 + 0) / 5)
     with pytest.raises(ValueError, match="one answer per reward"):

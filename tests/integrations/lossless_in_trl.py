@@ -1,8 +1,7 @@
-"""Two steps of stock TRL with lossless rollouts by stock vLLM on the V2 model runner;
-``test_trl.py`` runs this file.
-
-The output is JSON: what was logged, the log-probs of one rollout at the end by vLLM and by
-transformers, and how an engine decodes that is started in the same process afterwards.
+"""Two steps of stock TRL with lossless rollouts in stock vLLM on the V2 model runner;
+``test_trl.py`` runs this file. The JSON output contains the logged metrics, the log-probs of one
+final rollout according to vLLM and to transformers, and the mode of an engine that is then started
+in the same process.
 """
 
 import json
@@ -40,12 +39,12 @@ DECODING = {
 
 
 def mixed(completions, **_):
-    """Return rewards that differ within every group, whatever the responses."""
+    """Return rewards that differ within every group, whatever the responses are."""
     return [float(i % 2) for i in range(len(completions))]
 
 
 def main(out: Path) -> None:
-    # TRL has no field for the precision of vLLM, and vLLM loads a float32 checkpoint in bfloat16.
+    # TRL has no field for vLLM's precision, and vLLM would load a float32 checkpoint in bfloat16.
     vllm_generation.LLM = partial(LLM, dtype="float32")
     task = load_task("trace", lines=12)
     prompts = [task.problem(i, seed=1).prompt for i in range(4)]

@@ -1,4 +1,4 @@
-"""Measuring p5 in a custom training loop with a transformers model."""
+"""Tests of measuring p5 in a custom training loop with a transformers model."""
 
 from types import SimpleNamespace
 

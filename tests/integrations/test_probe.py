@@ -1,5 +1,5 @@
-"""The probe with a real server in lossless mode; ``test_real_server.py`` tests it with a lossy
-server.
+"""Tests of the probe with a real server in lossless mode; ``test_real_server.py`` tests it with a
+lossy server.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def url(tmp_path_factory):
 def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
     assert (
         probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
-    )  # as for a server that does not accept such calls
+    )  # as with a server that does not accept these calls
     ours = probe.Probe([url])
     assert ours.mode == "lossless" and ours.schedule == DRAFTS and ours.counted() == {}
     with monkeypatch.context() as closed:

@@ -1,4 +1,4 @@
-"""Samplers that the adapters refuse with any trainer."""
+"""Tests of the sampling options that the adapters refuse with any trainer."""
 
 import pytest
 

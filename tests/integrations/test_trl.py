@@ -1,5 +1,5 @@
-"""TRL's trainer with sparse rollouts: its patched parts, what is recorded and measured, and a real
-run on CPU.
+"""Tests of TRL's trainer with sparse rollouts: the patched parts of TRL, what is recorded and
+measured, and a real run on a CPU.
 """
 
 import inspect
@@ -70,8 +70,8 @@ def test_the_patched_parts_of_trl_are_unchanged():
 
 
 class Generation:
-    """A stand-in for ``VLLMGeneration``: three responses of two tokens, where the second response's
-    first token is not listed.
+    """A stand-in for ``VLLMGeneration`` that returns three responses of two tokens. The first token
+    of the second response is not in its list.
     """
 
     max_completion_length = 2
@@ -102,7 +102,7 @@ def sparse_only():
 
 
 def test_prompts_of_the_first_batch_are_sampled_densely_as_well():
-    """Outside the context the schedule is unchanged, and TRL receives the responses of its own
+    """Outside the context, the schedule is unchanged, and TRL receives the responses of its own
     rollout.
     """
     inner, told = Generation(), []
@@ -136,7 +136,7 @@ def test_trl_receives_log_probs_of_sampled_tokens_and_the_adapter_keeps_top_list
     assert first.response_ids.tolist() == [5, 6] and last.response_ids.tolist() == [5, 7]
     assert last.top_ids.tolist() == [[7, 5], [6, 7]] and last.top_logprobs.dtype == np.float32
     np.testing.assert_array_equal(first.logprobs, np.float32([-1.0, -0.4]))
-    # A sampled token that is not among the n most likely is not in their list.
+    # A sampled token that is not among the n most likely tokens is not listed.
     generation.recorded = []
     adapter.Recording.__init__(generation, inner, 2, 3, lambda: True, sparse_only)
     generation.generate(prompts, None, 1)
@@ -181,7 +181,7 @@ def test_worker_counters_are_logged_as_ratios():
     assert counter_metrics(lossy) == {"sparrow/tokens_read": 0.25, "sparrow/dense_tokens": 0.25}
     of_drafts = DraftAcceptance.of([0.5, 0.5, 1.0], [0, 1, 7], bin_tokens=4)
     metrics = counter_metrics(Counters(1, 4, drafted=8, accepted=6, cycles=2, acceptance=of_drafts))
-    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # within one bucket of the meter, a thousandth
+    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # to within a bucket of the meter, a thousandth
     for at, value in p5.items():
         assert metrics.pop(f"sparrow/drafts/p5{at}") == pytest.approx(value, abs=1e-3)
     assert metrics == {
@@ -287,7 +287,7 @@ def test_sampling_options_that_keep_the_full_softmax_are_accepted(tmp_path):
 
 
 def trained(out, *command):
-    """Return what a run of TRL in its own process wrote to ``out``."""
+    """Run TRL in its own process, and return what it wrote to ``out``."""
     environment = os.environ | dict(
         PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -345,9 +345,10 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_the_acceptance_tail(tmp_pa
             <= step["sparrow/p5/128-192"]
             <= step["sparrow/p5/128-192/high"]
         )
-        # TRL still sees the sampled tokens' own log-probs: ratios with mean 1, here truncated at 2.
+        # TRL still receives the log-probs of the sampled tokens, so its ratios, which are truncated
+        # at 2 here, have mean 1.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
-        # The loss due to vLLM's bfloat16 before sparsity adds to it.
+        # the acceptance lost to vLLM's bfloat16, without sparsity
         assert (
             0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
         )
@@ -374,8 +375,8 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
         assert (
             step["sparrow/p5/64-128/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
-        )  # everything except mass outside the lists
-        assert "sparrow/p5" not in step, "samples are the policy's own"
+        )  # all acceptance except the mass outside the lists
+        assert "sparrow/p5" not in step, "samples follow the policy, so there is no mismatch to log"
         assert step["sparrow/tokens_read"] < 0.8
         assert (
             step["sparrow/drafts/p5"]

@@ -1,5 +1,5 @@
-"""verl's trainer with sparse or lossless rollouts: where it plugs in, and what it measures through
-verl's own classes and Ray.
+"""Tests of verl's trainer with sparse or lossless rollouts: where it plugs in, and what it measures
+through verl's own classes and Ray.
 """
 
 import asyncio
@@ -168,8 +168,8 @@ def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
     metrics = adapter.sampled_metrics(SCHEDULE, [torch.zeros(29)], [mask], [q], [p])
     assert metrics["sparrow/sampled/acceptance_mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
-    # 29 and 30 cached tokens end in the page up to 32, 33 in that up to 48: both in the second bin
-    # of 32.
+    # 29 and 30 cached tokens end in the page up to 32, and 33 in the page up to 48. All are in the
+    # second bin of 32 tokens.
     assert (
         metrics["sparrow/sampled/p5_floor/32-64"]
         == metrics["sparrow/sampled/p5_floor"]
@@ -182,14 +182,14 @@ def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
 
 
 def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
-    """Probing follows the weight update of a step, with prompts of the step, and is logged beside
-    its metrics.
+    """Probing follows the weight update of a step, uses the step's prompts, and is logged with the
+    step's metrics.
     """
     asked, logged = [], {}
 
     def probe(urls, prompts, schedule, max_new_tokens):
         asked.append((urls, prompts, schedule, max_new_tokens))
-        at = 96 + np.arange(4)  # where the schedule no longer reads everything
+        at = 96 + np.arange(4)  # at lengths at which the schedule no longer reads everything
         return [TokenAcceptance(np.full(4, x), np.ones(4), at) for x in (0.5, 0.9)]
 
     monkeypatch.setattr(adapter, "probe", probe)
@@ -215,7 +215,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
         asks,
         ("all", SCHEDULE),
         asks,
-        "counted",  # so that the counts of the next step are those of its rollout alone
+        "counted",  # so that the next step counts only its own rollout
     ]
     assert logged[5]["sparrow/p5/96-128/ceiling"] == 0.5
     trainer.global_steps = 10
@@ -228,7 +228,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     )
     assert trainer.report.n_sequences == 2
 
-    # Samples of lossless rollouts come from the dense policy: there is no mismatch to measure.
+    # Samples of lossless rollouts follow the dense policy, so there is no mismatch to measure.
     asked.clear()
     trainer._is_lossless, trainer._ceiling, trainer.global_steps = True, Ceiling(), 15
     trainer.on_step_end()
@@ -244,8 +244,8 @@ def cluster():
 
 
 def replica(answers=()):
-    """Create a stand-in for ``vLLMReplica``; like verl's, its server passes on errors but no
-    results. The workers of its engine answer with ``answers``, by method.
+    """Create a stand-in for ``vLLMReplica``. As in verl, its server passes on errors but no
+    results. The workers of its engine reply with ``answers[method]``.
     """
 
     class Engine:
@@ -290,7 +290,7 @@ def test_every_replica_receives_the_schedule_and_clears_its_prefix_cache(cluster
 
 
 def worker(**counts):
-    """Return what a worker of a lossless replica answers."""
+    """Return the reply of a worker in a lossless replica."""
     counted = {"tokens_read": 10, "tokens_held": 40, "drafted": 8, "accepted": 6, "emitted": 8}
     return {
         "sparrow_describe": [{"mode": "lossless", **LAYERS}],
@@ -370,8 +370,8 @@ def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, com
     batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
 
     def compute_log_prob(batch):
-        # In the form of the engine's output: one value per token of prompt and response, shifted to
-        # the left by one.
+        # in the format of the engine's output: one value per prompt and response token, shifted
+        # left by one
         rows = zip(prompt_lengths, policy, strict=True)
         whole = [torch.cat([torch.zeros(n - 1), row, torch.zeros(1)]) for n, row in rows]
         fields = TensorDict({"log_probs": nested(whole), "entropy": nested(whole)}, batch_size=3)

@@ -1,4 +1,5 @@
-"""Acceptance rates: values worked out by hand, and bounds that always contain the exact value.
+"""Tests of acceptance rates against hand calculations, and of bounds that must always contain the
+exact value.
 
 Shapes: T tokens, V vocabulary, n entries of a top-n list.
 """
@@ -27,8 +28,8 @@ def top(distribution_TV, n):
 
 @st.composite
 def distribution_pairs(draw):
-    """Generate two arrays [T, V], from nearly equal to disjoint and from flat to one-hot; some with
-    exact zeros.
+    """Generate two arrays [T, V] of distributions, from nearly equal to disjoint and from flat to
+    one-hot, some with exact zeros.
     """
     vocabulary = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -1,5 +1,5 @@
-"""Bootstrap by sequence: the fast percentile equals that of the repeated sample, intervals cover
-the true value, and the numbers of the report.
+"""Tests of the bootstrap by sequence (the fast percentile equals that of the repeated sample, and
+intervals cover the true value) and of the report's numbers.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -25,8 +25,8 @@ from sparrow.mismatch import (
 
 
 def clustered(rng, n_sequences, n_tokens, similarity):
-    """Return tokens uniform on [0, 1], whose normal scores within a sequence are correlated by
-    `similarity`, and their sequences.
+    """Return tokens that are uniform on [0, 1], and the sequence of each. Within a sequence, their
+    normal scores have the correlation `similarity`.
     """
     shared = rng.standard_normal((n_sequences, 1))
     own = rng.standard_normal((n_sequences, n_tokens))
@@ -64,8 +64,8 @@ def test_the_weighted_percentile_equals_the_percentile_of_repeated_tokens(
 def test_weighted_statistics_match_a_hand_calculation():
     values, sequence = np.array([0.8, 0.1, 0.4]), np.array([1, 0, 1])
     weights = np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
-    # Repeated: (0.1, 0.4, 0.8); (0.4, 0.4, 0.8, 0.8); (0.1, 0.1, 0.1). Percentile 25 sits at index
-    # 0.5, 0.75, 0.5.
+    # Repeated: (0.1, 0.4, 0.8); (0.4, 0.4, 0.8, 0.8); (0.1, 0.1, 0.1). The 25th percentile is at
+    # index 0.5, 0.75, 0.5.
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 25), [0.25, 0.4, 0.1])
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 50), [0.4, 0.6, 0.1])
     np.testing.assert_allclose(weighted_mean(values, sequence, weights), [1.3 / 3, 0.6, 0.1])

@@ -1,5 +1,5 @@
-"""The ceiling of p5: what is stored from dense rollouts, and which ceiling applies to which
-length.
+"""Tests of the ceiling of p5: what is stored from dense rollouts, and which ceiling applies to
+which length.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Counts of the acceptance of drafts by length, compared with the values that were counted."""
+"""Tests of the counts of draft acceptance by length against the values that were counted."""
 
 import json
 import math
@@ -26,8 +26,8 @@ def test_counts_preserve_the_mean_and_percentile_of_every_bin():
 
 
 def test_percentiles_match_a_hand_calculation():
-    # With four drafts, one per quarter, the fifth percentile lies a fifth into the bucket of the
-    # first.
+    # With four drafts, one per quarter, the fifth percentile is a fifth of the way into the first
+    # one's bucket.
     found = DraftAcceptance.of([0.2, 0.4, 0.6, 1.0], [5, 5, 5, 5], 10)
     assert abs(found.percentile(5) - (0.2 + 0.2 / BUCKETS)) < 1e-9
     assert found.percentile() == found.percentile(5)
@@ -96,5 +96,5 @@ def test_counters_are_logged_as_plain_numbers():
     assert metered["acceptance"] == 0.25 and [b["drafts"] for b in metered["bins"]] == [1]
     assert "drafts" not in Counters(30, 60).to_dict()
     assert "bins" not in Counters(30, 60, cycles=1).to_dict()["drafts"], (
-        "this engine counts no acceptance"
+        "an engine without acceptance counts must not report bins"
     )

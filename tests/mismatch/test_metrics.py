@@ -1,4 +1,4 @@
-"""A mismatch report as scalars, on numbers worked out by hand."""
+"""Tests of the scalars of a mismatch report against hand calculations."""
 
 import numpy as np
 import pytest

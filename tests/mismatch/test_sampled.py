@@ -1,4 +1,6 @@
-"""Acceptance estimated from sampled tokens, by hand and against exact distributions."""
+"""Tests of acceptance estimated from sampled tokens, against hand calculations and exact
+distributions.
+"""
 
 import numpy as np
 import pytest

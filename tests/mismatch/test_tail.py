@@ -1,4 +1,4 @@
-"""Bins of positions by hand."""
+"""Tests of position bins against hand calculations."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Tau on both scales: the law by hand and on sampled distributions, intervals, verdicts, and
-unreachable values.
-"""
+"""Tests of tau on both scales: the law of squares, intervals, verdicts, and unreachable values."""
 
 from dataclasses import replace
 from math import isnan, nan
@@ -17,8 +15,8 @@ def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMi
 
 
 def test_relative_p5_subtracts_noise_in_quadrature():
-    # 0.13 is rejected in total and 0.05 because of noise, so 0.12 because of sparsity: 5^2 + 12^2 =
-    # 13^2.
+    # 0.13 is rejected in total, of which noise accounts for 0.05 and sparsity for 0.12, since 5^2 +
+    # 12^2 = 13^2.
     assert relative_p5(0.87, 0.95) == pytest.approx(0.88)
     assert Tau(0.88, relative=True).level(0.95) == pytest.approx(0.87)
     assert relative_p5(0.87, 1.0) == pytest.approx(0.87) and Tau(0.87).level(0.95) == 0.87
@@ -33,8 +31,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("noise", [0.1, 0.25])
 def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
-    """Distributions of every sharpness are sampled; the error from sparsity is rare and large,
-    noise is everywhere.
+    """Sample distributions of every sharpness. Errors from sparsity are rare and large, whereas
+    noise affects every token.
     """
     rng = np.random.default_rng(0)
     T, V = 40_000, 12
@@ -51,7 +49,7 @@ def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
             p5(strength * sparse + noise * rng.standard_normal((T, V))),
         )
         assert abs(relative_p5(both, ceiling) - alone) < 0.02
-        if alone > 0.7:  # the other laws err more than twice as much
+        if alone > 0.7:  # the errors of the other laws are more than twice as large
             assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(
                 relative_p5(both, ceiling) - alone
             )
@@ -66,7 +64,7 @@ def test_the_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceilin
     assert relative_span((0.9, 0.89, 0.91), (1.0, 1.0, 1.0)) == pytest.approx((0.9, 0.89, 0.91))
     exact, unknown, _ = relative_span((0.9, nan, nan), (0.95, 0.94, 0.96))
     assert not isnan(exact) and isnan(unknown)
-    # At the ceiling little can be decided: the estimate is 1, but 0.957 is also possible.
+    # At the ceiling, little can be said: the estimate is 1, but 0.957 is also possible.
     assert relative_span((0.95, 0.94, 0.96), (0.95, 0.94, 0.96)) == pytest.approx(
         (1.0, 0.9623, 1.0), abs=1e-3
     )

@@ -1,5 +1,6 @@
-"""A cascade: history guesses, the sparse actor drafts what it agrees with, the policy verifies.
-Samples follow the dense policy, whatever is guessed.
+"""Tests of a cascade, in which history guesses tokens, the sparse actor turns the guesses it agrees
+with into drafts, and the policy verifies them. Samples must follow the dense policy, whatever is
+guessed.
 """
 
 import itertools
@@ -120,8 +121,8 @@ def test_the_output_for_a_token_does_not_depend_on_later_guesses(monkeypatch, br
 
 
 def output(p, q_of, r):
-    """Compute the distribution of a token after all three stages, for guesses drawn from ``r`` and
-    an actor whose distribution is ``q_of[g]`` when it has read the guess g.
+    """Compute the distribution of a token after all three stages, if guesses are drawn from ``r``,
+    and the actor's distribution after reading the guess g is ``q_of[g]``.
     """
     V = len(p)
     found = torch.zeros_like(p)
@@ -146,7 +147,7 @@ def test_selecting_pages_by_random_guesses_would_be_inexact():
     r = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, one, one], r), p)
     assert (output(p, [one, other, one], r) - p).abs().max() > 0.02
-    # History's guesses are deterministic, so even such an actor would be exact.
+    # With deterministic guesses, as from history, even such an actor would be exact.
     certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, other, one], certain), p)
 
@@ -155,7 +156,7 @@ def test_selecting_pages_by_random_guesses_would_be_inexact():
 
 
 def grouped(vocabulary=97):
-    """Return ragged prompts, of which two have siblings and all repeat themselves."""
+    """Return prompts of different lengths that contain repetitions. Two of them have siblings."""
     rows = [row * 2 for row in prompts([40, 17, 3, 64], vocabulary)]
     return [rows[0], rows[1], rows[0], rows[2], rows[0], rows[3], rows[1]]
 
@@ -217,7 +218,7 @@ def test_history_contains_only_verified_tokens_after_a_cycle():
 
 
 def broken(monkeypatch, how):
-    """Use an incorrect implementation of one of the two verifications."""
+    """Break one of the two verifications."""
 
     def keep_all(q_BTV, guess_Bm, uniform_BT):
         drawn, _ = right(q_BTV, guess_Bm, uniform_BT)
@@ -246,8 +247,8 @@ def broken(monkeypatch, how):
 
 
 def sampled(model, prompt, count, tokens, k, m):
-    """Sample the first ``tokens`` tokens of ``count`` responses in a cascade, in groups of four;
-    return them with the numbers of drafts and passes.
+    """Sample the first ``tokens`` tokens of ``count`` responses with a cascade, in groups of four.
+    Return them with the numbers of drafts and passes.
     """
     ids = torch.tensor([prompt]).expand(count, -1)
     history = History(ids.tolist(), [b // 4 for b in range(count)], tokens + k, m, CPU)
@@ -262,7 +263,7 @@ def sampled(model, prompt, count, tokens, k, m):
     while (done < tokens).any():
         position = (done[:, None] + torch.arange(k + 1)).clamp(max=uniform.shape[2] - 1)
         numbers = uniform[:, rows[:, None], position]
-        # A row that is done drafts nothing, and drops what it samples.
+        # A finished row drafts nothing and discards its samples.
         more = drafts * (done < tokens)
         cycle = speculate(sequences, newest, more, Shape(), numbers, history=(history, rows))
         added = torch.where(done < tokens, cycle.count, 0)
@@ -311,7 +312,7 @@ def test_samples_follow_the_dense_policy(monkeypatch, how):
     p_value = stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue
     if how == "as it should":
         assert p_value > 1e-3
-        assert counted["drafted"] > 1.1 * counted["passes"], "guesses must be right sometimes"
-        assert counted["accepted"] < 0.9 * counted["drafted"], "drafts must be wrong often"
+        assert counted["drafted"] > 1.1 * counted["passes"], "the test needs some correct guesses"
+        assert counted["accepted"] < 0.9 * counted["drafted"], "the test needs many rejected drafts"
     else:
         assert p_value < 1e-6, p_value

@@ -1,5 +1,5 @@
-"""Generation by transformers and compiled models: what counts as prefill or as a decode step, and
-what is refused.
+"""Tests of generation with transformers and of compiled models: what counts as prefill or as a
+decode step, and what is refused.
 """
 
 import copy
@@ -29,7 +29,7 @@ def model():
 def fresh_compiler(monkeypatch):
     monkeypatch.delenv(
         "TORCHDYNAMO_DISABLE", raising=False
-    )  # tests of vLLM switch it off for the whole process
+    )  # vLLM's tests switch compilation off for the whole process
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -94,7 +94,9 @@ def test_a_custom_decoding_loop_can_mark_steps_as_prefill(model):
         with dense_steps(model):
             last = model(input_ids=ids[:, 42:], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(last, dense, rtol=0, atol=1e-4)
-    assert (step - dense).abs().max() > 0.05, "without it the token is decoded"
+    assert (step - dense).abs().max() > 0.05, (
+        "outside dense_steps, the token must be decoded sparsely"
+    )
 
 
 def test_decoding_is_still_sparse_after_a_failed_generation(model):
@@ -153,7 +155,7 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Such steps would silently be dense, whoever makes ``generate`` run them."""
+    """Such passes would silently be dense, for whatever reason ``generate`` runs them."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):
@@ -226,7 +228,7 @@ def test_a_missing_teacher_forced_pass_is_reported_at_the_end_of_the_context(mod
 
 @pytest.mark.slow
 def test_generation_with_a_static_cache_compiles_once_and_counts_every_step(model):
-    """Compilation is requested on a CPU as well; its backend only counts."""
+    """Compilation is also requested on a CPU, with a backend that only counts."""
     graphs, seen = [], []
 
     def count(graph, example_inputs):
@@ -246,4 +248,4 @@ def test_generation_with_a_static_cache_compiles_once_and_counts_every_step(mode
         assert sparse_calls(model) - calls == (steps - 1) * (LAYERS - 1)
         assert torch.equal(found_tokens, expected_tokens[:, :steps])
         torch.testing.assert_close(found, expected[:, :steps], rtol=0, atol=1e-4)
-    assert seen[0] > 0 and seen[1] == seen[0], "no step may compile anew"
+    assert seen[0] > 0 and seen[1] == seen[0], "later steps must not compile again"

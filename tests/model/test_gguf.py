@@ -1,4 +1,6 @@
-"""A GGUF file is converted to the checkpoint that it was written from: logits, and ids of text."""
+"""Tests that a GGUF file is converted back to the checkpoint from which it was written, with the
+same logits and token ids.
+"""
 
 import json
 
@@ -25,8 +27,8 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Train a byte-level tokenizer on text with numbers, so that it would merge digits unless they
-    are split off.
+    """Train a byte-level tokenizer on text with numbers, so that it would merge digits if they were
+    not split.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,10 +67,9 @@ def model(request, tokenizer) -> LlamaForCausalLM:
 
 
 def write(path, model, tokenizer, quantised=None, **changed):
-    """Write the model like llama.cpp; return the model that the file then represents.
-
-    ``quantised``: the type that matrices are stored in. ``changed``: fields with other values, or
-    omitted tensors (None).
+    """Write the model as llama.cpp would, and return the model that the file represents.
+    ``quantised`` is the type in which matrices are stored. ``changed`` contains fields with other
+    values, and tensors to omit (None).
     """
     config = model.config
     names = {f"{theirs}.weight": f"{ours}.weight" for ours, theirs in TENSORS.items()}
@@ -132,8 +133,8 @@ def merges_of(tokenizer) -> list:
 
 
 def side_by_side(weight, heads):
-    """Reorder the rows of each head from 0 1 2 ... | h h+1 h+2 ... to 0 h 1 h+1 2 h+2 ..., written
-    out.
+    """Reorder the rows of each head from 0 1 2 ... | h h+1 h+2 ... to 0 h 1 h+1 2 h+2 ..., row by
+    row.
     """
     head_dim = len(weight) // heads
     half = head_dim // 2

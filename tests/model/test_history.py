@@ -1,4 +1,6 @@
-"""History guesses the tokens that followed the longest suffix where it occurred before."""
+"""Tests that history guesses the tokens that followed an earlier occurrence of the longest
+suffix.
+"""
 
 import random
 
@@ -9,7 +11,7 @@ from sparrow.model.history import History, guess
 
 
 def guessed(*streams, most=2, longest=8, shortest=1):
-    """Guess how the first of these streams continues; the others are its siblings."""
+    """Guess how the first of these streams continues. The others are its siblings."""
     width = max(map(len, streams))
     padded = torch.tensor([[[*s, *[99] * (width - len(s))] for s in streams]])
     return guess(padded, torch.tensor([list(map(len, streams))]), most, longest, shortest)[
@@ -19,26 +21,32 @@ def guessed(*streams, most=2, longest=8, shortest=1):
 
 def test_the_longest_suffix_takes_precedence_over_a_more_recent_suffix():
     stream = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
-    assert guessed(stream) == [4, 9], "1 2 3 occurred once, at the start"
-    assert guessed(stream, longest=2) == [5, 1], "2 3 was last followed by 5"
+    assert guessed(stream) == [4, 9], "1 2 3 has occurred only at the start"
+    assert guessed(stream, longest=2) == [5, 1], "2 3 was followed by 5 the last time"
 
 
 def test_a_suffix_that_has_not_occurred_yields_no_guess():
     assert guessed([1, 2, 3]) == [0, 0]
-    assert guessed([7, 1, 8, 1], shortest=2) == [0, 0], "1 has occurred, 8 1 has not"
-    assert guessed([7, 1, 8, 1], most=3) == [8, 1, 0], "no more is known"
+    assert guessed([7, 1, 8, 1], shortest=2) == [0, 0], "1 has occurred, but 8 1 has not"
+    assert guessed([7, 1, 8, 1], most=3) == [8, 1, 0], "nothing further is known"
     assert guessed([5]) == [0, 0]
 
 
 def test_guesses_come_from_the_same_response_first_and_then_from_its_siblings():
     assert guessed([1, 2], [1, 2, 3, 4]) == [3, 4]
-    assert guessed([1, 2], [7, 1, 2, 3], [1, 2, 5, 6]) == [3, 0], "the latest place counts"
-    assert guessed([1, 7, 1], [3, 3, 1, 8, 1]) == [7, 1], "a later place, but not its own"
-    assert guessed([3, 1, 2], [1, 2, 6], [9, 3, 1, 2, 5]) == [5, 0], "three tokens agree"
+    assert guessed([1, 2], [7, 1, 2, 3], [1, 2, 5, 6]) == [3, 0], (
+        "the most recent occurrence counts"
+    )
+    assert guessed([1, 7, 1], [3, 3, 1, 8, 1]) == [7, 1], (
+        "its own occurrence takes precedence over a later one"
+    )
+    assert guessed([3, 1, 2], [1, 2, 6], [9, 3, 1, 2, 5]) == [5, 0], (
+        "the longest match has three tokens"
+    )
 
 
 def by_hand(streams, most, longest, shortest):
-    """Look a suffix up token by token."""
+    """Look up a suffix token by token."""
     own = streams[0]
     best, found = (0, False, -1), []
     for i, stream in enumerate(streams):
@@ -70,11 +78,15 @@ def test_guesses_in_random_streams_match_a_naive_search(longest, shortest):
 def test_rows_of_a_history_can_be_extended_and_shortened():
     history = History([[1, 2, 3], [1, 2], [4, 1, 2]], ["a", "a", "b"], 4, 2, torch.device("cpu"))
     rows = torch.tensor([1, 2])
-    assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], "the third is of another group"
+    assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], (
+        "the third response belongs to another group"
+    )
     history.extend(rows, torch.tensor([[5, 6], [1, 9]]), torch.tensor([2, 1]))
     assert history.length_B.tolist() == [3, 4, 4]
     assert history.guesses(torch.tensor([2, 0])).tolist() == [[2, 1], [0, 0]]
     history.forget(rows, torch.tensor([1, 1]))
     history.extend(torch.tensor([0]), torch.tensor([[1, 2]]), torch.tensor([2]))
-    assert history.guesses(torch.tensor([0])).tolist() == [[3, 1]], "its own come first"
-    assert history.guesses(torch.tensor([1])).tolist() == [[0, 0]], "5 is new, and 6 forgotten"
+    assert history.guesses(torch.tensor([0])).tolist() == [[3, 1]], "its own tokens take precedence"
+    assert history.guesses(torch.tensor([1])).tolist() == [[0, 0]], (
+        "5 is new, and 6 has been removed"
+    )

@@ -1,5 +1,5 @@
-"""Hybrid models: sparse in full-attention layers, unchanged in linear layers, and refused by name
-for anything else.
+"""Tests of hybrid models: their full-attention layers are sparse, their linear layers are
+unchanged, and everything else is refused by name.
 """
 
 import pytest
@@ -57,18 +57,21 @@ def build(kind: str, layer_types: list[str] | None = ALTERNATING, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_layers_of_a_hybrid_decode_like_the_eager_reference(kind):
-    assert check(build(kind), kind), "sparsity must show, or this test shows nothing"
+    assert check(build(kind), kind), "the test needs sparsity to change the output"
 
 
 def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
-    # As published, one layer in four. Linear layers sum in a different order step by step than over
-    # a chunk; with larger weights, float32 results would differ by more than the bound.
+    # As published, one layer in four has full attention. Linear layers sum in a different order in
+    # single steps than in a chunk, so with larger weights, float32 results would differ by more
+    # than the bound.
     model = build("qwen3_next", None, initializer_range=0.2)
     number = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=number).tolist() for n in (40, 33, 25)]
     engine = HFEngine(model, SPARSE, eos_ids=[7, 8, 9])
     rollouts = engine.generate(prompts, Sampling(40, top_n=5, seed=4))
-    assert len({len(rollout) for rollout in rollouts}) > 1, "responses must end at different times"
+    assert len({len(rollout) for rollout in rollouts}) > 1, (
+        "the test needs responses that end at different times"
+    )
     counters = engine.counters()
     held = sum(
         len(p) + t + 1 for p, r in zip(prompts, rollouts, strict=True) for t in range(len(r) - 1)

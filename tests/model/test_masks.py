@@ -1,7 +1,6 @@
-"""Rows whose tokens are not contiguous, and masks that pages cannot express: equal to each row
-alone, or refused.
-
-The reference is each row alone, without padding; its selection is tested elsewhere.
+"""Tests of rows whose tokens are not contiguous, and of masks that pages cannot express. Results
+must equal those of each row alone, without padding, or the input must be refused. The selection of
+pages is tested elsewhere.
 """
 
 import inspect
@@ -19,7 +18,7 @@ from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 
 SPARSE = SparsitySchedule(top_k=(1, 2), bin_tokens=48, page_size=4, dense_layers=(0,))
-TURNS = [(29, 17), (13, 31), (40, 5)]  # number of tokens in the first and second turn of each row
+TURNS = [(29, 17), (13, 31), (40, 5)]  # tokens in the first and second turn of each row
 STEPS = 8
 
 
@@ -35,7 +34,7 @@ def tokens(*shape, seed=0):
 
 
 def laid(rows, width, side):
-    """Return ``[B, width]`` ids and mask with every row to the left or right of its padding."""
+    """Return ids and mask ``[B, width]``, with all rows padded on the right or on the left."""
     ids, mask = (
         torch.zeros(len(rows), width, dtype=torch.long),
         torch.zeros(len(rows), width, dtype=torch.long),
@@ -117,7 +116,9 @@ def test_padded_rows_decode_as_they_would_alone(model, name, static):
     answers = tokens(len(rows), STEPS, seed=5)
     expected = alone(model, rows, answers)
     set_schedule(model, SparsitySchedule.dense())
-    assert (alone(model, rows, answers) - expected).abs().max() > 0.05, "the schedule must bite"
+    assert (alone(model, rows, answers) - expected).abs().max() > 0.05, (
+        "the test needs a schedule that changes the output"
+    )
     set_schedule(model, SPARSE)
     torch.testing.assert_close(
         decode(model, ids, mask, answers, static), expected, rtol=0, atol=1e-4
@@ -155,8 +156,8 @@ def test_a_row_of_only_padding_does_not_affect_other_rows(model):
 
 
 def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(model):
-    """Virtual tokens precede the padding, so every padded row has a hole, which the positions of
-    peft include.
+    """Virtual tokens precede the padding, so every padded row has a gap, which peft includes in its
+    positions.
     """
     torch.manual_seed(3)
     rows = [tokens(a, seed=i) for i, (a, _) in enumerate(TURNS)]
@@ -167,8 +168,7 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(mode
     generated = []
     names_it_cache = "cache" in inspect.signature(type(model).forward).parameters
     if names_it_cache and Version(peft.__version__) <= Version("0.21.2"):
-        # This version of peft looks for ``past_key_values`` and, if there is none, adds its virtual
-        # tokens to every pass.
+        # This version of peft adds its virtual tokens to every pass without ``past_key_values``.
         set_schedule(peft_model, SPARSE)
         with pytest.raises(
             ConfigError, match="generate computes 7 tokens in one pass after its prompt"
@@ -191,7 +191,7 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(mode
         )
         generated.append((out.sequences[:, -STEPS:], torch.stack(out.logits, 1)))
     (answers, found), (_, dense) = generated
-    assert (found - dense).abs().max() > 0.05, "the schedule must bite"
+    assert (found - dense).abs().max() > 0.05, "the test needs a schedule that changes the output"
     set_schedule(peft_model, SPARSE)
     virtual = peft_model.get_prompt(batch_size=1)
     for i, row in enumerate(rows):

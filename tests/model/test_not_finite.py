@@ -1,4 +1,6 @@
-"""Non-finite logits are reported in one sentence wherever a token would be drawn from them."""
+"""Tests that non-finite logits are reported in one sentence wherever a token would be sampled from
+them.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Which models may be routed, and that a refused model is left unchanged."""
+"""Tests of which models can be routed through sparse attention, and that refused models are left
+unchanged.
+"""
 
 import copy
 import pickle
@@ -161,7 +163,7 @@ def test_a_copy_of_a_model_has_a_separate_schedule(copied):
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert not out.logits[0].any(), "generate must run the copy"
+    assert not out.logits[0].any(), "generate must use the copy"
 
 
 # --- a check pass beside the model's own attention ---
@@ -248,7 +250,7 @@ def test_a_model_whose_mask_differs_between_heads_is_refused():
 
 
 def advised(build_with):
-    """Follow the advice of a refusal, and check that the model is then accepted and computes the
+    """Follow the advice of an error, and check that the model is then accepted and gives the
     original output if all pages are kept.
     """
     model = build_with({})
@@ -404,7 +406,7 @@ def test_prompt_lengths_that_do_not_match_the_rows_are_refused():
         teacher_forced(model, [40, 31]),
     ):
         model(input_ids=IDS.expand(2, -1), attention_mask=mask)
-    with teacher_forced(model, [40, 30]):  # all tokens of a row may be prompt
+    with teacher_forced(model, [40, 30]):  # a row may consist only of its prompt
         forced = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits
     dense = model(input_ids=IDS.expand(2, -1), attention_mask=mask).logits
     torch.testing.assert_close(forced[mask.bool()], dense[mask.bool()], rtol=0, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Chunked log-probs compared with the model's own logits, and the packing of sequences into micro-
-batches.
+"""Tests of chunked log-probs against the model's own logits, and of packing sequences into
+micro-batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
 """
@@ -30,8 +30,8 @@ def ragged_batch(top: bool = True, seed: int = 0) -> Batch:
 
 
 def direct(model, batch: Batch, temperature: float):
-    """Compute each row alone, without padding, from the model's own logits: ``[M, V]`` log-probs
-    and ``[M]`` ids.
+    """Compute log-probs ``[M, V]`` and ids ``[M]`` of each row alone, without padding, from the
+    model's own logits.
     """
     log_p, target = [], []
     for row, (p, r) in zip(batch.input_ids, SPANS, strict=True):
@@ -169,4 +169,4 @@ def test_micro_batches_contain_every_index_once_within_the_budget(lengths, budge
     order = [lengths[i] for group in groups for i in group]
     assert order == sorted(lengths, reverse=True)
     for group, following in pairwise(groups):
-        assert lengths[group[0]] * (len(group) + 1) > budget, f"{following[0]} would have fitted"
+        assert lengths[group[0]] * (len(group) + 1) > budget, f"{following[0]} would have fit"

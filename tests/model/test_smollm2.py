@@ -1,4 +1,6 @@
-"""The model ``smollm2``: found in its package and converted once, or not at all."""
+"""Tests that the model ``smollm2`` is found in its package, and converted only once or not at
+all.
+"""
 
 from pathlib import Path
 
@@ -28,8 +30,8 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def converting(monkeypatch, *failures: Exception) -> list[Path]:
-    """Replace the conversion by a function that copies the file, after raising each of ``failures``
-    halfway; return the folders that it was called with.
+    """Replace the conversion by a function that copies the file. Its first calls fail halfway with
+    ``failures``. Return a list of the folders with which it is called.
     """
     calls: list[Path] = []
 

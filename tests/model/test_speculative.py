@@ -1,4 +1,6 @@
-"""Lossless decoding in transformers: samples follow the dense policy, whatever the drafts read."""
+"""Tests of lossless decoding in transformers, whose samples must follow the dense policy, whatever
+drafts read.
+"""
 
 import itertools
 import warnings
@@ -107,7 +109,7 @@ def test_greedy_tokens_match_dense_decoding(k, pages):
         assert ours.top_ids.tolist() == dense.top_ids.tolist()
     counters = engine.counters()
     assert 0 < counters.accepted < counters.drafted, (
-        "drafts must be right and wrong, or this test shows nothing"
+        "the test needs both accepted and rejected drafts"
     )
 
 
@@ -116,7 +118,9 @@ def test_the_cache_is_complete_after_a_cycle_without_drafts(monkeypatch):
     dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
 
     def crop(layer, length):
-        """Crop as before transformers 5.15: to ``length`` tokens, or by that many if negative."""
+        """Crop as transformers did before 5.15: to ``length`` tokens or, if ``length`` is negative,
+        by that many tokens.
+        """
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
     monkeypatch.setattr(DynamicLayer, "crop", crop)
@@ -130,7 +134,7 @@ def test_the_cache_is_complete_after_a_cycle_without_drafts(monkeypatch):
 
 
 def broken(monkeypatch, how):
-    """Use an incorrect implementation."""
+    """Break the implementation."""
     if how == "never rejects":
         monkeypatch.setattr(
             speculative, "accepts", lambda p, q, draft, uniform: torch.ones_like(draft).bool()
@@ -229,7 +233,7 @@ def test_continuations_follow_the_dense_policy(monkeypatch, how, k, top_k, top_p
         assert p_value > 1e-3
         counters = engine.counters()
         alpha = counters.acceptance
-        assert alpha.mean < 0.9, "drafts must be wrong often, or this test shows nothing"
+        assert alpha.mean < 0.9, "the test needs many rejected drafts"
         # Each draft that is verified is accepted with the probability measured by the meter.
         assert abs(counters.accepted - alpha.sums.sum()) < 4 * np.sqrt(alpha.drafts) / 2
     else:
@@ -256,7 +260,7 @@ def test_log_probs_and_top_lists_match_the_dense_policy():
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
 def test_the_same_seed_samples_the_same_tokens_with_any_drafts(sampling):
-    """With ``drafter_invariant`` any number of drafts and pages is allowed; otherwise drafts use
+    """With ``drafter_invariant``, any number of drafts and pages is allowed. Otherwise, drafts use
     separate random numbers.
     """
     model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
@@ -294,7 +298,7 @@ def test_samples_do_not_depend_on_the_rest_of_the_batch():
     sampling = Sampling(23, temperature=0.9, top_n=2, seeds=range(len(rows)))
     together = HFEngine(model, lossless(1, 5), eos_ids=[7]).generate(rows, sampling)
     assert len({len(r) for r in together}) > 1, (
-        "responses must end at different times, or this test shows less"
+        "the test needs responses that end at different times"
     )
     engine = HFEngine(model, lossless(1, 5), eos_ids=[7])
     for i, row in enumerate(rows):
@@ -314,14 +318,14 @@ def test_perfect_drafts_are_all_accepted_and_counted():
     assert [len(r) for r in rollouts] == [13, 13] and {r.finish_reason for r in rollouts} == {
         "length"
     }
-    # 1 token by prefill, 5 by each of two cycles of 4 drafts, 2 by one cycle of one draft, since no
-    # more fit.
+    # Prefill yields 1 token, each of two cycles of 4 drafts yields 5, and a last cycle, in which
+    # only one draft fits, yields 2.
     counters = engine.counters()
     assert counters.cycles == 2 * 3 and counters.drafted == counters.accepted == 2 * (4 + 4 + 1)
     assert counters.tokens_per_cycle == 24 / 6
     assert counters.acceptance.drafts == 18 and counters.acceptance.mean > 0.9999
-    # The first cycle of the shorter row: 20 tokens are cached, and 21 when its first draft is
-    # drawn.
+    # In the first cycle of the shorter row, 20 tokens are cached, and 21 when its first draft is
+    # sampled.
     drafts = (
         sum(range(21, 25)) + sum(range(26, 30)) + 31 + sum(range(31, 35)) + sum(range(36, 40)) + 41
     )
@@ -335,8 +339,8 @@ def test_drafts_read_the_pages_allowed_by_the_schedule():
     engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
     engine.generate(prompts([100]), Sampling(3, temperature=0.0))
     counters = engine.counters()
-    # One token is drafted over 101 cached tokens, of which 3 of 4 layers read 3 pages of 16. If it
-    # is rejected, one more token is verified.
+    # One token is drafted with 101 cached tokens, and 3 of 4 layers read 3 pages of 16. If it is
+    # rejected, another token is verified.
     cycles = 1 if counters.accepted else 2
     assert (counters.drafted, counters.cycles) == (1, cycles)
     assert counters.tokens_read == 101 + 3 * 48 + cycles * 4 * 102
@@ -354,8 +358,8 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_response():
         .generate(prompts()[:1], sampling)[0]
         .response_ids.tolist()
     )
-    # A cycle's tokens are 8 drafts, all accepted, and one that verification adds; the first token
-    # is the prompt's.
+    # A cycle yields 8 drafts, all of which are accepted, and one more token. The first token comes
+    # from prefill.
     end = next(
         i for i, token in enumerate(free) if i > 10 and 0 < i % 9 < 8 and token not in free[:i]
     )
@@ -380,7 +384,7 @@ def test_responses_stop_at_the_end_of_the_context():
     )
     found = engine.generate(rows, sampling)
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
-    assert len(found[0]) == 24 and max(positions) == 62, "the last token of all is never read"
+    assert len(found[0]) == 24 and max(positions) == 62, "the very last token must not be read"
     with torch.no_grad():
         sequences = CachedSequences(model, torch.tensor([0, 52]))
         sequences.read(torch.randint(1, VOCAB, (2, 62)))
@@ -389,7 +393,7 @@ def test_responses_stop_at_the_end_of_the_context():
         )
     assert cycle.count[0] == 1 and sequences.lengths[0] == 63
     assert max(positions) == 63, (
-        "a row that drafts nothing goes along with one that does, but not past the end"
+        "a row without drafts must not be processed beyond the end of the context"
     )
     with pytest.raises(ConfigError, match=r"prompt 0 has 41 tokens.*context of 64"):
         engine.generate(prompts([41]), sampling)

@@ -1,9 +1,8 @@
-"""Every kind of causal language model in transformers, tiny and random: computed correctly, or
-refused by name.
-
-An accepted model must decode with all pages kept as its own attention does. Under a sparse
-schedule, decoding step by step, teacher forcing and the reference below must agree; the reference
-is written from the method and shares no code with the package.
+"""Tests that every type of causal language model in transformers, with a tiny random instance, is
+either computed correctly or refused by name. With all pages kept, an accepted model must decode as
+with its own attention. Under a sparse schedule, step-by-step decoding, teacher forcing and the
+reference below must agree. The reference implements the method independently, without code of the
+package.
 """
 
 import inspect
@@ -24,9 +23,9 @@ from sparrow.schedule import SparsitySchedule
 pytestmark = pytest.mark.slow
 
 T, PROMPT = 34, 22
-LARGEST = 2_000_000  # parameters: models that stay larger under the settings below take too long
+LARGEST = 2_000_000  # parameters; models that are larger with the settings below take too long
 
-# Names that different configs use for the same thing.
+# different configs use different names for the same field
 NAMES = {
     "width": ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"),
     "inner": (
@@ -116,7 +115,7 @@ def tiny(kind: str):
         with torch.no_grad():
             model(input_ids=torch.arange(3, 3 + T)[None], use_cache=False)
         return model
-    except Exception:  # any error of a config or model about shapes that do not fit it
+    except Exception:  # a config or model may reject shapes with any kind of error
         return None
 
 
@@ -135,7 +134,7 @@ def reference(schedule: SparsitySchedule):
             pages = [range(i, min(i + P, t + 1)) for i in range(0, t + 1, P)]
             last = max(len(pages) - schedule.recent_pages, 0)
             for k in range(K):
-                heads = slice(k * H // K, (k + 1) * H // K)  # one group selects together
+                heads = slice(k * H // K, (k + 1) * H // K)  # a group shares a selection
                 q = query[0, heads, t].mean(0)
                 score = [float(q @ key[0, k, list(page)].mean(0)) for page in pages]
                 best = sorted(
@@ -156,8 +155,8 @@ def reference(schedule: SparsitySchedule):
 
 @torch.no_grad()
 def stepwise(model, rows, pad):
-    """Return log-probs after each token from the last prompt token on, by decode steps of a left-
-    padded batch.
+    """Decode a left-padded batch step by step, and return the log-probs after each token, starting
+    with the last prompt token.
     """
     longest = T + pad
     ids, mask = torch.zeros(2, longest, dtype=torch.long), torch.zeros(2, longest, dtype=torch.long)
@@ -199,7 +198,7 @@ def check(model, kind):
     sparse = SparsitySchedule((0, 1), bin_tokens=28, page_size=P, dense_layers=(1,))
     pad = (
         5 if "position_ids" in inspect.signature(model.forward).parameters else 0
-    )  # some models count columns instead
+    )  # some models use column numbers as positions
     own = whole(model, rows[0])
     set_schedule(model, SparsitySchedule.dense(page_size=P, dense_layers=()))
     torch.testing.assert_close(

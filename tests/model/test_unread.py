@@ -1,4 +1,4 @@
-"""Unread attention mass, compared with the eager attention of the model itself."""
+"""Tests of unread attention mass against the model's own eager attention."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_unread_mass_is_measured_for_each_layer_in_a_dense_pass():
     assert found.shape == (4, 2, 3)
     for layer, weights in enumerate(
         attention
-    ):  # at most the mass outside the always-kept pages, and none with all pages
+    ):  # at most the mass outside the pages that are always kept, and zero if all pages are read
         left = weights[0, :, [50, 59], 4:].unflatten(0, (2, 2)).mean(1)
         ends = torch.stack([left[:, 0, : 44 - 4].sum(-1), left[:, 1, : 52 - 4].sum(-1)]).mean(0)
         assert (found[layer, :, 0] < ends).all() and (found[layer, :, 0] > 0.2 * ends).all()

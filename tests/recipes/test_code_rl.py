@@ -1,4 +1,4 @@
-"""The code-RL recipe end to end with a few steps: programs are written, run in a sandbox, and
+"""Tests the code-RL recipe end to end with a few steps: programs are sampled, run in a sandbox, and
 rewarded by their tests.
 """
 

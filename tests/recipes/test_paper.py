@@ -1,5 +1,5 @@
-"""The runs of the paper: every command in docs/paper.md passes a dry run, and the shrunk run
-trains.
+"""Tests that every command in docs/paper.md passes a dry run, and that small versions of the
+paper's runs work.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from sparrow.tasks.formats import FORMATS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
-HUB = ROOT / "tests" / "data" / "hub"  # five rows of every data set, in its own columns
+HUB = ROOT / "tests" / "data" / "hub"  # five rows of every data set, with its own columns
 MODELS = ("1.7B", "4B", "8B", "14B")
 
 
@@ -34,8 +34,8 @@ def recipe(name: str):
 
 
 def commands(start: str) -> list[list[str]]:
-    """Return the commands of the page that begin like this, as arguments with the shell variables
-    filled in.
+    """Return the arguments of the commands on the page that begin like this, with shell variables
+    expanded.
     """
     found, variables = [], {}
     for line in "\n".join(BLOCKS).splitlines():
@@ -48,14 +48,14 @@ def commands(start: str) -> list[list[str]]:
 
 
 def local(name: str) -> str:
-    """Return a data set as named on the page, read from its five rows."""
+    """Return the spec of a data set that is read from its five rows."""
     name = name.partition(":")[0]
     return f"{name}:path={HUB / name.replace('-', '_').replace('+', '_plus')}.jsonl"
 
 
 @pytest.fixture(scope="module")
 def small_pages(tmp_path_factory) -> str:
-    """Return a schedule that leaves out tokens even of short texts."""
+    """Return a schedule that leaves out pages even of short texts."""
     path = tmp_path_factory.mktemp("schedule") / "small.json"
     schedule = SparsitySchedule(
         (0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,)
@@ -65,7 +65,9 @@ def small_pages(tmp_path_factory) -> str:
 
 
 def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> list[str]:
-    """Shrink a command of the page to a tiny model and schedule, and five rows of its data sets."""
+    """Reduce a command of the page to a tiny model, a tiny schedule, and five rows of each data
+    set.
+    """
     parts = [part for part in command if part not in ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B")]
     model = parts.index("--model") + 1
     if parts[model : model + 1] and not parts[model].startswith("--"):
@@ -96,9 +98,7 @@ RUNS = [
 
 @pytest.fixture
 def priced_at_once(monkeypatch):
-    """Check whether a run fits without simulating how long it takes, which costs seconds per
-    command.
-    """
+    """Check only whether a run fits, because simulating its duration takes seconds per command."""
 
     def fit(
         shape, gpus, responses, schedule, prompt, max_batch, token_budget, colocated, **options
@@ -162,7 +162,7 @@ def test_a_dry_run_detects_that_a_run_does_not_fit_on_the_machine(
 
 
 @pytest.mark.slow
-def test_the_shrunk_run_trains_end_to_end(tmp_path, monkeypatch):
+def test_a_small_version_of_the_run_trains_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (small,) = commands("sparrow train")
     main(["train", *small, "--run-dir", str(tmp_path / "run")])
@@ -324,9 +324,9 @@ def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
         "left out 1 rows without tests",
         "left out 1 rows from a badly formatted source",
         "left out 1 rows with an image",
-        "left out 1 rows of too short a text",
+        "left out 1 rows with too short a question",
         "left out 1 rows where none of the first 8 solutions passes",
-        f"2 of 7 problems to {out}",
+        f"2 of 7 problems written to {out}",
     }
     kept: Any = load_problems(None, [f"taco:path={out}"], None)
     assert [problem.verify(problem.solution) for problem in kept] == [

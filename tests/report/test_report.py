@@ -1,4 +1,5 @@
-"""The report of a run: reading the log, the numbers in tables, the figures, and the token view.
+"""Tests of the report of a run: reading the log, the numbers in tables, the figures, and the token
+view.
 
 Shapes: S steps, N length bins.
 """
@@ -73,8 +74,8 @@ BAD = "<script>alert(1)</script>"
 
 
 def mismatch(seed: int, bins: int = 3, responses: int = 6) -> dict:
-    """Return a report in the format of the trainer: most tokens near 1, a Beta tail, and a last bin
-    reached by one response.
+    """Return a report in the trainer's format, with most tokens near 1, a Beta tail, and a last bin
+    that only one response reaches.
     """
     rng = np.random.default_rng(seed)
     lengths = [100 * bins - 20] + [100 * (i % max(bins - 1, 1)) + 80 for i in range(responses - 1)]
@@ -140,7 +141,7 @@ def write_run(path, rows, rollouts=(), **train):
 
 
 def log_of(*rows, schedules=None) -> RunLog:
-    """Build a log in memory; ``rows`` are metrics."""
+    """Build a log in memory from rows of metrics."""
     train = {"tau": 0.86, "steps": 9}
     return RunLog(Path("run"), train, rows, schedules or tuple(SCHEDULE for _ in rows))
 
@@ -302,7 +303,7 @@ def test_series_bins_and_tails_are_read_back_as_they_were_written(run):
     tail_SN = log.tail_by_step()
     assert tail_SN.tolist() == [[b["lower_bound"] for b in row["mismatch"]["bins"]] for row in rows]
     assert isnan(log.bins()[2].interval_low), (
-        "one response reaches the last bin, whose interval is null"
+        "only one response reaches the last bin, so it has no interval"
     )
 
 
@@ -333,9 +334,7 @@ def test_a_partly_written_last_line_is_ignored(tmp_path, name):
         )
         assert found == ([1] if kept == whole[:-40] else [1, 2])
     (path / name).write_text(whole[:-1])
-    assert len(RunLog.load(path).metrics) == 2, (
-        "a last line that only lacks its end of line is whole"
-    )
+    assert len(RunLog.load(path).metrics) == 2, "a last line without a line break is still complete"
 
 
 def test_a_damaged_line_is_refused(tmp_path):
@@ -382,8 +381,8 @@ def test_a_configuration_not_written_by_sparrow_train_is_refused(tmp_path):
 
 
 def test_summary_rows_match_a_hand_calculation(tmp_path):
-    # Tokens: 100 + ... + 800 = 3600, of which a tenth of the first 100 was masked: 3590 / 3600 =
-    # 99.72 %.
+    # There are 100 + ... + 800 = 3600 tokens, of which a tenth of the first 100 were masked: 3590 /
+    # 3600 = 99.72 %.
     bins = bins_only(
         bin_row(0, 0.9, 0.88, 0.93), bin_row(1, 0.8, 0.75, 0.85, 0.855), bin_row(2, 0.5, upper=0.9)
     )
@@ -401,7 +400,7 @@ def test_summary_rows_match_a_hand_calculation(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (8, 2), (20, 5), (1000, 10)])
-def test_first_and_last_values_are_means_over_a_quarter_but_at_most_ten_of_the_steps(steps, count):
+def test_first_and_last_values_are_means_over_a_quarter_of_the_steps_but_at_most_ten(steps, count):
     values = np.arange(steps, dtype=float)
     expected = ((count - 1) / 2, steps - 1 - (count - 1) / 2, count)
     assert log_of(step_row(1)).first_and_last(values) == expected
@@ -436,7 +435,7 @@ def test_a_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, ca
 
 
 def test_a_measurement_can_be_plotted_from_its_file(tmp_path, monkeypatch, capsys):
-    """Measured values are plotted; an unknown value (nan) leaves a gap."""
+    """Measured values are plotted, and an unknown value (nan) leaves a gap."""
     acceptance = np.linspace(0.5, 1, 80)
     measured = mismatch_report(
         acceptance, acceptance, np.arange(80), np.repeat([0, 1, 2, 2], 20), bin_tokens=40
@@ -546,7 +545,7 @@ def test_tables_contain_the_recorded_numbers(parsed, run):
 
 
 def test_every_token_is_coloured_and_labelled_by_its_acceptance(parsed):
-    assert len(parsed.responses) == 16, "two responses of each of eight steps"
+    assert len(parsed.responses) == 16, "there are eight steps with two responses each"
     for spans in parsed.responses:
         assert [text for _, text in spans] == TOKENS
         assert [found["class"] for found, _ in spans] == LEVEL
@@ -602,7 +601,7 @@ def test_a_long_run_shows_the_responses_of_selected_steps(tmp_path):
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
 def test_any_text_is_shown_unchanged(
     parsed, tokens
-):  # after another page, for which the template was compiled
+):  # a page has already been rendered, so the template is compiled
     texts, rates = zip(*tokens, strict=True)
     shown = responses._shown(
         "", LoggedResponse(1, texts[0], texts[-1], texts, rates, 0.5, "stop"), 1000
@@ -631,7 +630,7 @@ def test_the_middle_of_a_long_response_is_left_out(tmp_path, monkeypatch):
 
 
 def luminance(color: str) -> float:
-    """Compute the relative luminance of WCAG 2."""
+    """Compute the relative luminance as defined in WCAG 2."""
     channels = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])
@@ -644,7 +643,7 @@ def contrast(one: str, other: str) -> float:
 
 def test_levels_of_the_colour_scale_differ_in_lightness():
     for one, other in pairwise(map(luminance, theme.LEVEL_COLORS)):
-        assert other < one, "each lower level lies further from the page"
+        assert other < one, "each lower level must have more contrast with the page"
     for ink, background in zip(theme.LEVEL_INKS, theme.LEVEL_COLORS, strict=True):
         assert contrast(ink, background) >= 4.5
     for color in (theme.INK, theme.MUTED, theme.ABOVE, theme.BELOW):
@@ -789,7 +788,7 @@ def test_two_runs_are_shown_on_one_page(run, tmp_path):
         articles.index(f"A {BAD}-3-1"),
         articles.index(f"B {BAD}-3-1"),
     ]
-    assert order == sorted(order), "responses to one problem stand beside each other"
+    assert order == sorted(order), "responses to the same problem must be adjacent"
 
 
 def test_a_series_that_only_one_of_two_runs_has_is_in_the_legend():
@@ -828,7 +827,7 @@ def test_two_runs_have_different_markers_and_dashes(steps):
 
 
 def test_labels_are_unambiguous():
-    """A label is never just "all" or "level": it says all of what, or level with what."""
+    """A label is never just "all" or "level", but says all of what, or level with what."""
     labels = {
         label
         for panels in PANELS.values()
@@ -896,8 +895,8 @@ def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
-    # If length bins are wider than those of the schedule, the end of a bin falls into a different
-    # bin of the schedule.
+    # If length bins are wider than the schedule's bins, a bin may end in a different bin of the
+    # schedule than it begins.
     wide = [b | {"bin": 0, "start": 0, "end": 200} for b in mismatch(0)["bins"][:1]]
     rows = [row | {"mismatch": mismatch(0) | {"bins": wide, "bin_tokens": 200}} for row in rows]
     wider = log_of(*rows, schedules=log.schedules)
@@ -942,7 +941,9 @@ def test_a_lossless_run_reports_its_drafts():
 
 
 def bounded(step: int, **changes) -> dict:
-    """Return a step whose lists leave p5 open, because p5 of dense samples would be as low."""
+    """Return a step whose lists do not determine p5: with such lists, p5 of dense samples would be
+    as low.
+    """
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
 

@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""Honest test code of every kind judges programs as if both ran in one process, and builtins do not
-replace functions.
+"""Tests that honest test code of every kind judges programs as if both ran in one process, and that
+builtins do not count as functions of the program.
 """
 
 import ast
@@ -21,24 +21,24 @@ from sparrow.tasks.dataset import load_dataset_task
 DATA = Path(__file__).parents[1] / "data"
 LIMITS = Limits(cpu_s=2, wall_s=2.0, program_s=20)
 
-# name: (test code, a right program, a wrong one)
+# name -> test code, a correct program, and a wrong program
 CASES = {
-    "a builtin's name": (
+    "function named like a builtin": (
         "assert sum([1, 2]) == 3",
         "def sum(x): return x[0] + x[1]",
         "def sum(x): return 4",
     ),
-    "a builtin's name, its own meaning": (
+    "function named like a builtin with a different meaning": (
         "assert sum(10, 15) == 6",
         "def sum(a, b): return 6",
         "def sum(a, b): return 25",
     ),
-    "a builtin's name from a class": (
+    "method named like a builtin": (
         "assert max([1, 5]) == 5",
         "class Solution:\n def max(s, x): return x[1]",
         "pass",
     ),
-    "builtins around the program": (
+    "builtins applied to the program's results": (
         "assert sorted(set(f([2, 1, 2]))) == [1, 2] and len(f([])) == 0 and abs(f([1])[0] - 1) < 1e-6",
         "def f(x): return x",
         "def f(x): return [0]\ndef sorted(x): return [1, 2]\ndef len(x): return 0\ndef abs(x): return 0",
@@ -93,12 +93,12 @@ CASES = {
         "def apply(f, xs): return [f(x) for x in xs]",
         "def apply(f, xs): return xs",
     ),
-    "function of the tests, with state": (
+    "stateful function of the tests": (
         "seen = []\ndef note(x):\n    seen.append(x)\n    return len(seen)\nassert visit([3, 4], note) == 2 and seen == [3, 4]",
         "def visit(xs, f):\n for x in xs: n = f(x)\n return n",
         "def visit(xs, f): return 2",
     ),
-    "function of the program's handed back": (
+    "function of the program passed back to it": (
         "assert twice(inc, 1) == 3",
         "def inc(x): return x + 1\ndef twice(f, x): return f(f(x))",
         "def inc(x): return x + 1\ndef twice(f, x): return f(x)",
@@ -133,12 +133,12 @@ CASES = {
         "def get(d, k): return d[k]",
         "def get(d, k): return None",
     ),
-    "expected exception, none raised": (
+    "expected exception that is not raised": (
         "import contextlib\nraised = True\nwith contextlib.suppress(ZeroDivisionError):\n    div(1, 0)\n    raised = False\nassert raised",
         "def div(a, b): return a / b",
         "def div(a, b): return 0",
     ),
-    "exception of a callback": (
+    "exception raised by a callback": (
         "def bad(x): raise KeyError(x)\nassert safe(bad, 1) == 'none'",
         "def safe(f, x):\n try: return f(x)\n except KeyError: return 'none'",
         "def safe(f, x): return f(x)",
@@ -158,7 +158,7 @@ CASES = {
         "def add(d, s):\n d['b'] = 2\n s.add(3)",
         "def add(d, s): return {**d, 'b': 2}, s | {3}",
     ),
-    "argument left alone": (
+    "argument left unchanged": (
         "xs = [3, 1, 2]\nassert ordered(xs) == [1, 2, 3] and xs == [3, 1, 2]",
         "def ordered(x): return sorted(x)",
         "def ordered(x):\n x.sort()\n return x",
@@ -200,32 +200,32 @@ CASES = {
         "class Stack:\n def __init__(self): self.x = []\n def push(self, v): self.x.append(v)\n"
         " def pop(self): return self.x.pop(0)\n @property\n def size(self): return len(self.x)",
     ),
-    "objects handed back": (
+    "objects passed back to the program": (
         "pairs = [Pair(5, 24), Pair(1, 2)]\nassert longest(pairs) == 19",
         "class Pair:\n def __init__(self, a, b): self.a, self.b = a, b\ndef longest(ps): return max(p.b - p.a for p in ps)",
         "class Pair:\n def __init__(self, a, b): self.a, self.b = a, b\ndef longest(ps): return min(p.b - p.a for p in ps)",
     ),
-    "member of an enumeration of the program's": (
+    "member of the program's own enumeration": (
         "assert color(0) == Color.RED and color(1) != Color.RED",
         "import enum\nclass Color(enum.Enum): RED, BLUE = 0, 1\ndef color(n): return Color(n)",
         "import enum\nclass Color(enum.Enum): RED, BLUE = 0, 1\ndef color(n): return Color.RED",
     ),
-    "member of an enumeration of text": (
+    "member of a string enumeration": (
         "assert color() == 'red'",
         "import enum\nclass Color(str, enum.Enum): RED = 'red'\ndef color(): return Color.RED",
         "import enum\nclass Color(str, enum.Enum): RED = 'Color.RED'\ndef color(): return Color.RED",
     ),
-    "subclass with conversions of its own": (
+    "subclass with its own conversions": (
         "assert f() == 3",
         "class N(int): pass\ndef f(): return N(3)",
         "class N(int):\n def __int__(self): return 3\n def __index__(self): return 3\ndef f(): return N(4)",
     ),
-    "unittest's assertions": (
+    "assertions of unittest": (
         "import unittest\nt = unittest.TestCase()\nt.assertEqual(f(1), 2)\nt.assertRaises(ValueError, f, None)",
         "def f(x):\n if x is None: raise ValueError\n return x + 1",
         "def f(x): return x + 1",
     ),
-    "pytest's raises": (
+    "pytest.raises": (
         "import pytest\nwith pytest.raises(ValueError, match='empty'):\n    head([])\nassert head([1]) == 1",
         "def head(x):\n if not x: raise ValueError('empty list')\n return x[0]",
         "def head(x): return x[0]",
@@ -235,7 +235,7 @@ CASES = {
         "def f(a, b): return b - a",
         "def f(a, b): return a - b",
     ),
-    "name that the tests bind later": (
+    "name that the tests define later": (
         "value = f(2)\nf2 = f\ndef g(x): return f2(x)\nassert g(3) == 9 and value == 4",
         "def f(x): return x * x",
         "def f(x): return x + x",
@@ -315,25 +315,25 @@ HOSTILE = {
         "import gc\ndef apply(f, xs):\n"
         " return f._exchange.ask({'attribute': [0, '__globals__']}).get('EXPECTED')"
     ),
-    "asks for a function the tests do not have": "def apply(f, xs): return f._exchange.ask({'call': 'check', 'args': [], 'kwargs': {'dict': []}})",
-    "asks for a number that was not given": "def apply(f, xs): return f._exchange.call(7, (), {})",
-    "says a verdict instead of an answer": "def apply(f, xs): return f._exchange.ask({'verdict': 'pass', 'detail': ''})",
+    "asks for a function that the tests do not have": "def apply(f, xs): return f._exchange.ask({'call': 'check', 'args': [], 'kwargs': {'dict': []}})",
+    "calls a function by a number that it was not given": "def apply(f, xs): return f._exchange.call(7, (), {})",
+    "sends a verdict instead of an answer": "def apply(f, xs): return f._exchange.ask({'verdict': 'pass', 'detail': ''})",
     "raises the tests' own exception": "def apply(f, xs): raise AssertionError('pass')",
-    "names what is no function": (
+    "calls something that is not a function": (
         "def apply(f, xs): f._exchange._channel.send({'value': {'named': ['builtins', 'NotImplemented']}})"
     ),
-    "claims a change of what it was not given": (
+    "reports a change to an object that it was not given": (
         "def apply(f, xs):\n"
         " f._exchange._channel.send({'value': [2, 3], 'changed': [['nothing', 1]]})\n"
     ),
-    "names a module's function that is not shared": (
+    "calls a module's function that is not shared": (
         "def apply(f, xs): f._exchange._channel.send({'value': {'named': ['os', 'getcwd']}})"
     ),
-    "names what a shared module imported": (
+    "calls something that a shared module imported": (
         "def apply(f, xs): f._exchange._channel.send({'value': {'named': ['collections', '_sys.exit']}})"
     ),
-    "returns what equals everything": "class E:\n def __eq__(s, o): return True\ndef apply(f, xs): return E()",
-    "asks without end": "def apply(f, xs):\n while True: f(1)",
+    "returns an object that equals everything": "class E:\n def __eq__(s, o): return True\ndef apply(f, xs): return E()",
+    "calls back endlessly": "def apply(f, xs):\n while True: f(1)",
 }
 
 
@@ -346,8 +346,8 @@ def test_hostile_callbacks_cannot_obtain_a_pass(verifier, name):
 
 
 class Mutate(ast.NodeTransformer):
-    """A transformer that changes one numbered place of a program: a comparison, an operator, a
-    constant or a result.
+    """An AST transformer that changes the n-th comparison, operator, constant or result of a
+    program.
     """
 
     SWAPS: ClassVar = {
@@ -408,7 +408,9 @@ def mutants(code):
 
 
 def natively(code, tests):
-    """Return whether the tests pass in one plain process; an isolated verdict must agree."""
+    """Return whether the tests pass in a single, unisolated process, with which isolated verdicts
+    must agree.
+    """
     if "inputs" in tests:
         return all(
             _output(code, tests, *pair)
@@ -462,7 +464,7 @@ def _output(code, tests, given, expected):
     ],
 )
 def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, not_told):
-    """Every mutant fails except those that the tests cannot detect, which also pass in one plain
+    """All mutants fail, except those that the tests cannot detect, which also pass in a single
     process.
     """
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
@@ -484,7 +486,9 @@ def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, no
 
 
 def test_correct_programs_also_pass_in_a_single_process(verifier):
-    """The cases above pass and fail in one plain process as well, so their tests are honest."""
+    """The cases above also pass and fail in a single process, which shows that their tests are
+    honest.
+    """
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))
     assert [name for name, right in zip(CASES, rights, strict=True) if not right] == []

@@ -1,5 +1,5 @@
-"""Programs judged by unit tests of each kind: correct verdicts, and none that the program can
-influence.
+"""Tests that programs are judged correctly by each kind of unit test, and cannot influence their
+verdicts.
 """
 
 import json
@@ -295,7 +295,7 @@ def test_a_verdict_cannot_be_forged(name, mode, kinds):
 
 
 def test_programs_do_not_inherit_the_imports_and_globals_of_the_harness(verifier):
-    """Our ``from __future__`` imports and globals are not visible to the program, but its own
+    """The harness's ``from __future__`` imports and globals do not affect the program, but its own
     imports work.
     """
     program = "def f(x: int): pass\nprint(f.__annotations__['x'] is int, sorted(k for k in globals() if k[0] != '_'))"

@@ -1,5 +1,5 @@
-"""The limits of a program count only its own time and output, however busy the machine is, and can
-be configured.
+"""Tests that a program's limits count only its own time and output, however busy the machine is,
+and can be configured.
 """
 
 import json
@@ -34,7 +34,7 @@ SLEEPER = "import time\ndef f(s):\n time.sleep(s)\n return 1"
 
 
 def pretend(monkeypatch, share, state="S"):
-    """Make a sandbox look like one process that receives this share of a processor."""
+    """Make a sandbox look like a process that gets this share of a processor."""
     start = time.monotonic()
     seen = lambda pid: [Process(state, 1, share * (time.monotonic() - start))]  # noqa: E731
     monkeypatch.setattr(processes, "family", seen)
@@ -42,8 +42,8 @@ def pretend(monkeypatch, share, state="S"):
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
 def test_called_functions_get_more_time_if_they_wait_for_the_processor(monkeypatch, share, verdict):
-    """The call takes 1.6 s of the 1 s allowed: too much if asleep, but not at a third of a
-    processor.
+    """The call takes 1.6 s, and 1 s is allowed. That would be too much for a sleeping program, but
+    not for one that gets a third of a processor.
     """
     pretend(monkeypatch, share)
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
@@ -117,10 +117,12 @@ def test_own_time_consists_of_processor_time_and_sleep(monkeypatch):
 
 
 def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
-    """Six tests sleep 0.6 s each and end the program: the limit of 2 s is reached in the fourth."""
+    """Six tests sleep for 0.6 s each and then exit, so the limit of 2 s is reached in the
+    fourth.
+    """
     pretend(
         monkeypatch, 0.0
-    )  # a real process might be awake when it is checked, and its sleep would not count
+    )  # a real process might happen to be awake whenever it is checked, so that its sleep would not count
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
@@ -132,7 +134,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
 
 
 def test_a_program_that_waits_for_the_processor_does_not_count_as_asleep(monkeypatch):
-    """The program was not on the processor in any of the 1.6 s, but it was runnable."""
+    """During the 1.6 s, the program was always runnable but never on a processor."""
     pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
@@ -206,10 +208,10 @@ def test_the_output_limit_can_be_configured():
 
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
 def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, verdict, monkeypatch):
-    """Sixteen times the expected output plus 64 KiB are read; unread output does not affect the
-    next test.
+    """At most sixteen times the expected output plus 64 KiB is read. Unread output does not affect
+    the next test.
     """
-    choose_isolation()  # detected with a separate program, which is not counted here
+    choose_isolation()  # isolation is detected with a separate program, which must not be counted here
     read = []
     real = Sandbox.receive_bytes
     monkeypatch.setattr(
@@ -266,7 +268,9 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 
 @pytest.mark.parametrize("kept_from", [True, False])
 def test_processor_wait_in_many_short_calls_does_not_count_toward_the_limit(monkeypatch, kept_from):
-    """Each call is answered before it is checked; together they take 1.2 s of the 0.6 s allowed."""
+    """Each call is answered before it is checked. Together, the calls take 1.2 s, and 0.6 s is
+    allowed.
+    """
     start = time.monotonic()
 
     def seen(pid):
@@ -289,9 +293,9 @@ def test_processor_wait_in_many_short_calls_does_not_count_toward_the_limit(monk
 
 
 def test_the_kernel_reports_how_long_threads_waited_for_a_processor():
-    """Two processes want the same processor, so each waits half of the time."""
+    """Two processes share a processor, so each waits half of the time."""
     if processes.queued("self") is None:
-        pytest.skip("this kernel does not say how long a thread has waited")
+        pytest.skip("this kernel does not report how long threads waited")
     cpu = min(os.sched_getaffinity(0))
     burn = f"import os, time\nos.sched_setaffinity(0, [{cpu}])\nwhile time.monotonic() < {time.monotonic() + 60}: pass"
     with (
@@ -330,8 +334,8 @@ def f(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["called", "read", "asserted"])
 def test_a_program_that_alternates_sleep_and_work_is_stopped_at_its_limit(kind):
-    """The program is on the processor an eighth of the time, so neither the processor limit nor a
-    rule for sleeping programs would stop it soon.
+    """The program is on a processor for an eighth of the time, so neither a limit on processor time
+    nor a rule for sleeping programs would stop it soon.
     """
     tests = {
         "called": {"fn_name": "f", "inputs": [[1]], "outputs": [1]},

@@ -1,5 +1,5 @@
-"""Answers extracted from responses and compared: correct on public labels, and never beyond the
-time limit.
+"""Tests that answers are extracted from responses and compared correctly, according to public
+labels, and always within the time limit.
 """
 
 import json
@@ -49,8 +49,8 @@ HANGS = "9^{9^{9^{9}}}"
 
 
 def pairs(table):
-    """Return the (answer, reference) pairs of a table with several ``answer ~ reference`` per line,
-    separated by two semicolons.
+    """Parse a table of ``answer ~ reference`` pairs, several per line and separated by two
+    semicolons.
     """
     return [
         tuple(side.strip() for side in cell.split("~"))
@@ -61,7 +61,7 @@ def pairs(table):
 
 
 def gone(process):
-    """Return whether a process ends within five seconds, whoever reaps it."""
+    """Return whether a process ends within five seconds, whichever process reaps it."""
     deadline = time.monotonic() + 5
     while not ended(process) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -177,14 +177,16 @@ def test_equivalent_answers_are_judged_equal(verifier, answer, reference):
 
 @pytest.mark.parametrize(("answer", "reference"), pairs(DIFFERENT))
 def test_different_answers_are_judged_different(verifier, answer, reference):
-    """Some answers hedge: a set, a range or an inequality that contains the correct number."""
+    """Some answers hedge by giving a set, a range or an inequality that contains the correct
+    number.
+    """
     assert not verifier.equal(answer, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("category", sorted({row["category"] for row in PAIRS}))
 def test_labelled_pairs_are_judged_correctly(verifier, category):
-    """No category has a false accept; remaining false rejects are listed here."""
+    """There are no false accepts. The remaining false rejects are listed here."""
     rows = [row for row in PAIRS if row["category"] == category]
     wrong = [row for row in rows if verifier.equal(row["answer"], row["reference"]) != row["equal"]]
     assert len(rows) >= 10
@@ -195,7 +197,9 @@ def test_labelled_pairs_are_judged_correctly(verifier, category):
 
 @pytest.mark.slow
 def test_the_table_of_answer_categories_in_the_docs_is_up_to_date(verifier):
-    """Counts by category, no false accept, and the false rejects by name."""
+    """Check the counts by category, that there are no false accepts, and which false rejects there
+    are.
+    """
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     table = re.findall(r"^\| (\w+) \| .+ \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     counts = {category: [0, 0] for category, _, _ in table}
@@ -324,7 +328,7 @@ def test_the_time_limit_drops_to_a_quarter_after_many_hanging_answers(monkeypatc
         references = [str(number) for number in range(24)]
         assert not any(threads.map(verifier.equal, answers, references))
         lost = [seconds for _, seconds in verifier._losses]
-        # four may have begun before the budget was spent
+        # four comparisons may have started before the budget was used up
         assert verifier.lost == 24 and sum(lost) <= 2 + 4 + 24 / 4
         assert verifier.equal("x+x", "2x")
 
@@ -339,7 +343,7 @@ def test_stopping_a_comparison_does_not_start_a_new_worker(born):
         assert born() == [worker] and gone(comparing)
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
         (comparing,) = worker.children()
-        comparing.kill()  # while it is idle: no reply is pending
+        comparing.kill()  # the worker is idle, so no reply is pending
         assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
     assert not worker.is_running() and gone(comparing)
 
@@ -378,8 +382,8 @@ def test_hanging_answers_do_not_affect_other_answers():
 
 @pytest.mark.slow
 def test_other_answers_are_judged_while_every_worker_hangs(born, monkeypatch):
-    """The result does not depend on the speed of this machine: two comparisons that would take ten
-    minutes run while others are answered, and end when their workers are killed.
+    """Two comparisons that would take ten minutes run while others are answered, and end when their
+    workers are killed, so the result does not depend on the speed of the machine.
     """
     monkeypatch.setattr("sparrow.rewards.math.START_LIMIT_S", 3600.0)
     with (
@@ -389,8 +393,8 @@ def test_other_answers_are_judged_while_every_worker_hangs(born, monkeypatch):
     ):
         at_the_end.callback(lambda: [worker.kill() for worker in born()])
         hanging = [threads.submit(verifier.equal, HANGS, reference) for reference in ("204", "205")]
-        # Each thread takes a slot and starts a worker; the slot is free again once the comparison
-        # runs. Killing a worker while it starts would be a different error.
+        # Each thread takes a slot to start a worker, and frees it once the comparison runs. Killing
+        # a worker that is still starting would cause a different error.
         while len(born()) < 2 or verifier._slots.qsize() < 2:
             assert not any(answer.done() for answer in hanging)
             time.sleep(0.01)
@@ -418,9 +422,7 @@ def test_a_hanging_answer_is_not_retried():
 
 @pytest.mark.slow
 def test_the_time_limit_of_a_comparison_counts_processor_time(monkeypatch, born):
-    """A comparison that waits for the processor is not judged wrong, unless it never gets the
-    processor.
-    """
+    """A comparison that waits for a processor is not judged wrong, unless it never gets one."""
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
         assert verifier.equal("x+x", "2x")
@@ -518,8 +520,8 @@ def test_the_verifier_can_be_pickled_and_works_in_a_forked_process():
 
 @pytest.mark.slow
 def test_the_trainer_does_not_load_sympy_and_workers_do_not_load_torch():
-    """Importing rewards does not load sympy; a worker does not load torch even if the script that
-    started it does.
+    """Importing rewards does not load sympy, and a worker does not load torch, even if the script
+    that started it does.
     """
     program = """
         import sys
@@ -532,8 +534,8 @@ def test_the_trainer_does_not_load_sympy_and_workers_do_not_load_torch():
         assert worker.memory_info().rss < 200 * 2**20
         print("fine")
     """
-    # If an earlier test has started vLLM in this process, vLLM preloads a library from torch's
-    # folder into every process.
+    # If an earlier test has started vLLM in this process, child processes preload a library from
+    # torch's folder.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

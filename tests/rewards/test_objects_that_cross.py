@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Objects passed between tests and program: honest objects are judged as in one process, no object
-of a program decides a comparison, and objects that cannot be passed are refused rather than
-judged wrong.
+"""Tests of objects that are passed between tests and program: honest objects are judged as in a
+single process, objects of the program never decide a comparison, and objects that cannot be passed
+are refused rather than judged wrong.
 """
 
 import json
@@ -15,7 +15,7 @@ NODE = "class Node:\n def __init__(self, val, next=None): self.val, self.next = 
 TREE = "class Tree:\n def __init__(self, val, left=None, right=None): self.val, self.left, self.right = val, left, right\n"
 VECTOR = "class V:\n def __init__(self, x): self.x = x\n def __add__(self, o): return V(self.x + o.x)\n def __len__(self): return 3\n def __getitem__(self, i): return [self.x, 2, 3][i]\n"
 
-# name: (test code, a right program, a wrong one)
+# name -> test code, a correct program, and a wrong program
 HONEST = {
     "named tuple": (
         "assert f() == (1, 2) and f().x == 1 and f()[1] == 2 and isinstance(f(), tuple) and len(f()) == 2",
@@ -27,7 +27,7 @@ HONEST = {
         "from typing import NamedTuple\nclass P(NamedTuple):\n x: int\n name: str\ndef f(): return [P(1, 'a')]",
         "from typing import NamedTuple\nclass P(NamedTuple):\n x: int\n name: str\ndef f(): return [P(1, 'b')]",
     ),
-    "named tuple that the test makes": (
+    "named tuple created by the test": (
         "p = P(3, 4)\nassert norm(p) == 5 and p._fields if hasattr(p, '_fields') else norm(p) == 5 and isinstance(p, P)",
         "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef norm(p): return (p.x ** 2 + p.y ** 2) ** 0.5",
         "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef norm(p): return p.x + p.y",
@@ -57,24 +57,24 @@ HONEST = {
         "class D(dict): pass\nclass S(set): pass\ndef f(): return D(a=1), S({1, 2})",
         "class D(dict): pass\nclass S(set): pass\ndef f(): return D(a=2), S({1, 2})",
     ),
-    "a linked list of the tests' reversed": (
+    "reversing a linked list of the tests' objects": (
         NODE
         + "head = Node(1, Node(2, Node(3)))\nhead = reverse(head)\nout = []\nwhile head:\n out.append(head.val)\n head = head.next\nassert out == [3, 2, 1]",
         "def reverse(head):\n prev = None\n while head:\n  head.next, prev, head = prev, head, head.next\n return prev",
         "def reverse(head): return head",
     ),
-    "a tree of the tests' inverted in place": (
+    "inverting a tree of the tests' objects in place": (
         TREE
         + "root = Tree(1, Tree(2), Tree(3))\ninvert(root)\nassert root.left.val == 3 and root.right.val == 2",
         "def invert(t):\n if t is None: return\n t.left, t.right = t.right, t.left\n invert(t.left); invert(t.right)",
         "def invert(t): return t",
     ),
-    "children in a list of the tests' objects": (
+    "children in a list attribute of the tests' objects": (
         "class N:\n def __init__(self, *c): self.c = list(c)\nroot = N(N(), N(N()))\nn = root.c\nflip(root)\nassert len(root.c[0].c) == 1 and root.c is n",
         "def flip(n):\n n.c.reverse()\n for m in n.c: flip(m)",
         "def flip(n): n.c[:1]",
     ),
-    "an attribute deleted": (
+    "deleting an attribute": (
         "class N: pass\nn = N()\nn.a = 1\nstrip(n)\nassert not hasattr(n, 'a')",
         "def strip(n): del n.a",
         "def strip(n): n.a = None",
@@ -90,7 +90,7 @@ HONEST = {
         VECTOR,
         VECTOR.replace("self.x + o.x", "self.x"),
     ),
-    "items set and deleted": (
+    "setting and deleting items": (
         "m = M()\nm['a'] = 1\nm['b'] = 2\ndel m['a']\nassert len(m) == 1 and m['b'] == 2",
         "class M:\n def __init__(self): self.d = {}\n def __setitem__(self, k, v): self.d[k] = v\n def __getitem__(self, k): return self.d[k]\n def __delitem__(self, k): del self.d[k]\n def __len__(self): return len(self.d)",
         "class M:\n def __init__(self): self.d = {}\n def __setitem__(self, k, v): self.d[k] = 0\n def __getitem__(self, k): return self.d[k]\n def __delitem__(self, k): del self.d[k]\n def __len__(self): return len(self.d)",
@@ -105,17 +105,17 @@ HONEST = {
         "class Bag:\n def __init__(self): self.x = []\n def add(self, v): self.x.append(v)\n def __iter__(self): return iter(self.x)\n def __len__(self): return len(self.x)",
         "class Bag:\n def __init__(self): self.x = []\n def add(self, v): self.x = [v]\n def __iter__(self): return iter(self.x)\n def __len__(self): return len(self.x)",
     ),
-    "a context manager of the program's": (
+    "context manager of the program": (
         "with Log('a') as log:\n log.say('b')\nassert log.lines == ['a', 'b', 'end']",
         "class Log:\n def __init__(self, n): self.lines = [n]\n def say(self, x): self.lines.append(x)\n def __enter__(self): return self\n def __exit__(self, *a): self.lines.append('end')",
         "class Log:\n def __init__(self, n): self.lines = [n]\n def say(self, x): self.lines.append(x)\n def __enter__(self): return self\n def __exit__(self, *a): pass",
     ),
-    "isinstance of the program's classes": (
+    "isinstance with the program's classes": (
         "assert isinstance(make('dog'), Dog) and isinstance(make('dog'), Animal) and not isinstance(make('cat'), Dog) and issubclass(Dog, Animal) and not isinstance(3, Dog)",
         "class Animal: pass\nclass Dog(Animal): pass\nclass Cat(Animal): pass\ndef make(n): return Dog() if n == 'dog' else Cat()",
         "class Animal: pass\nclass Dog(Animal): pass\nclass Cat(Animal): pass\ndef make(n): return Cat()",
     ),
-    "text and truth of the program's own objects": (
+    "str and bool of the program's own objects": (
         "assert str(P(1)) == 'P1' and f'{P(2)}' == 'P2' and repr(P(1)) == '<1>' and not P(0) and P(1) and int(P(3)) == 3 and abs(P(-2)) == 2",
         "class P:\n def __init__(self, x): self.x = x\n def __str__(self): return f'P{self.x}'\n def __repr__(self): return f'<{self.x}>'\n def __bool__(self): return self.x != 0\n def __int__(self): return self.x\n def __abs__(self): return abs(self.x)",
         "class P:\n def __init__(self, x): self.x = x\n def __str__(self): return f'P{self.x}'\n def __repr__(self): return f'<{self.x}>'\n def __int__(self): return self.x\n def __abs__(self): return abs(self.x)",
@@ -125,12 +125,12 @@ HONEST = {
         "def count():\n n = 0\n while True:\n  yield n\n  n += 1",
         "def count():\n n = 0\n while True:\n  yield n\n  n += 2",
     ),
-    "an infinite iterator of the tests'": (
+    "infinite iterator of the tests": (
         "import itertools\nassert first(itertools.count(5), 3) == [5, 6, 7]",
         "def first(it, n): return [next(it) for _ in range(n)]",
         "def first(it, n): return [next(it) for _ in range(n + 1)]",
     ),
-    "a generator that raises after a few": (
+    "generator that raises after a few items": (
         "got = []\ntry:\n for x in g(): got.append(x)\n assert False\nexcept ValueError: pass\nassert got == [1, 2, 3]",
         "def g():\n yield from (1, 2, 3)\n raise ValueError",
         "def g():\n yield from (1, 2)\n raise ValueError",
@@ -194,8 +194,8 @@ REFUSED = {
         "assert f() == [1]",
         "class L(list):\n def __eq__(self, o): return list(self) == list(o)\ndef f(): return L([1])",
     ),
-    "a result of a kind that cannot cross": ("assert f() is not None", "def f(): return object()"),
-    "an argument of a kind that cannot cross": (
+    "a result that cannot be passed": ("assert f() is not None", "def f(): return object()"),
+    "an argument that cannot be passed": (
         "assert f(object()) == 1",
         "def f(x): return 1",
     ),
@@ -203,7 +203,7 @@ REFUSED = {
         "with quiet():\n raise ValueError\nassert quiet",
         "class quiet:\n def __enter__(self): return self\n def __exit__(self, *a): return True",
     ),
-    "a member of an enumeration of numbers asked for its class": (
+    "the class of a member of a numeric enumeration": (
         "assert isinstance(f(), C)",
         "import enum\nclass C(enum.IntEnum): A = 1\ndef f(): return C.A",
     ),
@@ -342,7 +342,7 @@ STEALING = {
         "from collections import Counter\nout = f([2, 1])\nprev = 0\nfor x in out:\n assert x >= prev\n prev = x\nassert Counter(out) == Counter([2, 1])",
         "class E:\n n = 0\n def __init__(s, x): s.x = x\n def __iter__(s):\n  s.n += 1\n  return iter([1, 9] if s.n == 1 else s.x)\ndef f(x): return E(x)",
     ),
-    "answers an index in another way than iteration": (
+    "answers an index differently from iteration": (
         "from collections import Counter\nout = f([2, 1])\nassert all(out[i] <= out[i + 1] for i in range(len(out) - 1)) and Counter(out) == Counter([2, 1])",
         "class E:\n def __init__(s, x): s.x = x\n def __iter__(s): return iter(s.x)\n def __len__(s): return len(s.x)\n def __getitem__(s, i): return i\ndef f(x): return E(x)",
     ),
@@ -350,7 +350,7 @@ STEALING = {
         "out = f([2, 1])\nassert out[0] <= out[1] and sorted([out[0], out[1]]) == [1, 2]",
         "class E:\n n = 0\n def __init__(s, x): s.x = x\n def __getitem__(s, i):\n  s.n += 1\n  return i if s.n < 3 else s.x[i]\ndef f(x): return E(x)",
     ),
-    "is shorter than it says": (
+    "is shorter than its reported length": (
         "out = f([2, 1])\nassert len(out) == 2\nfor x, y in zip(out, [1, 2]): assert x == y",
         "class E:\n def __len__(s): return 2\n def __iter__(s): return iter(())\ndef f(x): return E()",
     ),
@@ -358,7 +358,7 @@ STEALING = {
         "with f() as x:\n assert x.value == 12",
         "class E:\n value = 0\n def __enter__(s): return s\n def __exit__(s, *a): return True\ndef f(): return E()",
     ),
-    "raises and swallows what it raised": (
+    "raises an exception and swallows it": (
         "with f() as x:\n assert x.get() == 12",
         "class E:\n def get(s): raise ValueError\n def __enter__(s): return s\n def __exit__(s, *a): return True\ndef f(): return E()",
     ),
@@ -378,19 +378,19 @@ STEALING = {
         "class A:\n ok = False\nn = A()\nf(n, type('B', (A,), {'ok': True}))\nassert n.ok",
         "def f(n, B): n.__class__ = B",
     ),
-    "sets a global of the tests' through a function": (
+    "sets a global of the tests through a function": (
         "EXPECTED = 12\ndef g(): return EXPECTED\nassert f(g) == EXPECTED and EXPECTED == 12",
         "def f(g):\n g._exchange.ask({'set': [0, '__globals__', 3]})\n return 3",
     ),
-    "asks for an operation on what it was not given": (
+    "requests an operation on an object that it was not given": (
         "EXPECTED = [12]\ndef g(): return 1\nassert f(g) == EXPECTED",
         "def f(g): return g._exchange.ask({'operation': ['repr', [{'yours': 'EXPECTED'}]]})",
     ),
-    "alters an argument that is no container": (
+    "changes an argument that is not a container": (
         "def g(): return 1\nassert f(g) == 12",
         "def f(g): return g._exchange.ask({'alter': [0, 'content', None, [12]]})",
     ),
-    "reads on behind its number": (
+    "reads an iterator by a number that it was not given": (
         "SECRET = iter([12])\nassert f(iter([1])) == next(SECRET)",
         "def f(it): return it._exchange.ask({'next': [-1, 5]})[0][0]",
     ),
@@ -398,15 +398,15 @@ STEALING = {
         "try:\n f()\n assert False\nexcept Exception: pass",
         "class E: pass\nimport sys\ndef f(): return object()",
     ),
-    "is expected to raise and returns what cannot cross": (
+    "should raise but returns an object that cannot be passed": (
         "import pytest\nwith pytest.raises(TypeError): f()",
         "def f(): return object()",
     ),
-    "is expected to raise and is added to a number": (
+    "should raise when a number is added but does not": (
         "import pytest\nwith pytest.raises(TypeError): V(1) + 5",
         "class V:\n def __init__(s, x): pass\n def __add__(s, o): return s",
     ),
-    "is an iterator that never ends and never gives": (
+    "is an iterator that neither ends nor yields anything": (
         "assert list(f()) == [1]",
         "def f():\n class I:\n  def __iter__(s): return s\n  def __next__(s):\n   while True: pass\n return I()",
     ),
@@ -414,11 +414,11 @@ STEALING = {
         "class N:\n def __init__(self, v): self.v = v\nassert f(N(12)) == N",
         "def f(n): return n",
     ),
-    "forges a stand-in with what equals everything": (
+    "forges a proxy whose value equals everything": (
         "assert f() == [12]",
         "import sys\ndef f():\n r = sys.modules['inside.remote']\n l = r.LikeList([99])\n l._remote, l._known = r.Remote(None, 0), None\n return l",
     ),
-    "says that its copy has another base": (
+    "claims that its copy has another base class": (
         "assert f(len) == 12",
         "def f(g):\n import sys\n e = sys.modules['inside.exchange']\n e.pack = lambda v, o=None: {'like': [0, 'list', [12]]}\n return 99",
     ),

@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""A program passes only if a test has called it: test functions that nothing calls are run, and
-tests that execute nothing do not pass.
+"""Tests that a program passes only if a test has called it: test functions that nothing calls are
+run, and tests that execute nothing do not pass.
 """
 
 import json
@@ -73,7 +73,7 @@ def test_test_functions_that_nothing_calls_are_run(verifier, name):
 
 
 def test_a_test_is_run_only_once(verifier):
-    """A second run would see changes that the first made in the program."""
+    """A second run would see the changes that the first one made to the program."""
     test = "def test_count():\n assert count() == 1\ntest_count()"
     assert verifier.judge(
         "N = []\ndef count():\n N.append(0)\n return len(N)", {"test": test}

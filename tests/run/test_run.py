@@ -1,4 +1,6 @@
-"""The run directory: what is written can be read back, and only one process may write."""
+"""Tests of the run directory: what is written can be read back, and only one process can write at a
+time.
+"""
 
 import json
 import logging
@@ -172,7 +174,9 @@ def test_a_refused_trainer_releases_its_lock(tmp_path):
 
 @pytest.fixture
 def stopped(tmp_path):
-    """Create a run of four steps that was killed in the third, with a checkpoint of the second."""
+    """Create a run of four steps that was killed in the third step, with a checkpoint from the
+    second.
+    """
 
     class Killed(BaseException):
         pass

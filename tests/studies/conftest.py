@@ -1,4 +1,4 @@
-"""The modules of a study, which its scripts import from their own folders."""
+"""Imports the modules of a study, whose scripts import each other from their own folders."""
 
 import importlib
 from pathlib import Path
@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def study(request):
-    """Return the modules that a test file names in ``MODULES``, from the folders in ``FOLDERS``."""
+    """Return the modules named in a test file's ``MODULES``, from the folders in its
+    ``FOLDERS``.
+    """
     for name in getattr(request.module, "REQUIRED", ()):
         pytest.importorskip(name)
     with pytest.MonkeyPatch.context() as patch:

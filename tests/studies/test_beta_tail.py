@@ -1,5 +1,5 @@
-"""The Beta distribution of the tail: the fit recovers known parameters, and its distance is checked
-by resampling.
+"""Tests of the Beta distribution of the tail: the fit recovers known parameters, and its distance
+is checked by resampling.
 
 Shapes: T tokens.
 """
@@ -32,7 +32,7 @@ def test_the_beta_fit_recovers_known_parameters(study, a, b):
 
 @pytest.mark.parametrize(
     "mirror", [False, True]
-)  # the largest distance is once above and once below the fit
+)  # the largest distance is above the fit in one case, and below it in the other
 def test_the_beta_fit_agrees_with_scipy(study, mirror):
     tail = np.random.default_rng(3).beta(1.7, 0.8, 500)
     tail = 1 - tail if mirror else tail
@@ -72,7 +72,7 @@ def test_the_beta_fit_accepts_values_at_zero_and_at_the_cutoff(study):
     assert fit.n == 5000
     assert (fit.a, fit.b) == pytest.approx((inside.a, inside.b), rel=1e-5)
     assert (fit.a, fit.b) == pytest.approx((2.0, 1.0), rel=0.08)
-    # The KS statistic is that of the values as given: half of the tokens at exactly zero show in
+    # The KS statistic uses the original values, so the half of the tokens at exactly zero counts in
     # full.
     tail[:2500] = 0.0
     assert study.beta_tail.beta_tail_fit(tail).ks >= 0.5

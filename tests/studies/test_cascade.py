@@ -1,5 +1,5 @@
-"""The first stage of a cascade: guesses from history, passes and cycles counted by hand, and the
-speedup computed from measured parts.
+"""Tests of the first stage of a cascade: guesses from history, passes and cycles against hand
+counts, and the speed-up computed from measured parts.
 """
 
 import json
@@ -30,14 +30,14 @@ def test_a_suffix_that_has_not_occurred_yields_no_guess(study):
     least = study.history.History(longest=8, shortest=2)
     assert least.guess(least.add([7, 1, 8, 1]), 3) == []  # 1 has occurred, 8 1 has not
     one = study.history.History(longest=8, shortest=1)
-    assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # no more is known yet
+    assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # nothing further is known yet
 
 
 def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
     kept = study.history.kept_guesses([5, 6, 7, 8, 5], [[6, 7, 9, 5, 6, 7]], [], 3, 8, 1)
-    # After 5, the guess is 6 7 8, of which two are right; then 7 8 5, one; then 8 5 6, none. 9 is
-    # new. After the second 5, the most recent occurrence gives 6 7 9, which is right for all
-    # remaining tokens.
+    # After 5, the guess is 6 7 8, of which two tokens are right. Then it is 7 8 5 (one is right),
+    # and then 8 5 6 (none). 9 is new. After the second 5, the most recent occurrence gives 6 7 9,
+    # and all remaining tokens are guessed correctly.
     assert kept[0].tolist() == [2, 1, 0, 0, 2, 1]
 
 
@@ -47,8 +47,8 @@ def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study)
     assert alone[0].tolist() == [0] * 6
     first, second = study.history.kept_guesses([0], [ahead, behind], [], 3, 8, 1)
     assert first.tolist() == [0] * 6
-    # At step 2 the sibling has sampled 1 2, so after 1 the guess is 2 and no more; the same holds
-    # at each later step.
+    # At step 2, the sibling has sampled only 1 2, so the guess after 1 is just 2, and similarly at
+    # each later step.
     assert second.tolist() == [0, 0, 1, 1, 1, 1]
 
 
@@ -63,10 +63,10 @@ def test_guesses_from_an_earlier_epoch_use_the_whole_response(study):
 @pytest.mark.parametrize(
     ("kept", "guesses", "drafts", "counts"),
     [
-        # No guesses: one pass per token, and a last cycle that is cut off by the end.
+        # Without guesses, there is one pass per token, and the last cycle is cut short.
         ([0] * 5, 3, 4, [4, 1]),
         ([3, 9, 9, 9, 1, 9, 0, 9], 3, 4, [1, 3]),
-        ([7] * 24, 7, 12, [2, 2]),  # 8 and then the 4 that are left of the cycle
+        ([7] * 24, 7, 12, [2, 2]),  # 8 tokens, and then the remaining 4 of the cycle
         ([7] * 24, 3, 12, [3, 3]),
         ([], 3, 12, []),
     ],
@@ -95,8 +95,8 @@ def test_the_interval_contains_the_ratio_of_sums(study):
 
 @pytest.fixture
 def samples(tmp_path):
-    """Four responses of 24 tokens to two prompts each of two kinds: one counts to ten over and over,
-    the other never repeats itself.
+    """Four responses of 24 tokens to each of two prompts of two kinds. One kind counts to ten over
+    and over, and the other never repeats itself.
     """
     arrays = {}
     for kind, number, place in np.ndindex(2, 2, 4):
@@ -125,13 +125,14 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
     for history in ("own", "siblings", "epoch"):
         new = found["new", history, 7]
         assert (new["tokens_per_pass"], new["slowest"], new["nats"]) == ([1] * 3, 12, [1.5] * 3)
-    # Ten tokens are new, and what follows the tenth too; the next pass guesses three, of which the
-    # end of the cycle takes one: 12 passes. The second cycle has three passes of four tokens.
+    # The first eleven tokens cannot be guessed, so each takes a pass. In the twelfth pass, the
+    # cycle ends after one token. The second cycle has three passes of four tokens.
     own = found["counting", "own", 3]
     assert own["tokens_per_pass"] == [24 / (12 + 3)] * 3
     assert own["nats"] == [0.5] * 3 and own["slowest"] == pytest.approx(12)
-    # The earlier epoch guesses from the first token on: 8 and 4 tokens. In the second cycle the
-    # suffix last occurred two tokens before the end of an earlier response: 3, 8 and 1.
+    # The earlier epoch makes guesses from the first token on, so passes yield 8 and 4 tokens. In
+    # the second cycle, the suffix last occurred two tokens before the end of an earlier response,
+    # so passes yield 3, 8 and 1.
     epoch = found["counting", "epoch", 7]
     assert epoch["tokens_per_pass"] == [24 / (2 + 3)] * 3 and epoch["slowest"] == pytest.approx(3)
     assert found["counting", "epoch", 3]["tokens_per_pass"] == [24 / (3 + 4)] * 3
@@ -141,7 +142,8 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
     assert "| counting | 1 | 0.50 | 7 | " in history and "| 4.80 [4.80, 4.80] |" in history
     assert "| passes per cycle of 12 | slowest of 32 |" in history and "| 12.0 | 12.0 |" in history
     speed = study.tables_cascade.cascade_speed()
-    # 9 tokens of 15 ms in 12 passes of 4 ms and 15 ms; in 2.5 passes of 5 ms, and in 3.
+    # 9 tokens of 15 ms each, against 12 passes of 4 ms plus 15 ms; then with 2.5 and with 3 passes
+    # of 5 ms
     assert "| 32 x 15,000 | 2.14x | " in speed and "| 4.91x (4.50x) |" in speed
 
 

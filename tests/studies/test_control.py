@@ -1,5 +1,5 @@
-"""The control study at small scale: its reward by hand, its engine against the reference, and an
-end-to-end run.
+"""Tests of the control study on a small scale: its reward against hand calculations, its engine
+against the reference, and an end-to-end run.
 """
 
 import json
@@ -221,7 +221,7 @@ def test_an_invalid_unit_loses_only_the_reward_of_its_own_lines(parts):
     lost = len("def x(:") + len("return x")
     kept = round(160 * found["length"]) - lost
     assert found["valid"] == pytest.approx(kept / (kept + lost)) and kept > 160 * good["length"]
-    # The same bad unit at the end may have been truncated, and does not count.
+    # At the end, the same bad unit does not count, because it may have been truncated.
     assert parts(GOOD + bad[: bad.index("\n\n\ndef last")] + "\n")["valid"] == 1
 
 
@@ -268,7 +268,7 @@ HACKS = {
 }
 
 
-# Code that tries to exploit the reward: many lines with few names, many forms, or all names.
+# Attempts to exploit the reward: many lines with few names, many kinds of lines, or all names.
 LETTERS = [a + b for a in "abcdefgh" for b in "abcdefgh"]
 HACKS |= {
     name: "\n        return 0\n" + "".join(f"{line}\n" for line in lines)
@@ -425,8 +425,8 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
         started["auto90-0"][0]["schedule"] == "auto90"
         and started["p50-none-0"][0]["correction"] == "none"
     )
-    # The closed loop starts dense. A distilled actor is another model than the policy, which both
-    # arms train alike.
+    # The closed loop starts dense. A distilled actor has its own model, but both arms train the
+    # policy in the same way.
     assert (
         started["auto90-0"][0]["top_k"] == ["all"]
         and started["p50-distill-0"][0]["actor"] == "distilled"
@@ -440,8 +440,8 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
         "ended": "time is over"
     }
 
-    # The last line of a killed run is cut off. The run counts if it has all its steps, but not if
-    # it has one of two.
+    # The last line of a killed run is truncated. The run counts if it has all its steps, but not if
+    # it has only one of two.
     lines = (
         (tmp_path / "p50-0.jsonl")
         .read_text()
@@ -503,7 +503,7 @@ def test_summary_numbers_match_a_hand_calculation(study):
 
 
 def test_the_ranking_and_the_points_of_the_figure_match_a_hand_calculation(study):
-    # In arms with rising p5 the rewards rise and held-out rewards fall; dense is not ranked.
+    # From arm to arm, p5 and rewards rise and held-out rewards fall. Dense is not ranked.
     def run(arm, seed, p5, reward, held_out):
         tail = dict.fromkeys(("p1", "p5", "p10", "mean"), [p5] * 2)
         measured = {**tail, "kl": [1 - p5] * 2, "actor": ""}

@@ -1,4 +1,4 @@
-"""The study of a pretrained model: which positions are measured, and what is compared."""
+"""Tests of the study of a pretrained model: which positions are measured, and what is compared."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ MODULES = ("domains", "longer", "one_schedule", "rounding", "texts", "what_is_re
 REQUIRED = ("tyro",)
 
 
-def test_cycles_lie_where_all_their_tokens_were_sampled(study):
+def test_cycles_are_chosen_where_all_their_tokens_were_sampled(study):
     sampled = np.zeros((2, 64), bool)
     sampled[:, 10:14] = sampled[:, 20:30] = sampled[:, 40:60] = True
     start = study.domains.starts(sampled, [8, 32, 64], 8, 4)
@@ -21,7 +21,7 @@ def test_cycles_lie_where_all_their_tokens_were_sampled(study):
     for s, row in enumerate(start.tolist()):
         assert all(sampled[s, first + 1 : first + 5].all() for first in row)
         assert [first < 32 for first in row] == [True] * 4 + [False] * 4
-    # 9 predicts the first sampled token of a run of four; so does 19 of a run of ten.
+    # 9 predicts the first of four consecutive sampled tokens, and 19 the first of ten.
     assert set(start[:, :4].flatten().tolist()) <= {9, *range(19, 26)}
 
 
@@ -44,13 +44,13 @@ def test_logits_are_divided_by_the_temperature_inside_the_context_only(study):
         assert torch.equal(model(ids).logits, before)
 
 
-def test_halves_share_no_sequence(study):
+def test_the_two_halves_of_a_domain_share_no_sequence(study):
     ids, start = torch.arange(5)[:, None], torch.zeros(5, 1)
     first, second = study.one_schedule.halves(study.domains.Domain("prose", 1, ids, start))
     assert first.ids[:, 0].tolist() == [0, 2, 4] and second.ids[:, 0].tolist() == [1, 3]
 
 
-def test_the_largest_schedule_reads_what_the_largest_reads_at_each_length(study):
+def test_the_largest_schedule_reads_as_much_as_any_schedule_at_each_length(study):
     kept = [SparsitySchedule(top_k=top_k, page_size=16) for top_k in ((1, 5, 6), (2, 3))]
     found = study.one_schedule.largest({"a": kept[0], "b": kept[1]})
     assert found.top_k == (2, 5, 6)
@@ -62,7 +62,7 @@ def test_bins_are_counted_by_their_distance_from_the_target(study):
     measured = study.one_schedule.Acceptance(alpha, np.arange(300), np.tile([0, 1], 150))
     found = study.one_schedule.judged(measured, kept, 0.86)
     assert [found[name] for name in ("above", "within", "below")] == [1, 1, 1]
-    # Four pages of 16 are read from 64 tokens on, and all tokens before.
+    # Four pages of 16 are read at 64 tokens or more, and all tokens at smaller lengths.
     assert found["tokens_read"] == pytest.approx((64 * 65 / 2 + 64 * 236) / 300, abs=0.05)
 
 
@@ -80,7 +80,7 @@ def test_sequences_are_spread_over_all_documents(study):
         study.texts.cut(Words(), ["1 2 3"], 2, 4)
 
 
-def test_variants_begin_with_the_pages_that_all_are_compared_with(study):
+def test_the_first_variants_are_those_that_all_others_are_compared_with(study):
     every = study.what_is_read.variants(30, [512])
     even = every[: len(study.what_is_read.EVEN)]
     assert [v.budget for v in even] == list(study.what_is_read.EVEN)
@@ -99,7 +99,7 @@ def test_the_loss_by_position_adds_up_to_the_loss(study):
     assert (8 * bins[0]["nats"] + 24 * bins[1]["nats"]) / 32 == pytest.approx(whole, abs=1e-4)
 
 
-def test_another_base_turns_far_keys_more_slowly(study, tmp_path):
+def test_a_larger_rotary_base_rotates_distant_keys_more_slowly(study, tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     same = study.longer.with_base(str(tmp_path), None, 4096)
@@ -110,7 +110,7 @@ def test_another_base_turns_far_keys_more_slowly(study, tmp_path):
     assert ratio[0] == 1 and (ratio[1:] < 1).all()
 
 
-def test_a_run_goes_on_only_with_the_same_settings(study, tmp_path):
+def test_an_interrupted_run_continues_only_with_the_same_settings(study, tmp_path):
     def given(budget):
         parser = study.domains.domain_parser("", 4)
         parser.add_argument("--budget", type=int)
@@ -124,7 +124,7 @@ def test_a_run_goes_on_only_with_the_same_settings(study, tmp_path):
         study.domains.earlier(given(1024))
 
 
-def test_conversations_come_first_and_texts_are_spread(study, tmp_path):
+def test_the_first_conversations_and_evenly_spread_texts_are_loaded(study, tmp_path):
     ids = np.arange(6, dtype=np.uint16)[:, None].repeat(40, axis=1)
     sampled = np.ones(ids.shape, bool)
     np.savez(tmp_path / "texts.npz", prose=ids)

@@ -1,4 +1,6 @@
-"""The engine of the stability study against the reference, and its statistics by hand."""
+"""Tests of the stability study's engine against the reference, and of its statistics against hand
+calculations.
+"""
 
 import ast
 import importlib
@@ -71,7 +73,7 @@ def test_the_graph_engine_is_dense_up_to_the_verified_length_and_sparse_afterwar
     graph = engine(schedule)
     graph.verify_up_to(48)
     rollouts = graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3))
-    # Up to length 44 the current page ends below 48.
+    # At lengths up to 44, the current page ends before 48.
     ends = [min(len(r), 45 - len(r.prompt_ids)) for r in rollouts]
     assert [r.verification.tokens for r in rollouts] == ends and any(
         len(r) > n for r, n in zip(rollouts, ends, strict=True)
@@ -80,7 +82,7 @@ def test_the_graph_engine_is_dense_up_to_the_verified_length_and_sparse_afterwar
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         assert np.abs(r.top_logprobs - scores.top_logprobs)[:end].max() < 2e-4
         assert len(r) == end or np.abs(r.top_logprobs - scores.top_logprobs)[end:].max() > 0.01
-    # One response in four is measured, as a sparse actor would have scored the verified tokens.
+    # On one response in four, the acceptance of verified tokens is measured with a sparse actor.
     assert [np.isfinite(r.verification.acceptance).all() for r in rollouts] == [True, False, False]
     first = rollouts[0]
     cut = replace(
@@ -110,8 +112,8 @@ def test_the_graph_engine_is_dense_up_to_the_verified_length_and_sparse_afterwar
 def test_tokens_are_priced_at_the_length_they_represent():
     schedule = SparsitySchedule((13, 21), bin_tokens=64, page_size=4, dense_layers=(0,))
     lossless, lossy = as_if_large(schedule, 192)(160, 0.99)
-    # 64 tokens stand for 2,000: 24 pages of 4 for 3,000 tokens, the pages of 16 at length 5,000 for
-    # 187 of them.
+    # 64 tokens represent 2,000, so 24 pages of 4 represent 3,000 tokens, or 187 pages of 16 at
+    # length 5,000.
     large = SparsitySchedule((100, 187 - 2), dense_layers=(0, 1))
     expected = decode_step(SHAPES["qwen3-1.7b"], MACHINES["h200"], [5000] * 192, large).seconds
     assert lossy == pytest.approx(expected, rel=0.01) and 1.05 < lossless / lossy < 1.15
@@ -166,7 +168,9 @@ def made_up_run(arm, seed, reward, held_out):
 
 
 def test_the_difference_from_dense_runs_matches_a_hand_calculation():
-    """Runs are compared with the dense run of the same seed after the same number of steps."""
+    """Runs are compared with the dense run that has the same seed, after the same number of
+    steps.
+    """
     runs = [
         made_up_run(
             "dense",
@@ -240,7 +244,7 @@ def test_a_step_of_a_run_is_recorded(tmp_path):
     start, before, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert start["arm"] == "dense" and before["step"] == 0 and step["step"] == 1
     assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, (
-        "actor and policy are one"
+        "actor and policy must be the same"
     )
     assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
 
@@ -311,8 +315,8 @@ def test_probabilities_of_drawing_the_same_token_match_a_hand_calculation():
         torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]),
         torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]),
     )
-    # Lengths [0, 0.5] and [0.5, 1] against [0, 0.25], [0.25, 0.5] and [0.5, 1]: only the first
-    # quarter coincides.
+    # The intervals [0, 0.5] and [0.5, 1] overlap with those of the same tokens in the other
+    # distribution only in the first quarter.
     assert drafter_invariance.inverse_match(p, q) == pytest.approx((0.25 + 1) / 2)
     # P(same) = sum over v of 1 / sum over w of max(p(w) / p(v), q(w) / q(v)) = 2 / (1 + 1 + 2).
     generator = torch.Generator().manual_seed(0)

@@ -1,5 +1,5 @@
-"""The probability that two distributions draw the same token with shared Gumbel noise, and
-statistics of cycles based on it.
+"""Tests of the probability that two distributions draw the same token with shared Gumbel noise, and
+of statistics based on it.
 """
 
 import json
@@ -14,8 +14,8 @@ MODULES = ("acceptance", "shared_noise", "tables_text")
 
 
 def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
-    """Return distributions ``[rows, vocab]``, some sharp and some flat; a fifth of the tokens has
-    no probability.
+    """Return distributions ``[rows, vocab]``, some sharp and some flat, in which a fifth of the
+    tokens have probability zero.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * torch.linspace(0.1, 4, rows)[:, None]
@@ -76,7 +76,7 @@ def test_tokens_per_cycle_and_ratios_match_a_hand_calculation(study):
         2.125,
         1.75,
         2.5,
-    ]  # two texts; resamples that contain only one of them are the extremes
+    ]  # with two texts, the extremes are resamples that contain only one of them
     assert cycle["shared noise"] == [1.9, 1.6, 2.2]
     assert cycle["ratio"] == pytest.approx([1.9 / 2.125, 2.2 / 2.5, 1.6 / 1.75], abs=1e-4)
     assert found["tokens_a_cycle"][1]["rejection"][0] == 1.75

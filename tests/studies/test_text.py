@@ -1,5 +1,5 @@
-"""The study of a language model of real text at small scale: corpus, training, checkpoint,
-acceptance of drafts, tables.
+"""Tests of the study of a text model on a small scale: corpus, training, checkpoint, acceptance of
+drafts, and tables.
 """
 
 import json
@@ -340,7 +340,7 @@ def test_the_script_writes_the_file_read_by_the_tables(study, trained, tmp_path,
     shown = f"{1 - below:.0%} [{1 - share[1]:.0%}, {1 - share[0]:.0%}]"
     first = study.tables_text.text_tail().splitlines()[2]
     assert shown in first and first.endswith("] |")
-    for row in lossy:  # a file from before intervals were recorded
+    for row in lossy:  # a file written before intervals were recorded
         del row["beta_tail"]["fraction_interval"], row["beta_tail"]["ks_interval"]
     path.write_text(json.dumps({**found, "rows": lossy}))
     assert (
@@ -356,8 +356,8 @@ def test_the_script_writes_the_file_read_by_the_tables(study, trained, tmp_path,
 
 
 class Engine:
-    """The part of vLLM's engine that ``generate`` uses; each request receives these numbers of
-    tokens, step by step.
+    """The part of vLLM's engine that ``generate`` uses. Each request receives the given number of
+    tokens in each step.
     """
 
     def __init__(self, given: dict[str, list[int]]) -> None:
@@ -398,9 +398,7 @@ def test_every_step_except_the_first_and_the_last_is_one_cycle(study, monkeypatc
 
 
 def test_the_mean_acceptance_over_tokens_of_the_policy_equals_the_acceptance_rate(study, sharp):
-    """Averaged over all possible tokens, weighted by the dense policy, min(1, q/p) is the
-    acceptance.
-    """
+    """Averaged over the dense policy's distribution, min(1, q/p) is the acceptance rate."""
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)
     ids[:, 151] = torch.arange(VOCAB)

@@ -1,4 +1,6 @@
-"""The study of DistillSparse on natural text, with a tiny random model whose attention matters."""
+"""Tests of the study of DistillSparse on natural text, with a tiny random model whose attention
+matters.
+"""
 
 import json
 from argparse import Namespace
@@ -46,8 +48,8 @@ def command(folder, *more, **changed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Create a checkpoint and random responses, where nothing else can be learned, so the held-out
-    responses are also trained on.
+    """Create a checkpoint and random responses. The held-out responses are also used for training,
+    because nothing can be generalised from random responses.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     tiny_model(max_position_embeddings=256).save_pretrained(out)
@@ -164,7 +166,7 @@ def test_responses_are_dense_samples_that_continue_the_prompts(
     assert held_out[:, 0].tolist() == [50, 51] and (held_out[:, 1:PROMPT] == 5).all()
     assert (
         len(np.unique(train[:, PROMPT:], axis=0)) == 4
-    )  # the model wrote them, each with its own noise
+    )  # the model sampled them, with different random numbers for each
 
 
 def test_the_table_has_one_line_per_row(study, folder, result, monkeypatch):

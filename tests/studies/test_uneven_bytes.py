@@ -1,5 +1,5 @@
-"""Drafts whose layers, kv heads and pages share their bytes unevenly: totals, selections,
-calibration, comparison.
+"""Tests of drafts whose bytes are distributed unevenly over layers, kv heads and pages: totals,
+selections, calibration, and comparison.
 """
 
 import json
@@ -28,8 +28,8 @@ def sharp(study):
 
 @pytest.fixture(scope="module")
 def calibration(study):
-    """Return a calibration of 4 layers and 2 heads whose missed mass halves with every unit,
-    largest in head 1 of layer 2.
+    """Return a calibration of 4 layers and 2 heads, in which the missed mass is largest in head 1
+    of layer 2 and halves with every unit.
     """
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])
@@ -82,7 +82,8 @@ def test_every_allocation_has_the_same_total_number_of_tokens(study, calibration
         (tokens[:, 0] == tokens[:, 1]).all() for way, tokens in shared.items() if way not in by_head
     )
     assert (shared["heads of a layer"].mean(1) == budget).all()
-    assert shared["heads of all layers"].argmax() == 5  # head 1 of layer 2 leaves the most unread
+    # Head 1 of layer 2 leaves the most mass unread.
+    assert shared["heads of all layers"].argmax() == 5
     assert shared["weighted heads"].argmax() in (6, 7)  # but unread mass costs the most in layer 3
     assert shared["layers"][:, 0].argmax() == 3
 
@@ -109,7 +110,8 @@ def test_bytes_match_a_hand_calculation(study):
     assert read(first_follower=1) == pytest.approx(
         pages[0] - short + np.mean([8, 8, 0, 0, 16, 16, 0, 0])
     )
-    # top-k pages 5, 1, 17, 5; two candidates for each are in 3, 1, 9, 3 groups, besides the newest
+    # top-k is 5, 1, 17 and 5 pages, so twice as many candidates are in 3, 1, 9 and 3 groups,
+    # besides the newest one
     first = [4, 4, 0, 4, 8, 8, 8, 8]
     second = [min(4 * 4, 16), 2 * 4, 0, 4 * 4, 4 * 4, 2 * 4, 32, 4 * 4]
     least = np.minimum(
@@ -216,7 +218,7 @@ def test_a_follower_layer_reads_pages_selected_by_the_layer_before_it(study, sha
 
 
 def test_missed_mass_is_the_attention_outside_the_selection(study, sharp):
-    """The first layer is checked, whose queries do not depend on earlier reads."""
+    """Only the first layer is checked, because its queries do not depend on earlier reads."""
     model, ids = sharp
     dense = study.uneven_bytes.SparsitySchedule.dense(dense_layers=())
     layout, left, other = study.drafts.layout_of(dense), [], []
@@ -227,7 +229,7 @@ def test_missed_mass_is_the_attention_outside_the_selection(study, sharp):
             scores = page_scores(q_BHRD, self.cache.landmarks[layer])
             self.chosen = select_pages(
                 scores, length, torch.full_like(length, 5), layout
-            )  # 128 tokens including the others
+            )  # 128 tokens, including those that are always read
             return super().select(layer, q_BHRD)
 
         def weights(self, layer, q_BHRD, read_BKRT):
@@ -288,7 +290,7 @@ def test_curves_are_compared_at_equal_bytes(study):
     paired = uneven.at_bytes(
         100.0, [(100.0, noisy + 0.01)], [(100.0, noisy), (400.0, noisy + 0.1)], True
     )
-    assert paired == pytest.approx([0.01] * 3)  # every resample of texts is the same for both
+    assert paired == pytest.approx([0.01] * 3)  # both curves use the same resamples of texts
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The study of reward against wall-clock time at small scale: the widened model is the same
-function, and each arm runs in vLLM.
+"""Tests of the study of reward against wall-clock time on a small scale: the widened model computes
+the same function, and each arm runs in vLLM.
 """
 
 import json
@@ -64,8 +64,8 @@ def test_kernels_are_classified_by_name(study):
 
 
 def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
-    """Return the log rows and the profile of a small run in a separate process, because accelerate
-    allows each process one precision.
+    """Return the log rows and the profile of a small run. It has its own process, because
+    accelerate allows only one precision per process.
     """
     arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens), str(seconds)]
     path = on_v2(folder) if arm == "lossless" else discoverable(folder)
@@ -84,7 +84,7 @@ def test_an_arm_runs_end_to_end(checkpoint, tmp_path, arm):
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
     steps = [row for row in rows if "reward" in row]
     assert len(steps) == 2 and all(len(row["seconds"]) == 4 for row in steps)
-    # In bfloat16 a dense actor equals the policy up to rounding; the sparse actor does not.
+    # In bfloat16, a dense actor equals the policy up to rounding, but the sparse actor does not.
     assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
 
@@ -104,7 +104,7 @@ def test_the_lossless_arm_runs_end_to_end(checkpoint, tmp_path):
     (step,) = (row for row in rows if "reward" in row)
     assert (
         step["mean"] > 0.97 and timed["tokens_per_step"] >= 1
-    )  # the number of drafts is being chosen
+    )  # the number of drafts is still being chosen
     assert (
         rows[0]["top_k"] == step["top_k"] == [3]
     )  # training also uses the requested draft schedule
@@ -139,7 +139,7 @@ def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
     assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
     assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {
         "samples": 2
-    }  # no local path
+    }  # local paths are left out
     assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
     assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["rollout_speedup"] == pytest.approx(16 / 6) and lossless["rollout_speedup"] == 4
@@ -176,8 +176,8 @@ def test_the_interval_of_the_rollout_share_resamples_steps(study):
     run["reward"] = [
         [end, 0.0] for end in (9.0, 19.0, 49.0)
     ]  # steps of 10 and 30 s after the first
-    # A resample has steps of 10, 20 or 30 s in the mean, with chances of 1/4, 1/2, 1/4; the others
-    # take 5 s.
+    # The mean step of a resample takes 10, 20 or 30 s, with probability 1/4, 1/2 and 1/4. The other
+    # phases take 5 s.
     assert study.wall_clock_summary.rollout_share(run) == pytest.approx([3 / 4, 1 / 2, 5 / 6])
 
 
@@ -194,7 +194,8 @@ def test_paired_steps_match_a_hand_calculation(study):
         run("p86", 1, [[9.0, 0.1], [11.0, 0.1]]),
     ]
     (row,) = study.wall_clock_summary.paired([*dense, *ours])
-    # 10 and 20 s against 5 and 10, 10 against 2; the first steps, and dense's fourth, are left out.
+    # 10 and 20 s against 5 and 10 s, and 10 s against 2 s. The first steps and dense's fourth step
+    # are left out.
     gain, low, high = row["step_speedup"]
     assert (
         row["pairs"] == 5
@@ -231,7 +232,7 @@ def main(checkpoint, folder, arm, steps, tokens, seconds):
     import wall_clock
 
     wall_clock.PROFILED = 2 if arm == "lossless" else 4
-    if arm == "dense":  # on a CPU stock vLLM packs its weights and accepts no new ones
+    if arm == "dense":  # on a CPU, stock vLLM packs its weights and cannot load new ones
         from torch.nn.functional import linear
         from vllm.model_executor.layers import utils
 

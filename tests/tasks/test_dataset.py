@@ -1,5 +1,5 @@
-"""Dataset rows as a task: read in their real format, streamed reproducibly, and refused with the
-position of the error.
+"""Tests of dataset rows as a task: they are read in their real format, streamed reproducibly, and
+refused with the position of the error.
 """
 
 import base64
@@ -43,8 +43,8 @@ def task(rows=ROWS, **options) -> DatasetTask:
 
 
 def facts(problem):
-    """Return everything in a problem; two partial objects are equal only if they are the same
-    object.
+    """Return the contents of a problem in a form that can be compared, because partial objects are
+    equal only if they are identical.
     """
     return (
         problem.id,
@@ -99,7 +99,7 @@ def test_problems_contain_the_expected_answer_if_it_is_text():
     checked = load_dataset_task(
         "mbpp", {**VERIFIERS, "code": VERIFIERS["math"]}, path=DATA / "mbpp.jsonl"
     )
-    assert all(problem.answer is None for problem in checked), "tests are no text to read"
+    assert all(problem.answer is None for problem in checked), "tests are not readable text"
     synthetic = load_task("trace", lines=4).problem(0)
     assert synthetic.verify(f"answer: {synthetic.answer}") == 1.0
 
@@ -128,7 +128,7 @@ def test_each_epoch_and_seed_has_a_different_order():
 
 
 def test_the_order_of_problems_is_the_same_in_every_version():
-    """A resumed run must see the same problems: this order must never change."""
+    """This order must never change, because a resumed run must see the same problems."""
     assert [task().problem(i, 7).id for i in range(4)] == ["sums-3", "sums-4", "sums-1", "sums-7"]
 
 
@@ -506,7 +506,7 @@ def test_incomplete_rows_of_other_formats_are_refused(name, row, message):
 
 
 def test_pickles_in_livecodebench_cannot_run_code(tmp_path):
-    """The private tests are a pickle, which could name any function; only text is read."""
+    """The private tests are a pickle, which could call any function, so only text is accepted."""
 
     class Evil:
         def __reduce__(self):

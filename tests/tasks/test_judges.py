@@ -1,4 +1,4 @@
-"""Reward functions in the forms that users have: how each is called, and which are refused before a
+"""Tests of users' reward functions: how each form is called, and which are refused before a
 rollout.
 """
 

@@ -1,4 +1,6 @@
-"""What happens to a question on its way to the model: templates, special tokens, unread text."""
+"""Tests of how a question is turned into a prompt: templates, special tokens, and text that the
+tokenizer cannot read.
+"""
 
 import logging
 
@@ -52,7 +54,7 @@ def test_a_tokenizer_that_appends_eos_to_prompts_is_refused():
     with pytest.raises(ConfigError, match=r"ends every prompt with '</s>'.*add_eos_token"):
         encode(tokenizer, "a")
     assert encode(tokenizer, "a", rendered=True) == [3]
-    assert encode(words("a"), "a </s>") == [1, 3, 2], "this one is the prompt's own"
+    assert encode(words("a"), "a </s>") == [1, 3, 2], "this EOS is part of the prompt"
 
 
 def test_template_arguments_are_parsed_as_json_if_possible():
@@ -156,7 +158,9 @@ def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, like GPT-2's where no longer token applies."""
+    """Return a tokenizer with one token per byte, as GPT-2's uses for text without longer
+    tokens.
+    """
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -165,8 +169,8 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words with leading spaces and bytes for everything else, like Llama
-    2's.
+    """Return a tokenizer that, like Llama 2's, has words with leading spaces, and bytes for
+    everything else.
     """
     known = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
     tokenizer = Tokenizer(

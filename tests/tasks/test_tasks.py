@@ -1,5 +1,5 @@
-"""Tasks: problems are a pure function of (index, seed), solutions verify, and text survives the
-tokenizer.
+"""Tests of tasks: problems are a pure function of (index, seed), solutions are accepted, and text
+survives the tokenizer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ seeds = st.integers(0, 10**6)
 
 
 def run_program(prompt: str) -> int:
-    """Interpret a program independently, using every value once: it is an error to read a value
-    twice or overwrite it unread.
+    """Interpret a program independently of the task. Reading a value twice or overwriting an unread
+    value is an error.
     """
     values: dict[str, int] = {}
     for line in prompt.removeprefix("program:\n").removesuffix("trace:\n").splitlines():
@@ -115,8 +115,8 @@ def test_the_slip_setting_corrupts_the_specified_share_of_results() -> None:
 
 
 def test_linking_words_are_drawn_from_a_polya_urn() -> None:
-    # Weight 1/2 for each of 8 words plus 1 for each use: the second word repeats the first with
-    # (1/2 + 1) / (4 + 1).
+    # Each of 8 words has the weight 1/2 plus 1 for each use, so the second word repeats the first
+    # with probability (1/2 + 1) / (4 + 1).
     repeated = 0
     for index in range(4000):
         solution = Trace(2).problem(index).solution

@@ -1,5 +1,5 @@
-"""Judging several responses at a time: the first error is raised, nothing begins after it, and
-hanging verifiers are stopped.
+"""Tests of judging several responses concurrently: the first error is raised, nothing starts after
+it, and hanging verifiers are stopped.
 """
 
 import sys

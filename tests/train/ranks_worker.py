@@ -1,4 +1,4 @@
-"""One of several processes of ``test_ranks``: ``python -m tests.train.ranks_worker SCENARIO
+"""Runs one of several processes for ``test_ranks``: ``python -m tests.train.ranks_worker SCENARIO
 FOLDER``.
 """
 
@@ -48,7 +48,7 @@ def trainer(
 
 
 def shard_on_cpu() -> None:
-    """Make accelerate shard without GPUs, which torch supports but accelerate does not offer."""
+    """Make accelerate shard without GPUs, which torch supports but accelerate does not."""
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     make = AcceleratorState.__init__
 
@@ -84,7 +84,7 @@ def resume(folder: Path) -> None:
 
 
 def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
-    """Kill the second process in the update after the checkpoint of this step."""
+    """Kill the second process during the update that follows this step's checkpoint."""
 
     def die(event: str, metrics: dict) -> None:
         if (
@@ -98,7 +98,7 @@ def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
 
 
 def stopping(folder: Path) -> Callable[[Callable[[], object]], None]:
-    """Run the given code and append the error that stops it to the file of this process."""
+    """Run the given code, and append the error that stops it to this process's file."""
     told = []
 
     def stop(run: Callable[[], object]) -> None:
@@ -143,6 +143,6 @@ if __name__ == "__main__":
     if sys.argv[1] in (
         "lose",
         "fail",
-    ):  # once its peer is dead, torch's own threads may prevent an orderly exit
+    ):  # after its peer has died, torch's own threads may prevent an orderly exit
         sys.stderr.flush()
         os._exit(0)

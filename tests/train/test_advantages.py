@@ -1,4 +1,4 @@
-"""Advantages by hand, and their invariants."""
+"""Tests of advantages against hand calculations, and of their invariants."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def rows(first: float, others: float) -> list[float]:
         # / 3) = 1/2
         ("grpo", rows(1.5, -0.5)),
         ("dr_grpo", rows(0.75, -0.25)),
-        # the others of row 0 average 0; those of each other row average 1/3
+        # the mean of the other rewards is 0 for row 0, and 1/3 for the others
         ("rloo", rows(1.0, -1 / 3)),
     ],
 )
@@ -69,7 +69,7 @@ def test_each_kind_of_advantage_satisfies_its_invariants(batch, random):
             assert standard[members].std().item() == pytest.approx(1.0, rel=1e-3)
         else:
             assert standard[members].abs().max() == 0
-    # A different order of rows or different group names change nothing.
+    # The order of rows and the names of groups do not matter.
     order = torch.tensor(random.sample(range(len(batch)), len(batch)))
     again, _ = compute_advantages("grpo", rewards[order], 100 - groups[order])
     torch.testing.assert_close(again, standard[order])

@@ -1,4 +1,4 @@
-"""A run is resumed on the problems that it began with, or not at all."""
+"""Tests that a run resumes only with the problems with which it began."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_any_change_in_the_training_data_is_detected_on_resume(tmp_path):
         ):
             make_trainer(tmp_path / "run", steps=2, task=task_of(tmp_path, rows), resume=True)
         assert fingerprint(task_of(tmp_path, rows)) != fingerprint(task_of(tmp_path, ROWS)), what
-    # Rows that are dropped change nothing.
+    # Dropped rows do not matter.
     same = [*ROWS, ROWS[0], {"question": "trace ba" * 200, "answer": "7"}]
     made = make_trainer(tmp_path / "run", steps=2, task=task_of(tmp_path, same), resume=True)
     assert made.step == 1

@@ -1,5 +1,5 @@
-"""Collecting the experience of a step: the parts of a reward, which groups are replaced, and
-agreement between processes.
+"""Tests of collecting the experience of a step: the parts of a reward, which groups are replaced,
+and that processes agree.
 """
 
 import json
@@ -169,7 +169,7 @@ def test_bundled_tasks_extract_the_stated_answer():
 
 
 class Digits:
-    """Problem i asks for i; all responses to every third problem fail."""
+    """A task whose problem i asks for i. All responses to every third problem fail."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         return Problem(
@@ -178,7 +178,9 @@ class Digits:
 
 
 class Signs:
-    """Answers plus to even and minus to odd samples of a prompt, recognised by their seeds."""
+    """An engine that answers plus to even samples of a prompt and minus to odd ones, which it
+    recognises by their seeds.
+    """
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -237,17 +239,19 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
 
 def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
-    # Of problems 0 to 7, the rewards of 0, 3 and 6 are all equal, so 8, 9 and 10 replace them.
-    # Those of 9 are equal as well, so 11 replaces it.
+    # Among problems 0 to 7, all rewards of 0, 3 and 6 are equal, so 8, 9 and 10 replace them. The
+    # same is true for 9, which 11 replaces.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
         i for i in range(8) for _ in "ab"
     ]
-    assert len(set(engine.seeds)) == len(engine.seeds) == 24, "a response has a seed of its own"
+    assert len(set(engine.seeds)) == len(engine.seeds) == 24, (
+        "every response must have its own seed"
+    )
     (bounded,), _ = collected(1, resample=1)
     assert [p.id for p in bounded.problems[6:8]] == ["9", "9"] and bounded.cursor == 11, (
-        "what is left stays"
+        "groups that remain after the last round must be kept"
     )
     (plain,), _ = collected(1, resample=0, cursor=6)
     assert [p.id for p in plain.problems[::2]] == [
@@ -264,7 +268,7 @@ def test_every_process_receives_the_batch_of_a_single_process(ranks):
         assert [p.id for p in one.problems] == [p.id for p in alone.problems]
         assert [g.problem.id for g in one.drawn] == [g.problem.id for g in alone.drawn]
     assert sorted(seed for e in engines for seed in e.seeds) == sorted(engine.seeds), (
-        "and sampled its share of it"
+        "together, the processes must sample what a single process samples"
     )
     assert max(len(e.seeds) for e in engines) <= min(len(e.seeds) for e in engines) + 3
 
@@ -315,7 +319,7 @@ def test_a_run_that_resamples_groups_resumes_exactly(tmp_path):
         json.loads(line)["problem"]
         for line in Path(tmp_path / "whole", "rollouts.jsonl").read_text().splitlines()
     ]
-    assert len(set(drawn)) == len(drawn), "no problem is drawn twice"
+    assert len(set(drawn)) == len(drawn), "no problem may be drawn twice"
 
 
 def test_a_run_with_a_penalty_logs_the_parts_of_its_reward(tmp_path):
@@ -344,7 +348,7 @@ def test_truncated_responses_do_not_contribute_to_the_loss(tmp_path, monkeypatch
         tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")
     ).train()
     assert [advantage for advantage, _ in keep] == [advantage for advantage, _ in seen]
-    # In theory, a response may also end by itself after 24 tokens.
+    # In theory, a response may also end on its own after 24 tokens.
     assert [length if length < 24 else 0 for _, length in keep] == [length for _, length in seen]
     assert 0 < sum(length > 0 for _, length in seen) < 64 and any(
         a for a, length in keep if length == 24

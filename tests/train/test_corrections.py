@@ -1,4 +1,5 @@
-"""Mismatch corrections by hand, and properties that hold for any batch.
+"""Tests of mismatch corrections against hand calculations, and of properties that all batches must
+have.
 
 Shapes: B sequences, T response tokens, V vocabulary.
 """
@@ -28,8 +29,8 @@ KINDS = [
 
 
 def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log p, log q and mask of right-padded sequences with these ratios p/q; log q = 0 keeps
-    log p/q exact.
+    """Return log p, log q and the mask of right-padded sequences with these ratios p/q. With log q
+    = 0, log p/q is exact.
     """
     longest = max(len(row) for row in ratios)
     log_p_BT = torch.full(
@@ -41,7 +42,7 @@ def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return log_p_BT, torch.zeros_like(log_p_BT), mask_BT
 
 
-# One sequence of ratios 1 4 1/2, product 2; one of 1/4 1/8, product 1/32.
+# The first sequence has the ratios 1, 4 and 1/2 (product 2), the second 1/4 and 1/8 (product 1/32).
 EXAMPLE = batch([1, 4, 0.5], [0.25, 0.125])
 
 
@@ -113,7 +114,7 @@ def test_sequence_tis_matches_a_hand_calculation():
     assert product.metrics["clipped_fraction"] == pytest.approx(3 / 5)
 
     geometric = correct("geometric_tis", *EXAMPLE, cap=1.5)
-    mean = 2 ** (1 / 3)  # of 1, 4, 1/2; of 1/4, 1/8 it is 2^-2.5
+    mean = 2 ** (1 / 3)  # for 1, 4 and 1/2; for 1/4 and 1/8 it is 2^-2.5
     assert_correction(geometric, [[mean] * 3, [2**-2.5, 2**-2.5, 0]], [[1, 1, 1], [1, 1, 0]])
     assert geometric.metrics["clipped_fraction"] == 0.0
 
@@ -121,7 +122,7 @@ def test_sequence_tis_matches_a_hand_calculation():
 def test_icepop_matches_a_hand_calculation():
     correction = correct(
         "icepop", *EXAMPLE
-    )  # 0.5 is in the band of 0.5 to 5, its ends included; 1/4 and 1/8 are not
+    )  # the band from 0.5 to 5 includes 0.5, but neither 1/4 nor 1/8
     assert_correction(correction, [[1, 4, 0.5], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]])
     assert correction.metrics["masked_fraction"] == pytest.approx(2 / 5)
     assert correction.metrics["dropped_sequence_fraction"] == pytest.approx(1 / 2)
@@ -138,8 +139,8 @@ def test_icepop_matches_a_hand_calculation():
 
 
 def test_sparse_rl_matches_a_hand_calculation():
-    # First: 4 and 1.6 are outside the band of 0.5 to 1.5. Second: one ratio below 1e-4 excludes the
-    # whole sequence.
+    # In the first sequence, 4 and 1.6 are outside the band from 0.5 to 1.5. In the second, a ratio
+    # below 1e-4 excludes the whole sequence.
     correction = correct("sparse_rl", *batch([1, 4, 0.5, 1.6, 1.5], [1, 9e-5, 1], [1, 2e-4]))
     assert_correction(
         correction,
@@ -161,13 +162,14 @@ def test_sparse_rl_matches_a_hand_calculation():
 def test_obrs_matches_a_hand_calculation():
     z_BT = torch.tensor([[0.8, 0.6, 0.5], [0.9, 0.4, torch.nan]])
     uniform_BT = torch.tensor([[0.9, 0.9, 0.4], [0.3, 0.1, torch.nan]])
-    # Acceptance min(1, r) is 1, 1, 1/2 | 1/4, 1/8: all but the fourth. Weight Z max(1, r).
+    # The acceptance probabilities min(1, r) are 1, 1, 1/2 | 1/4, 1/8. All tokens except the fourth
+    # are accepted, with weight Z max(1, r).
     correction = correct("obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, cap=UNCAPPED)
     assert_correction(correction, [[0.8, 2.4, 0.5], [0, 0.4, 0]], [[1, 1, 1], [0, 1, 0]])
     capped = correct("obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, cap=2.0)
     assert_correction(capped, [[0.8, 2.0, 0.5], [0, 0.4, 0]], [[1, 1, 1], [0, 1, 0]])
     assert capped.metrics["clipped_fraction"] == pytest.approx(1 / 5)
-    # lambda = 2 halves the acceptance, 1/2, 1, 1/4 | 1/8, 1/16, and weighs Z max(2, r).
+    # With lambda = 2, the probabilities are 1/2, 1, 1/4 | 1/8, 1/16, and the weight is Z max(2, r).
     uniform_BT[0, 0] = 0.4
     half = correct(
         "obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, obrs_lambda=2.0, cap=UNCAPPED
@@ -292,9 +294,7 @@ distributions = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5).map(
 @settings(deadline=None)
 @given(distributions, distributions, st.floats(0.5, 3.0))
 def test_the_expectation_under_obrs_equals_that_under_the_target_policy(p_V, q_V, obrs_lambda):
-    """Take every vocabulary entry v in turn as the sampled token: q(v) P(accept v) weight(v) = Z
-    p(v).
-    """
+    """For every token v of the vocabulary, q(v) P(accept v) weight(v) = Z p(v)."""
     log_p, log_q = p_V.log()[None], q_V.log()[None]
     z = torch.minimum(q_V, p_V / obrs_lambda).sum()
     accept_V = (p_V / (obrs_lambda * q_V)).clamp(max=1.0)
@@ -317,7 +317,7 @@ def test_the_expectation_under_obrs_equals_that_under_the_target_policy(p_V, q_V
 
 
 def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
-    """Check the same without knowing the acceptance probability, by averaging over 10,000 evenly
+    """Check the same without using the acceptance probability, by averaging over 10,000 evenly
     spaced draws.
     """
     p_V, q_V = (
@@ -336,7 +336,8 @@ def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
     torch.testing.assert_close(
         q_V * correction.weight_BT.double().mean(0), 0.6 * p_V, rtol=0, atol=1e-4
     )
-    # Dividing by the accepted share instead of all draws removes Z: the estimate of E_p itself.
+    # If the sum is divided by the number of accepted draws instead of all draws, Z cancels, which
+    # gives an estimate of E_p itself.
     accepted = (q_V * correction.mask_BT.double().mean(0)).sum().item()
     assert accepted == pytest.approx(0.6, abs=1e-4)
 

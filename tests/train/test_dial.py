@@ -1,4 +1,4 @@
-"""The dial by hand, and with an overoptimistic meter."""
+"""Tests of the dial against hand calculations, and with an overoptimistic meter."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
     assert dial.verified_up_to == inf
     assert words(dial.turn(drafts, [])) == [(i, "lossless", "ready") for i in (1, 2, 3)]
     assert dial.verified_up_to == 300
-    # Bin 3 now contains unverified tokens, and only these count; its drafts are ignored.
+    # Bin 3 now contains unverified tokens, so only these count, and its drafts are ignored.
     found = dial.turn([*drafts[:2], tail(3, 0.5)], [tail(3, 0.96)])
     assert words(found) == [
         (1, "lossless", "ready"),
@@ -87,10 +87,10 @@ def test_a_bin_with_few_responses_cannot_become_lossy_but_can_restore_verificati
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), tail(3, 0.5, sequences=7)], [])
     assert found[-1].verdict == "unknown" and dial.verified_up_to == 200
     dial.turn([tail(1, 0.5)], [tail(2, 0.97), tail(3, 0.949, sequences=7)])
-    assert dial.verified_up_to == 200, "its interval reaches tau"
+    assert dial.verified_up_to == 200, "its interval still reaches tau"
     dial.turn([tail(1, 0.5)], [tail(2, 0.97), tail(3, 0.9, sequences=7)])
     assert dial.verified_up_to == inf, (
-        "nothing longer is lossy, and what is shorter would reach into it"
+        "no longer bin is lossy, and responses of shorter bins would continue into this one"
     )
 
 
@@ -103,7 +103,7 @@ def test_a_failing_bin_and_all_shorter_bins_become_lossless_but_not_longer_ones(
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     dial.turn([], [tail(1, 0.94), tail(2, 0.96, sequences=8), tail(3, 0.96)])
     assert dial.verified_up_to == 200, (
-        "the longer ones begin with the second; eight responses are enough"
+        "all bins from the second on stay lossy, because eight responses are enough"
     )
 
 
@@ -114,7 +114,9 @@ def test_a_bin_becomes_lossy_only_if_that_is_faster():
     dial = Dial(TAU, by_length)
     found = dial.turn([tail(i, 0.99) for i in (1, 2, 3)], [])
     assert [b.verdict for b in found] == ["waits", "ready", "even"]
-    assert dial.verified_up_to == 200, "the longest bin gains nothing and comes along"
+    assert dial.verified_up_to == 200, (
+        "the longest bin gains nothing, but becomes lossy with the next one"
+    )
     found = dial.turn([tail(1, 0.99)], [tail(2, 0.99), tail(3, 0.99)])
     assert dial.verified_up_to == 200 and found[0].verdict == "waits" and "0.91x" in found[0].why
     slower = Dial(TAU, lambda length, acceptance: (1.0, 1.01 if acceptance > 0.9 else 0.5))
@@ -123,7 +125,7 @@ def test_a_bin_becomes_lossy_only_if_that_is_faster():
 
 
 def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimistic():
-    """Drafts are measured at 0.99, but unverified tokens turn out at 0.93."""
+    """The p5 of drafts is 0.99, but that of unverified tokens turns out to be 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
         up_to = dial.verified_up_to
@@ -132,7 +134,7 @@ def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimisti
         own = [tail(i, 0.93) for i in bins if 100 * i >= up_to]
         lossy.append(len(own))
         dial.turn(drafts, own)
-    assert set(lossy) == {0, 1}, "every try is one bin, and one step"
+    assert set(lossy) == {0, 1}, "every attempt must be limited to one bin and one step"
     tries = [step for step, n in enumerate(lossy) if n]
     assert tries == [1, 1 + WAIT + 1, 1 + WAIT + 1 + 2 * WAIT + 1, 1 + 7 * WAIT + 3]
 
@@ -143,7 +145,7 @@ def test_the_dial_does_not_oscillate_if_p5_is_close_to_tau():
         p5 = TAU.value + (0.003 if step % 2 else -0.003)
         dial.turn([tail(3, p5)] if dial.verified_up_to == inf else [], [tail(3, p5)])
         ends.append(dial.verified_up_to)
-    assert set(ends) == {inf}, "what does not surely hold is never tried"
+    assert set(ends) == {inf}, "a bin that may miss tau must never become lossy"
 
 
 def test_the_dial_can_be_restored_from_a_saved_state():
@@ -162,10 +164,12 @@ def test_the_gain_matches_a_hand_calculation():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
-    # 100 tokens at 2 ms and 300 at 1 ms, where lossless takes 2 ms for all 400.
+    # 100 tokens take 2 ms each and 300 take 1 ms, whereas lossless mode takes 2 ms for each of the
+    # 400.
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx(0.8 / 0.5)
     assert gain(bins, {}) == 1.0
-    # Lossless takes 1.5 ms in the first bin and 2.5 in the second, and lossy 1.
+    # Lossless mode takes 1.5 ms in the first bin and 2.5 ms in the second, and lossy mode takes 1
+    # ms.
     dial = Dial(TAU, lambda length, acceptance: (length * 1e-5, 1e-3))
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
@@ -184,5 +188,5 @@ def test_predicted_times_match_the_cost_model():
     # Where lossy mode reads everything, it cannot be faster.
     lossless, lossy = price(shape, machine, schedule, 4, 32)(512, 0.97)
     assert lossless <= lossy
-    # As many sequences as fit.
+    # as many sequences as fit
     assert price(shape, machine, schedule, 4, 10**6)(12_000, 0.97)[1] < 0.2

@@ -1,5 +1,5 @@
-"""The input of the dial from a step: which tokens count as drafted, verified and unverified, and
-what is logged.
+"""Tests of what the dial learns from a step: which tokens count as drafts, as verified and as
+unverified, and what is logged.
 """
 
 import json
@@ -61,8 +61,8 @@ def test_verified_and_unverified_tokens_are_separated():
 
 
 def test_metrics_of_the_dial_match_a_hand_calculation():
-    """Twelve responses of 16 tokens begin at length 16, half of each verified; the dial was at
-    24.
+    """Twelve responses of 16 tokens begin at length 16. Half of each is verified, because the dial
+    was at 24.
     """
     dial = Dial(Tau(0.9), lambda length, acceptance: (2.0, 1.0))
     dial.load({"verified_up_to": 32, "waits": [], "failures": []})
@@ -158,8 +158,8 @@ def test_the_correction_does_not_change_verified_tokens():
     assert {r.verification.tokens for r in rollouts} == {exact} and 20 < exact < 24
     assert (found.weight_BT[:, :exact] - 1).abs().max() < 1e-3
     assert (found.weight_BT[:, exact:] - 1).abs().mean() > 0.05
-    # As measured by the trainer, verified tokens differ only by the engine's rounding, and
-    # unverified tokens by more.
+    # The trainer finds that verified tokens differ only by the engine's rounding, and unverified
+    # tokens by more.
     alpha = [
         token_acceptance(r, s.top_logprobs, SCHEDULE) for r, s in zip(rollouts, dense, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
+"""Tests of DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
 
 import json
 from dataclasses import replace
@@ -141,8 +141,8 @@ def test_actor_weights_are_merged_out_of_place():
     ids = torch.randint(0, 151, (1, 50))
     with adapter.active():
         adapted = model(input_ids=ids).logits.float()
-    # Merged weights are rounded to bf16 once more than the adapter path: a relative error of 2^-8
-    # per layer.
+    # Merged weights are rounded to bf16 once more than with a separate adapter, so the relative
+    # error is 2^-8 per layer.
     assert (actor(input_ids=ids).logits.float() - adapted).norm() < 0.05 * adapted.norm()
     assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
 
@@ -228,7 +228,7 @@ def test_the_closed_loop_reduces_the_pages_of_a_distilled_actor_that_meets_tau(t
     easy = run(tmp_path / "easy", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.01)
     assert (
         easy.schedule.top_k[0] == 5 and easy.engine.schedule == easy.schedule
-    )  # 8 pages of 11, with 3 always kept
+    )  # 8 of 11 pages, including 3 that are always kept
     state = json.loads((tmp_path / "easy" / "checkpoints" / "step-2" / "state.json").read_text())
     assert state["schedule"]["top_k"] == list(easy.schedule.top_k)
     hard = run(tmp_path / "hard", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.9999)
@@ -242,7 +242,7 @@ def test_distillation_uses_a_schedule_raised_by_the_guard(tmp_path):
     tables = [row["schedule"]["top_k"][0] for row in rows]
     assert tables == [0, 2, 5] and all(
         "distill" in row for row in rows
-    )  # 3, 5, 8 pages with the 3 always kept
+    )  # 3, 5 and 8 pages, including the 3 that are always kept
 
 
 def test_bucket_kl_matches_a_hand_calculation_and_is_a_lower_bound():
@@ -329,7 +329,7 @@ def test_an_adapter_is_accepted_for_its_further_trained_base_but_not_for_another
     )
     Adapter(
         tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE
-    )  # without a record of what it was trained on
+    )  # the adapter has no record of its base model
 
 
 def test_the_teacher_forced_pass_uses_the_current_schedule():

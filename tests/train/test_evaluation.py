@@ -1,4 +1,6 @@
-"""Evaluations and exports during a run: none is lost or repeated, and training is unaffected."""
+"""Tests of evaluations and exports during a run: none is lost or repeated, and training is
+unaffected.
+"""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""The learner: the schedule of its learning rate, the reference, and a LoRA on the policy; each
-resumes exactly.
+"""Tests of the learner: learning rate schedules, the reference policy, and a LoRA on the policy,
+each of which resumes exactly.
 """
 
 import copy
@@ -38,7 +38,7 @@ CHANGES = {
 
 
 def trainer_of(run_dir, **changes) -> Trainer:
-    """Make a trainer with an engine that has its own weights, as a LoRA requires."""
+    """Make a trainer whose engine has its own weights, as a LoRA requires."""
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, num_hidden_layers=2)
     engine = HFEngine(copy.deepcopy(model), SCHEDULE, eos_ids=[tokenizer.eos_token_id])
@@ -97,8 +97,8 @@ def test_the_largest_log_ratio_is_taken_over_all_minibatches(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_the_reference_policy_is_the_initial_model(tmp_path):
-    """The KL to the reference is 0 in the first step and grows; a large beta keeps the policy
-    close.
+    """The KL to the reference is 0 in the first step and then grows, and a large beta keeps the
+    policy close.
     """
     rows = {}
     for beta in (1e-6, 100.0):

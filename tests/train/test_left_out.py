@@ -1,5 +1,5 @@
-"""Responses excluded from the loss are also excluded from its denominators: gradients are compared
-with a calculation from the definitions, one response at a time.
+"""Tests that responses excluded from the loss are also excluded from its denominators. Gradients
+are compared with a calculation that follows the definitions, one response at a time.
 """
 
 import math
@@ -30,7 +30,8 @@ def step_of(tmp_path, monkeypatch, **changes):
     """Return experience and assessment of a first step, the trainer, and the gradient by name."""
     seen = {}
     made = make_trainer(tmp_path, rollout=ROLLOUT, optimizer=OPTIMIZER, **changes)
-    if made.learner._reference is not None:  # a different reference, so that the KL has a gradient
+    # The reference must differ from the policy, or the KL would have no gradient.
+    if made.learner._reference is not None:
         other = tiny_model(vocab_size=made.model.config.vocab_size, initializer_range=0.1, seed=3)
         made.learner._reference.model.load_state_dict(other.state_dict())
     update = made.learner.update
@@ -128,8 +129,8 @@ def test_the_gradient_comes_only_from_included_responses(
         logp = logprobs(made.model, rollout)
         if not (was_cut and overlong == "mask"):
             ratio = (logp.detach() - torch.from_numpy(rollout.logprobs)).exp()
-            # The first update uses the policy that sampled: rho is 1, and its slope is that of
-            # logp.
+            # In the first update, the policy is still the one that sampled, so rho is 1 and its
+            # gradient is that of logp.
             policy.append(-weight(kind, ratio) * advantage * (logp - logp.detach()).exp())
         if beta:
             away = logprobs(made.learner._reference.model, rollout).detach() - logp

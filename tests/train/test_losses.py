@@ -1,4 +1,5 @@
-"""The policy loss by hand, and its exactness under gradient accumulation.
+"""Tests of the policy loss against hand calculations, and that it is exact under gradient
+accumulation.
 
 Shapes: B sequences, T response tokens.
 """
@@ -84,8 +85,7 @@ def test_the_gradient_matches_a_hand_calculation():
     logp = example()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)[0].backward()
-    # -weight A ratio / 5 where no clip is active; 0 where one is, where the weight is 0, and on
-    # padding.
+    # -weight A ratio / 5, but 0 where the ratio is clipped, where the weight is 0, and on padding.
     expected = torch.tensor(
         [[0.0, -1 * 1 * 0.5 / 5, 0.0], [1 * 2 * 1.5 / 5, 0.0, 0.0]], dtype=torch.float64
     )
@@ -108,8 +108,8 @@ def test_the_on_policy_gradient_is_that_of_reinforce():
 
 
 def test_dual_clip_matches_a_hand_calculation():
-    # With c = 1.2, the second row's ratio of 1.5 counts as 1.2, and its clipped 0.5 still as 0.8.
-    # The first row, with advantage 1, is unchanged.
+    # With c = 1.2, the second row's ratio of 1.5 counts as 1.2, and its ratio of 0.5 is still
+    # clipped to 0.8. The first row, whose advantage is 1, is unchanged.
     config = LossConfig(clip_ratio_c=1.2)
     logp = example()
     loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
@@ -119,7 +119,7 @@ def test_dual_clip_matches_a_hand_calculation():
     )
     loss.backward()
     assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
-    # A nonnegative advantage has no such bound, however small it is.
+    # There is no such bound for a nonnegative advantage, however small it is.
     small = [
         policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0]
         for c in (config, LossConfig())
@@ -130,8 +130,8 @@ def test_dual_clip_matches_a_hand_calculation():
 
 
 def test_the_kl_to_the_reference_matches_a_hand_calculation():
-    # The reference has twice the policy's probability everywhere: 2 - 1 - log 2 per token, whatever
-    # the token's weight.
+    # The reference's probabilities are twice the policy's, so the KL is 2 - 1 - log 2 per token,
+    # whatever the token's weight.
     logp = example()
     reference = torch.where(MASK, logp.detach() + math.log(2), math.inf)
     loss, metrics = reference_loss(logp, reference, MASK, LossConfig(beta=0.1), NORMALIZERS)
@@ -238,7 +238,7 @@ def test_an_exploding_ratio_is_detected():
     logp = OLD.clone()
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 20.0)
-    logp[1, 2] += 21.0  # finite loss, weight 0: the policy has still diverged
+    logp[1, 2] += 21.0  # With weight 0, the loss is finite, but the policy has diverged.
     _, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
     check_finite(metrics, 21.5)
     with pytest.raises(

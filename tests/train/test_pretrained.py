@@ -1,4 +1,6 @@
-"""Models saved for other programs: a folder like the loaded one."""
+"""Tests that models are saved in folders like those from which they were loaded, for use by other
+programs.
+"""
 
 import json
 import shutil
@@ -91,7 +93,7 @@ def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, 
     save_tokenizer(loaded, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-    # A list under the name used by transformers 5 stops earlier versions.
+    # Earlier versions fail if there is a list under the name that transformers 5 uses.
     assert written["additional_special_tokens"] == ["<think>"]
     assert "extra_special_tokens" not in written
     again = AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -1,5 +1,5 @@
-"""Several processes train like one, report the same error when something fails, and detect a dead
-process.
+"""Tests that several processes train like one, report the same error if something fails, and detect
+a dead process.
 """
 
 import json
@@ -57,7 +57,9 @@ def test_all_processes_run_the_same_number_of_passes_and_each_row_counts_once(
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """Return what a launcher would set for each of ``count`` processes."""
+    """Return the environment variables that a launcher would set for each of ``count``
+    processes.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -102,7 +104,9 @@ def numbers(row: dict, prefix: str = "") -> dict[str, float]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Check for the same samples, and the same numbers up to the order of float32 sums."""
+    """Check that samples are the same, and that numbers are the same up to the order of float32
+    sums.
+    """
     samples = [
         [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
         for run in (one, other)
@@ -121,7 +125,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         )
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     weights = [load_file(run / "model" / "model.safetensors") for run in (one, other)]
-    # Where a gradient is only rounding, Adam still takes a full step.
+    # Even if a gradient is only a rounding error, Adam takes a full step.
     gaps = torch.cat([(weights[0][name] - weights[1][name]).abs().flatten() for name in weights[0]])
     assert gaps.quantile(0.99) < 2e-5 and weights[0].keys() == weights[1].keys()
 
@@ -158,7 +162,7 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
     unequal, reward, disk, lost = told[0]
-    assert told[1] == [unequal, reward, disk], "all processes say the same"
+    assert told[1] == [unequal, reward, disk], "all processes must report the same errors"
     assert unequal.startswith("ConfigError: the processes of this run start from different weights")
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
     assert disk.startswith("CheckpointError: could not write the checkpoint of step 2")
@@ -168,7 +172,8 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
         )
-    # One process continues where two stopped, and ends where a single process would have.
+    # One process continues after two have stopped, and gets the same result as a single process
+    # throughout.
     from dataclasses import replace
 
     trainer(replace(PLAIN, resume=True), tmp_path / "killed").train()

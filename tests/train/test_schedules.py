@@ -1,5 +1,5 @@
-"""Movers of the schedule: the closed loop on simulated plants, each mover by hand, and all in the
-trainer.
+"""Tests of the controllers of the schedule: the closed loop on simulated engines, each controller
+against hand calculations, and all of them in the trainer.
 """
 
 import logging
@@ -65,7 +65,7 @@ def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """Return a bin of engines with noise, with this p5 relative to their ceiling."""
+    """Return a bin from engines with noise, with this p5 relative to their ceiling."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
@@ -73,8 +73,8 @@ def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
 
 def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
-    # No p5 here comes near 0.95, so the loop with absolute tau raises any schedule; and 0.99 cannot
-    # be distinguished from dense.
+    # No p5 is close to 0.95 here, so with absolute tau, the loop raises any schedule. A p5 of 0.99
+    # cannot be distinguished from dense.
     assert ClosedLoop(Tau(0.96)).propose(start, start, report(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
     assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()[
@@ -84,8 +84,8 @@ def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
     raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
     assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
-    # The guard's threshold is 0.02 lower on the same scale. Without a known ceiling, nothing is
-    # judged.
+    # The guard's threshold is 0.02 lower on the same scale. If the ceiling is unknown, the guard
+    # does nothing.
     for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
         watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
         watching.propose(start, start, report(bin))
@@ -139,7 +139,7 @@ def test_the_closed_loop_uses_the_lower_confidence_limit():
     assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == (
         (17, 40),
         (0,),
-    )  # meets tau, without room
+    )  # meets tau, with nothing to spare
 
 
 def test_spare_acceptance_lowers_a_bin_after_two_steps_by_at_most_a_quarter():
@@ -160,8 +160,8 @@ def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
     assert floors(0.905, (20,)) == (20,)  # the floor never decreases
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
-    # A schedule lowered by hand is not raised where it meets tau with room, and returns to the
-    # floor where it fails.
+    # If a schedule is lowered by hand, bins that meet tau with room to spare are not raised, and
+    # bins that fail return to the floor.
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[99])[0] == (97, 200)
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
@@ -233,7 +233,7 @@ def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
 
 
 def loose(bin: int, low: float, high: float) -> BinMismatch:
-    """Return a bin whose lists leave p5 open between two values."""
+    """Return a bin whose lists determine p5 only up to an interval."""
     return replace(seen(bin, low), upper_bound=high)
 
 
@@ -318,8 +318,8 @@ def test_the_guard_does_not_raise_bins_that_the_closed_loop_raised():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     start = SparsitySchedule((17, 27, 40))
     movers = Movers(config, closed_loop=True)
-    # The loop raises the first bin to 20 * 1.9. The second has few responses, so both the loop and
-    # the guard leave it unchanged.
+    # The loop raises the first bin to 20 * 1.9. The second bin has few responses, so neither the
+    # loop nor the guard changes it.
     after = movers.next(start, report(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
     assert (
         after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
@@ -350,11 +350,9 @@ def test_closed_loop_and_guard_can_be_combined_and_restore_their_state():
 def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
     exponent, needed, start, noise, seed
 ):
-    """Plants have a rejected share that falls as a power of the pages read and need more pages at
-    greater length.
-
-    Finally the actor gets worse from one step to the next, as if its adapter were lost, and needs
-    twice the pages.
+    """In the simulated engines, the rejected share falls as a power of the pages read, and longer
+    sequences need more pages. Finally, the actor suddenly becomes worse, as if its adapter were
+    lost, and needs twice as many pages.
     """
     needed = np.maximum.accumulate(needed)
     rng = np.random.default_rng(seed)
@@ -383,8 +381,8 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
             assert np.all(p5 >= TAU - 0.02)
         elif 30 <= step < 60:
             assert np.all(p5 >= TAU - 0.02)
-            # A longer bin may read more than it needs if a shorter one needs as much, and any bin
-            # may read one page too many.
+            # A bin may read more than it needs if a bin of shorter lengths needs as much, and any
+            # bin may read one page too many.
             one_less = 1 - (1 - TAU) * (needed[0] / (pages[0] - 1)) ** exponent
             assert one_less <= TAU + 0.02 + 4 * noise
         control = after
@@ -392,11 +390,10 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
 
 @pytest.mark.parametrize("surer", [0.0, 0.5])
 def test_the_closed_loop_settles_without_oscillating_on_a_simulated_reasoner(surer):
-    """Four bins simulate the bundled reasoner: each rejects 5 % at its needed number of pages, and
-    less with a power of -4 to -2.5.
-
-    p5 is as noisy as with 192 responses. ``surer`` is the share by which the rejected part falls
-    over 60 steps.
+    """Four bins simulate the bundled reasoner. Each bin rejects 5 % at the number of pages that it
+    needs, and the rejected share is proportional to the pages to the power of -4 to -2.5. p5 is as
+    noisy as with 192 responses. ``surer`` is the fraction by which the rejected share falls over 60
+    steps.
     """
     tau, needed, exponent = 0.97, np.array([15, 20, 33, 38]), np.array([4.0, 3.4, 2.8, 2.5])
     rng = np.random.default_rng(0)
@@ -480,13 +477,13 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     _, fault, _, after = [r["mismatch"]["bins"] for r in metrics_of(tmp_path)]
     hit = [b["bin"] for b in fault if b["n_sequences"] >= 8 and b["interval_low"] < 0.94]
     assert hit
-    # With 16 responses, p5 may be on the other side of tau by chance.
+    # With only 16 responses, p5 may be on the wrong side of tau by chance.
     assert all(b["lower_bound"] >= 0.95 - 0.02 for b in after if b["bin"] in hit)
 
 
 @pytest.mark.slow
 def test_a_run_with_the_closed_loop_resumes_exactly(tmp_path):
-    # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is
+    # The lists cover the vocabulary, so the lower bound on acceptance is 1 while the actor is
     # dense.
     changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
     whole = make_trainer(tmp_path / "whole", **changes)
@@ -533,7 +530,7 @@ def test_a_run_can_use_the_closed_loop_together_with_the_guard(tmp_path):
 
 
 EXACT = RolloutConfig(4, 4, 24, top_n=151)
-"""Lists that cover the vocabulary: what they say of acceptance is no bound but exact."""
+"""The lists cover the vocabulary, so they determine acceptance exactly."""
 
 
 @pytest.mark.slow
@@ -546,7 +543,7 @@ def test_the_guard_does_not_stop_a_dense_run_with_short_lists(tmp_path, monkeypa
     rows = metrics_of(tmp_path)
     assert [row["kv"]["read_fraction"] for row in rows] == [1.0] * 4
     assert all(row["mismatch"]["bins"][0]["lower_bound"] < 0.84 for row in rows), (
-        "or this shows nothing"
+        "the test needs lists so short that p5 is below tau"
     )
     assert [row["guard"]["steps_below"] for row in rows] == [0] * 4
     assert not [r.message for r in caplog.records if "p5 of acceptance" in r.message]
@@ -576,7 +573,7 @@ def test_the_guard_raises_the_schedule(tmp_path):
         [0, 1],
         [0, 3, 3],
         [0, 6, 6],
-    ]  # 4, 6, 9 pages with the 3 always kept
+    ]  # 4, 6 and 9 pages, including the 3 that are always kept
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The training loop: it learns, it resumes to the same numbers, and errors lose no finished
-step.
+"""Tests that the training loop learns, resumes with the same numbers, and loses no finished step if
+an error occurs.
 """
 
 import json
@@ -31,7 +31,7 @@ SCHEDULE = SparsitySchedule(top_k=(0, 1), bin_tokens=32, page_size=8, dense_laye
 
 @dataclass
 class EarlyWords:
-    """A task that rewards words from the front of the alphabet and misbehaves on request."""
+    """A task that rewards words from the beginning of the alphabet, and misbehaves on request."""
 
     fail_from: int = 10**9
     fail_with: float | None = None
@@ -122,8 +122,8 @@ def test_acceptance_is_logged_only_for_samples_of_a_sparse_actor(tmp_path, sched
 
 
 def test_tied_embeddings_are_saved_once_even_if_the_weights_are_copies(tmp_path, monkeypatch):
-    # Copies, as from shards or from a GPU, no longer share memory with the tensors they are tied
-    # to.
+    # Copies, for example from shards or from a GPU, no longer share memory with the tensors to
+    # which they are tied.
     monkeypatch.setattr(
         saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights)
     )
@@ -233,7 +233,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
     count: dict[str, int] = {}
     with pytest.raises(Killed):
         make_trainer(tmp_path / "killed", steps=5, listener=kill_in_step_four).train()
-    torch.manual_seed(99)  # a new process would not have the random state of this run
+    torch.manual_seed(99)  # change the random state, which would be different in a new process
     make_trainer(tmp_path / "killed", steps=5, resume=True).train()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     rollouts = [Path(tmp_path, run, "rollouts.jsonl").read_text() for run in ("killed", "whole")]
@@ -241,8 +241,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
 
 
 class Choosing(HFEngine):
-    """An engine that chooses different drafts in every process, as if by its clock, and repeats
-    given choices.
+    """An engine that chooses different numbers of drafts in every process, as if they depended on
+    time, and can replay given choices.
     """
 
     def __init__(self, *args, **kwargs):
@@ -260,9 +260,7 @@ class Choosing(HFEngine):
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_resumed_run_repeats_the_logged_draft_lengths(tmp_path, monkeypatch, changed):
-    """Two steps were logged after the checkpoint. With different rollouts the run differs
-    anyway.
-    """
+    """Two steps were logged after the checkpoint."""
     monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
     first = make_trainer(tmp_path, steps=4, save_every=2)
     first.train()
@@ -285,8 +283,8 @@ def test_a_resumed_run_repeats_the_logged_draft_lengths(tmp_path, monkeypatch, c
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """Install Python's own handler, which is missing if a shell started Python in the
-    background.
+    """Install Python's default SIGINT handler, which is missing if a shell has started Python in
+    the background.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -377,8 +375,8 @@ def test_a_second_precision_in_one_process_is_refused_before_anything_is_written
 
 
 def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen:
-    """Start the run in a separate process with one thread: float32 sums depend on the number of
-    threads.
+    """Start the run in a separate process with one thread, because float32 sums depend on the
+    number of threads.
     """
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
@@ -398,7 +396,7 @@ def test_a_killed_process_can_be_resumed(tmp_path):
     for _ in range(1200):
         if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
             break
-        assert process.poll() is None, "the run ended by itself"
+        assert process.poll() is None, "the run ended before it was killed"
         threading.Event().wait(0.1)
     process.kill()
     process.wait()
@@ -449,7 +447,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 
 @dataclass
 class Noisy:
-    """An engine with different numerics: its listed log-probs are slightly off, dense or not."""
+    """An engine with different numerics, whose listed log-probs are always slightly off."""
 
     engine: HFEngine
 

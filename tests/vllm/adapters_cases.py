@@ -1,8 +1,6 @@
-"""LoRA adapters in lossless mode, in a real vLLM; ``test_lossless.py`` runs this file in its own
-process.
-
-The engines use vLLM's LoRA code for GPUs. Its kernels multiply in 16 bits only, so they are replaced
-by the same arithmetic in torch.
+"""Tests of LoRA adapters in lossless mode, in a real vLLM; ``test_lossless.py`` runs this file in
+its own process. The engines use vLLM's LoRA code for GPUs, with its kernels, which can multiply
+only in 16 bits, replaced by equivalent torch code.
 """
 
 import contextlib
@@ -38,11 +36,13 @@ from tests.vllm.lossless_cases import (
 LORA = dict(enable_lora=True, max_loras=2, max_lora_rank=8)
 EVERY_LAYER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ASKED = tiny.prompts(150, 17, 64, 33, 90, 40, seed=5)
-WHOSE = (0, 1, 2, 2, 0, 1)  # the adapter of each prompt; 0 is none
+WHOSE = (0, 1, 2, 2, 0, 1)  # the adapter of each prompt; 0 means no adapter
 
 
 def rows_by_adapter(token_lora_mapping, sorted_rows, counts, starts, adapters, without, active):
-    """Yield each adapter in use and the rows that it applies to, as vLLM's kernels find them."""
+    """Yield each adapter in use with its rows, which are determined in the same way as in vLLM's
+    kernels.
+    """
     if without.item():
         return
     for place in range(int(active)):
@@ -73,8 +73,8 @@ def expand(inputs, weights, output, *mapping, offset_start=0, add_inputs=False):
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu_code():
-    """Let engines use vLLM's LoRA code for GPUs. The code for CPUs applies the adapter of some
-    request to requests without an adapter, if they are in one batch.
+    """Make engines use vLLM's LoRA code for GPUs. The code for CPUs applies another request's
+    adapter to requests without an adapter in the same batch.
     """
     name = "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,9 @@ def test_greedy_tokens_of_each_request_match_stock_vllm_with_the_same_adapter(ma
     if pages == 1000:
         with cases.engine(folder, lossless(4, pages=pages)) as llm:
             generate(llm, ASKED, 40)
-            assert share == share_accepted(llm) > 0.85, "all are accepted, but for the ends"
+            assert share == share_accepted(llm) > 0.85, (
+                "all drafts must be accepted, except at the ends of responses"
+            )
     else:
         assert 0.05 < share < 0.85
 
@@ -171,7 +173,7 @@ def test_drafts_without_the_adapters_are_often_rejected(made, stock, monkeypatch
 
 
 class Replayed:
-    """A stand-in for a CUDA graph: it runs a draft step with padding and counts replays."""
+    """A stand-in for a CUDA graph, which runs a draft step with padding and counts replays."""
 
     rows = 8
     count = 0
@@ -185,7 +187,7 @@ class Replayed:
 
 
 def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
-    """Graphs are captured while no row has an adapter, which later passes do not notice."""
+    """Graphs are captured while no row has an adapter, which must not affect later passes."""
     folder, models = made
 
     @torch.inference_mode()
@@ -219,7 +221,7 @@ def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
 
 
 def test_seeded_samples_match_stock_vllm_with_adapters(made):
-    """With ``drafter_invariant``; the adapters of the batch change as requests come and go."""
+    """With ``drafter_invariant``, check batches whose adapters change as requests come and go."""
     folder, _ = made
     sampling = dict(temperature=1.0, seed=3, tokens=24, asked=ASKED * 2, whose=WHOSE * 2)
     found = []
@@ -230,7 +232,7 @@ def test_seeded_samples_match_stock_vllm_with_adapters(made):
 
 
 def test_drafts_use_adapters_that_were_replaced(made):
-    """An adapter is replaced under its name, and another one is removed and loaded again."""
+    """One adapter is replaced under the same name, and another one is removed and loaded again."""
     folder, models = made
     with cases.engine(folder, lossless(4, pages=1000), **LORA) as llm:
         swapped = (0, 2, 1, 1, 0, 2)
@@ -261,9 +263,7 @@ def test_drafts_use_base_weights_that_were_updated_while_adapters_are_loaded(mad
 
 
 def test_drafts_with_8_bit_weights_use_the_adapters(made):
-    """The copy contains the weights without adapters; drafts apply the adapters like all other
-    steps.
-    """
+    """The copy contains the weights without adapters, which drafts apply like all other steps."""
     folder, models = made
     shares = []
     for whose in (WHOSE, (0,) * 6):
@@ -275,7 +275,9 @@ def test_drafts_with_8_bit_weights_use_the_adapters(made):
         assert described["draft_layers"] == 8
         assert_each_has_its_model(models, got, whose=whose)
     with_adapters, without = shares
-    assert with_adapters > without - 0.05, "the tiny model loses many drafts to rounding"
+    assert with_adapters > without - 0.05, (
+        "adapters must not lower acceptance (rounding does, in such a small model)"
+    )
 
 
 def test_drafts_use_adapters_of_the_embedding(made, tmp_path):

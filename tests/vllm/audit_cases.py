@@ -1,5 +1,5 @@
-"""The audit of a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in its own
-process.
+"""Tests of the audit with a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file
+in its own process.
 """
 
 import pytest
@@ -40,7 +40,9 @@ def ranker(made):
 
 @pytest.fixture(scope="module")
 def stock(made):
-    """Return dense decoding of stock vLLM, and ranks of its tokens from its own prefill."""
+    """Return tokens that stock vLLM decoded densely, and their ranks according to its own
+    prefill.
+    """
     engine = StockEngine(str(made[0]), skip_tokenizer_init=True, **{**tiny.OPTIONS, **LAYOUT})
     sampling = Sampling(LENGTH, top_n=0, seed=1)
     rollouts = engine.generate(asked(), sampling)
@@ -86,7 +88,7 @@ def test_the_audit_detects_rejected_drafts_that_are_kept(made, ranker, stock, mo
     def keep_rejected(*args, **named):
         tokens, count = verify(*args, **named)
         drafted, first = args[2], args[3]
-        at = first[:-1] + count  # of the draft after the accepted ones
+        at = first[:-1] + count  # the index of the first rejected draft
         for row in (at < first[1:]).nonzero()[:, 0].tolist():
             tokens[row, int(count[row]) - 1] = drafted[at[row].long()].to(tokens.dtype)
         return tokens, count

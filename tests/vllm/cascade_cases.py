@@ -1,5 +1,5 @@
-"""Lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this file in its
-own process.
+"""Tests of lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this
+file in its own process.
 """
 
 import pytest
@@ -107,8 +107,10 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_guesses_that_fill_places_do_not_count_as_drafts(made, everything):
-    """Drafts that read everything are all accepted; guesses that no pass judged are not."""
+def test_guesses_used_as_drafts_without_a_pass_do_not_count_as_drafts(made, everything):
+    """Drafts read everything, so all of them are accepted. Only guesses that were never compared
+    with a draft may be rejected.
+    """
     folder, _ = made
     with cases.engine(folder, lossless(6, pages=1000 if everything else 1, guess_tokens=2)) as llm:
         cases.counters(llm), llm.collective_rpc("sparrow_acceptance")
@@ -119,7 +121,7 @@ def test_guesses_that_fill_places_do_not_count_as_drafts(made, everything):
     assert judged > 100 and counts["guessed"] > 50
     assert mean > 0.999 if everything else mean < 0.99
     assert counts["accepted"] < counts["drafted"]
-    # Each of a cycle's three passes drafts up to three tokens, of six.
+    # Each of a cycle's three passes drafts up to three of its six tokens.
     cycles = told["cycles"][6]
     assert counts["passes"] <= 3 * 3 * cycles and counts["drafted"] <= 6 * 3 * cycles
     assert counts["drafted"] - counts["guessed"] >= counts["passes"]
@@ -147,8 +149,8 @@ def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, m
 
 @pytest.mark.parametrize("is_directed", [True, False])
 def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, is_directed):
-    """The last tokens of a pass may be beyond the blocks that vLLM has reserved. If they were not
-    directed to the null block, they would overwrite other sequences' blocks.
+    """The last tokens of a pass may lie beyond the blocks that vLLM has reserved. They must be
+    written to the null block, or they would overwrite blocks of other sequences.
     """
     folder, _ = made
     foreign, checked = [], []
@@ -183,7 +185,7 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
             foreign.extend(set(changed) - own)
             checked.append(len(changed))
 
-    # With these lengths and drafts that are all accepted, some cycles end where a block ends.
+    # All drafts are accepted, so with these lengths, some cycles end exactly at the end of a block.
     with cases.engine(folder, lossless(4, pages=1000, guess_tokens=3), max_num_seqs=4) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         layers = selfcheck.layers_of(worker.vllm_config)
@@ -244,7 +246,7 @@ SAMPLES = {
 
 
 def drafting_guesses(monkeypatch):
-    """Draft every guess, whatever the sparse actor drew in its place."""
+    """Turn every guess into a draft, whatever the sparse actor sampled at its position."""
     begun = []
     stock_init, stock_sample = cascade.CascadeDrafter.__init__, cascade.gumbel_sample
 
@@ -268,8 +270,8 @@ class NoKernel:
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
-    """Continuations follow the dense policy, and the test detects a defect in either verification
-    and in the distribution of guesses that fill places.
+    """The test also detects defects in either verification, and in the distribution of guesses that
+    are used as drafts without a pass.
     """
     V, T = 6, 4
     model = tiny.checkpoint(
@@ -291,7 +293,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = cases.counters(llm)
-    if variant != "guesses are drafted unjudged":  # which leaves no places to fill
+    if variant != "guesses are drafted unjudged":  # so all drafts come from passes
         assert 0 < counts["guessed"] < counts["drafted"]
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))

@@ -1,4 +1,4 @@
-"""Models with which several files start vLLM."""
+"""Models that several test files use with vLLM."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Drafts that multiply with an fp8 copy of the weights, in a real vLLM; see
-``test_lossless.py``.
-"""
+"""Tests of drafts that use an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
 
 import contextlib
 import copy
@@ -30,7 +28,7 @@ from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
-EVERYTHING = 40  # pages: drafts then differ from the policy only by their weights
+EVERYTHING = 40  # pages; so drafts differ from the policy only by their weights
 
 
 @pytest.fixture
@@ -62,8 +60,8 @@ def rounded(x):
 
 @contextlib.contextmanager
 def rounding(model, rounds=True):
-    """Make the linear layers of a transformers model multiply rounded tokens and weights, except
-    the output layer.
+    """Make all linear layers of a transformers model, except the output layer, multiply rounded
+    activations and weights.
     """
 
     def product(layer):
@@ -81,10 +79,9 @@ def rounding(model, rounds=True):
 
 @torch.no_grad()
 def gap(cached_by, model, found, written, rounds=True):
-    """Return how far vLLM's drafts are from those of a model with rounded weights: the mean total
-    variation over drafts.
-
-    The cache before each draft is that of ``cached_by``, and drafts add what they compute to it.
+    """Return the mean total variation distance between vLLM's drafts and those of a model with
+    rounded weights. Each cycle starts with a cache written by ``cached_by``, to which drafts add
+    their keys and values.
     """
     gaps = []
     for i, own in by_sequence(found, written).items():
@@ -105,7 +102,7 @@ def gap(cached_by, model, found, written, rounds=True):
 
 
 def answered(llm, found, seed=3):
-    """Return new cycles of new responses, and the tokens of all sequences."""
+    """Generate new responses, and return their cycles and the tokens of all sequences."""
     llm.reset_prefix_cache()
     found.clear()
     completions = generate(llm, ASKED, 24, temperature=1.0, seed=seed)
@@ -156,13 +153,11 @@ def test_a_meter_schedule_is_measured_with_the_original_weights(old_and_new):
 
 
 def test_a_compiled_model_drafts_with_the_rounded_copy(old_and_new, monkeypatch):
-    """Which weights are used is not fixed when torch.compile traces, which happens in a
-    dense step.
-    """
+    """torch.compile traces during a dense step, which must not fix the choice of weights."""
     folder, model, *_ = old_and_new
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's own way of compiling without inductor
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's mode that traces without inductor
     acceptance = []
     for enforce_eager in (True, False):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -278,7 +273,7 @@ def test_the_weight_copy_is_updated_by_every_way_of_loading_weights(old_and_new,
         llm.collective_rpc(negate_by_vllm)
         follows(negated(old))
         llm.collective_rpc(negate)
-        written = answered(llm, cycles)  # nothing has notified the copy
+        written = answered(llm, cycles)  # the copy has not been notified
         assert gap(old, model, cycles, written) < 0.01 < 0.1 < gap(old, old, cycles, written)
         llm.collective_rpc("sparrow_renew_draft_weights")
         follows(old)
@@ -297,8 +292,8 @@ def where_copies_are(worker):
 
 
 def test_the_weight_copy_is_made_again_after_sleep(old_and_new, cycles):
-    """vLLM does not sleep on a CPU; here memory that its allocator would drop, including the copy,
-    is overwritten.
+    """vLLM does not sleep on a CPU. Instead, the memory that its allocator would drop, including
+    the copy, is overwritten.
     """
     folder, _, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:

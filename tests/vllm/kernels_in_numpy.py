@@ -1,11 +1,10 @@
-"""Runs Triton kernels on a CPU with numpy, over ten times as fast as Triton's interpreter, which
-also checks types.
-
-Only the language of simple kernels is supported; a kernel that uses anything else is left to the
-interpreter. Values are numpy arrays, and scalars are arrays without axes. All programs of a launch
-run at once, as rows of these arrays. Where they diverge (at an ``if`` or in the length of a loop),
-each side starts again separately, because nothing is stored before the end. A kernel whose blocks
-have two axes, or that reads the result of an atomic operation, runs one program at a time.
+"""Runs Triton kernels on a CPU with numpy, more than ten times as fast as Triton's interpreter,
+which also checks types. Only the language features of simple kernels are supported; all other
+kernels are left to the interpreter. Values are numpy arrays, and scalars are arrays without axes.
+All programs of a launch run at once, as rows of these arrays. If programs diverge (at an ``if`` or
+in the length of a loop), each group is restarted separately, which is possible because nothing is
+stored before the end. Kernels whose blocks have two axes, or that read the result of an atomic
+operation, run one program at a time.
 """
 
 import ast
@@ -28,7 +27,7 @@ TYPES |= {torch.bool: np.bool_, torch.uint64: np.uint64}
 
 
 class Parted(Exception):
-    """Raised if programs that run at once would diverge; contains the branch of each."""
+    """Raised if programs that run at once diverge. Contains the branch that each of them takes."""
 
 
 class OneByOne(Exception):
@@ -92,7 +91,7 @@ def _span(address, mask, size):
 
 
 def _forward_store(loaded, address, mask, stored):
-    """Replace loaded values by those of a pending store to the same addresses."""
+    """Replace loaded values by those of pending stores to the same addresses."""
     if stored is None or loaded.size * stored[0].size > FEW or loaded.dtype != stored[1].dtype:
         raise OneByOne
     there, x, written = (each.ravel() for each in stored)
@@ -104,14 +103,14 @@ def _forward_store(loaded, address, mask, stored):
 
 
 def _axis(x, axis):
-    """Return the axis of a block: the first one, after that of the programs."""
+    """Return the axis of a block, which is the first one after that of the programs."""
     if axis not in (0, None):
         raise OneByOne
     return dict(axis=1, keepdims=True) if np.ndim(x) == 2 else dict(axis=axis)
 
 
 def _range(*bounds, **_):
-    """Act like ``range``, except that programs running at once diverge only where their loops have
+    """Act like ``range`` for programs that run at once. They diverge only if their loops have
     different lengths.
     """
     begin, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
@@ -124,7 +123,7 @@ class Language(types.SimpleNamespace):
 
     constexpr = tl.constexpr
     dtype = tl.dtype
-    program = (0, 0, 0)  # numbers, or columns of them for programs that run at once
+    program = (0, 0, 0)  # numbers or, for programs that run at once, columns of numbers
     programs = 1
     grid = (1, 1, 1)
     later = None  # pending changes of programs that run at once, and their addresses
@@ -290,7 +289,7 @@ def _function(kernel):
 
 
 class _Later:
-    """A kernel function called by another one, created at its first call."""
+    """A function that kernels call, which is translated at its first call."""
 
     def __init__(self, kernel):
         self.kernel, self.made = kernel, None
@@ -315,7 +314,7 @@ def _argument(x):
 _interpreted = interpreter.InterpretedFunction.run
 _ready = {}
 _one_by_one = set()
-AT_ONCE = 64  # programs: larger groups of blocks do not fit the processor's cache
+AT_ONCE = 64  # programs; the blocks of more programs would not fit in the processor's cache
 FEW = 1 << 16  # pairs of addresses to compare
 LARGE = 1024  # blocks of at least this many tokens are reduced to the vocabulary size of the test
 

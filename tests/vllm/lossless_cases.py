@@ -1,5 +1,5 @@
-"""Lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in its
-own processes.
+"""Tests of lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file
+in its own processes.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = (
-    False  # the interpreter cannot run that kernel; vLLM has a torch version
+    False  # the interpreter cannot run this kernel, but vLLM has a torch version
 )
 DRAFTS = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
 RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350]
@@ -58,10 +58,9 @@ def lossless(k=4, adapt=False, pages=1, **options):
 
 @contextlib.contextmanager
 def engine(folder, decoding=None, checks_itself=False, **options):
-    """Yield an engine and shut it down afterwards, because all vLLM engines of a process share
-    their process groups.
-
-    The engine starts without its self-check, whose steps would appear in tests that record steps.
+    """Yield an engine, and shut it down afterwards, because all vLLM engines of a process share the
+    same process groups. The engine starts without its self-check, whose steps would interfere with
+    tests that record steps.
     """
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
     run = selfcheck.run if checks_itself else lambda worker, runtime: None
@@ -109,7 +108,7 @@ def counters(llm):
 
 @torch.no_grad()
 def dense(model, prompt, response):
-    """Return log-probs ``[T, V]`` of the dense policy before each token of a response, by
+    """Return the dense policy's log-probs ``[T, V]`` for each token of a response, computed by
     transformers.
     """
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
@@ -117,8 +116,8 @@ def dense(model, prompt, response):
 
 
 def assert_greedy_and_dense(model, asked, completions):
-    """Check that each token is the best of the dense policy, up to rounding, and that its log-prob
-    is the dense one.
+    """Check that each token is the dense policy's most likely one, up to rounding, and has the
+    dense policy's log-prob.
     """
     for prompt, completion in zip(asked, completions, strict=True):
         ids = list(completion.token_ids)
@@ -165,7 +164,7 @@ def test_computed_overlaps_match_a_double_precision_reference(temper):
         assert float(found[row]) == pytest.approx(
             float(reference_overlap(target[row], draft[sequence[row], place[row]], t)), abs=1e-6
         )
-    assert found[5:].isnan().all()  # a greedy sequence, and no draft
+    assert found[5:].isnan().all()  # a greedy sequence, and a sequence without drafts
     assert float(
         overlap(draft[:1, 0], draft, sequence[:1], place[:1], heat, True)
     ) == pytest.approx(1.0, abs=1e-6)
@@ -179,7 +178,7 @@ def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
     drafts = torch.randn(4, 2, 97, generator=generator)
 
     tokens = torch.randint(0, 97, (12, 3), generator=generator)
-    tokens[3::4] = tokens[3::4, :1]  # their counts are read after being written, twice
+    tokens[3::4] = tokens[3::4, :1]  # because their counts are read after being written, twice
     numbers = torch.tensor([0, 1, 2, 3] * 3, dtype=torch.int32)
     starts = torch.arange(0, 39, 3, dtype=torch.int32)
 
@@ -248,7 +247,7 @@ def stock(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock")
     tiny.checkpoint(
         folder, num_hidden_layers=2, initializer_range=0.1
-    )  # few pages suffice for some drafts
+    )  # a few pages, which is enough for some drafts
     asked = prompts(*RAGGED * 4, seed=1)
     with engine(folder) as llm:
         return folder, asked, tokens_of(generate(llm, asked, 256, logprobs=None))
@@ -265,7 +264,7 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch,
             monkeypatch.setattr(DraftChooser, "choose", lambda *_, k=k: k)
             scheduler._plan = scheduler._plan._replace(
                 tokens=k
-            )  # for the first step, before which nothing runs
+            )  # for the first step, which has no predecessor
             llm.reset_prefix_cache()
             counters(llm)
             assert tokens_of(generate(llm, asked, 256, logprobs=None)) == expected, k
@@ -277,8 +276,8 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch,
 
 
 class Landmarks:
-    """A check, whenever drafting begins, of the landmarks of all full pages against the means of
-    the cached keys.
+    """Checks, whenever drafting begins, that the landmarks of all full pages are the means of the
+    cached keys.
     """
 
     def __init__(self, monkeypatch):
@@ -359,7 +358,7 @@ def test_only_draft_steps_store_tokens_for_an_immediately_following_decode_kerne
         cycles = llm.collective_rpc("sparrow_acceptance")[0]["cycles"][4]
     drafts, verifications = stores[True, 1], stores[False, 5]
     assert cycles >= 4 and drafts == 4 * cycles * (layers - 1), (
-        "the layer that drafts read whole is vLLM's"
+        "in the dense layer, drafts must use vLLM's own attention"
     )
     assert layers * (cycles - 2) <= verifications <= layers * cycles
     assert stores[False, 1] == 4 * cycles and not any(
@@ -371,8 +370,8 @@ def test_only_draft_steps_store_tokens_for_an_immediately_following_decode_kerne
     not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
 )
 def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
-    """vLLM stores keys and values with its own scales in prefill and verification; drafts use the
-    same scales.
+    """vLLM stores keys and values with its own scales in prefill and verification, and drafts use
+    the same scales.
     """
     asked, found, accepted = prompts(*FEW, seed=2), Landmarks(monkeypatch), []
     stock_scales = attention.set_default_quant_scales
@@ -407,7 +406,7 @@ def test_drafts_and_stock_vllm_share_an_fp8_cache(folder, monkeypatch):
     served(lossless(4, pages=1000), "auto")
     few, everything, wide_everything = accepted
     assert few < 0.5 and everything == wide_everything, (
-        "drafts that read everything are all accepted, but for the ends"
+        "drafts that read everything must be accepted, except at the ends of responses"
     )
     assert found.worst < 1e-5 and found.pages > 500
 
@@ -659,8 +658,8 @@ def seeded(llm, asked, tokens=24):
 
 
 def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
-    """With ``drafter_invariant`` any number of drafts, pages and batches is allowed, even if the
-    number of drafts changes.
+    """With ``drafter_invariant``, any number of drafts, any pages and any batches are allowed, even
+    if the number of drafts changes.
     """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
     asked = prompts(*FEW, seed=13)
@@ -680,12 +679,12 @@ def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
         assert 0 < counts["accepted"] < counts["drafted"]
         assert len(cycles) == 4 if decoding.adapt_draft_tokens else len(cycles) == 1
     with engine(tmp_path, lossless(4)) as llm:
-        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with their own noise
+        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts that do not share their noise
 
 
 def test_drafts_that_share_the_noise_of_verification_are_mostly_accepted(folder, monkeypatch):
-    """At least a / (2 - a) and at most a of the drafts are kept, where a is their acceptance; with
-    separate noise far fewer.
+    """The share of accepted drafts is between a / (2 - a) and a, where a is the acceptance rate.
+    With separate noise, it is far lower.
     """
     asked = prompts(*FEW, *FEW, seed=14)
     stock, shares = sparse_drafter.gumbel_sample, []
@@ -711,7 +710,7 @@ def test_drafts_that_share_the_noise_of_verification_are_mostly_accepted(folder,
 def enumerated(
     model, prompt, tokens, temperature, min_p=0.0, logit_bias=None, top_k=None, top_p=1.0
 ):
-    """Return probabilities ``[V ** tokens]`` of all continuations, by transformers."""
+    """Return the probabilities ``[V ** tokens]`` of all continuations, computed by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(tokens):
@@ -740,8 +739,8 @@ def enumerated(
 
 
 def likelihood(counts, p):
-    """Return the p-value of these counts given probabilities p: chi-square, with rare outcomes
-    merged.
+    """Return the p-value of these counts for probabilities p, from a chi-square test in which rare
+    outcomes are merged.
     """
     expected = p * counts.sum()
     rare = expected < 5
@@ -751,9 +750,8 @@ def likelihood(counts, p):
 
 
 def with_a_fused_sampler(monkeypatch):
-    """Let vLLM draw with a stand-in for FlashInfer's sampler, which has random numbers of its own.
-
-    Returns the numbers of tokens that it draws in each step.
+    """Make vLLM sample with a stand-in for FlashInfer's sampler, which has its own random numbers.
+    Return a list to which the number of tokens sampled in each step is added.
     """
     drawn = []
 
@@ -768,7 +766,7 @@ def with_a_fused_sampler(monkeypatch):
 
 
 def keep_rejected(monkeypatch):
-    """Keep the first rejected draft of each sequence instead of replacing it."""
+    """Keep each sequence's first rejected draft instead of replacing it."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     verify = rejection_sampler.rejection_sample
@@ -802,14 +800,14 @@ EXACT = ("exact", "any number of drafts", "two samplers", "min_p and logit_bias"
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
-    """Continuations follow the dense policy, whatever is drafted, and the test detects
-    two defects.
+    """Continuations follow the dense policy, whatever is drafted. The test also detects two
+    defects.
     """
-    # Of 108 models tried, this one reveals shared noise best; three in ten of its drafts are
-    # rejected. In two variants, the number of drafts changes with every step; the temperature is
+    # Of 108 models that we tried, this one reveals shared noise best, and 30 % of its drafts are
+    # rejected. In two variants, the number of drafts changes in every step. The temperature is
     # below 1.
     adapts = variant in ("any number of drafts", "two samplers")
-    V, T = 12, 3 if variant in EXACT[:3] else 2  # with fewer outcomes a bias is found sooner
+    V, T = 12, 3 if variant in EXACT[:3] else 2  # with fewer outcomes, fewer samples reveal a bias
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
@@ -820,7 +818,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
     if variant == "two samplers":
         drawn = with_a_fused_sampler(monkeypatch)
-    elif variant == "worst drafts":  # rejected as often as possible
+    elif variant == "worst drafts":  # drafts that are rejected as often as possible
         monkeypatch.setattr(
             sparse_drafter,
             "gumbel_sample",
@@ -828,7 +826,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         )
     elif (
         variant == "shared noise"
-    ):  # real drafts, drawn from the noise that replaces them if rejected
+    ):  # real drafts, sampled with the same noise as their replacements
         monkeypatch.setattr(
             sparse_drafter,
             "gumbel_sample",
@@ -839,9 +837,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
     temperature = 0.8 if adapts else 1.0
     processing = {}
-    if variant == "min_p and logit_bias":  # drafts are sampled without either
+    if variant == "min_p and logit_bias":  # neither affects drafts
         processing = dict(min_p=0.15, logit_bias={2: 1.0, 7: -1.5})
-    if variant == "two samplers":  # vLLM's fused sampler draws only for requests without seeds
+    if variant == "two samplers":  # vLLM's fused sampler is used only for requests without seeds
         processing = dict(top_k=7, top_p=0.9)
     has_seeds = variant != "two samplers"
     with engine(tmp_path, lossless(T - 1, adapt=adapts), **layout) as llm:
@@ -885,13 +883,14 @@ def test_the_draft_schedule_may_change_between_calls(folder, model):
             assert_greedy_and_dense(model, asked, generate(llm, asked, 15))
             counts = counters(llm)
             shares[pages] = counts["accepted"] / counts["drafted"]
-    # The end of the context and of the response cut off some drafts that would have been accepted.
+    # Some drafts that would have been accepted are cut off by the end of the context or of the
+    # response.
     assert shares[1] < 0.4 and shares[40] > 0.7
 
 
 def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch):
-    """Drafts of each budget are verified and counted under that budget; tokens and counters equal
-    those of constant budgets.
+    """Drafts are verified and counted under their own budget, and tokens and counters equal those
+    of constant budgets.
     """
     asked = prompts(*FEW, seed=9)
     found = Landmarks(monkeypatch)

@@ -1,4 +1,6 @@
-"""Events in the life of an engine in lossless mode, in a real vLLM; see ``test_lossless.py``."""
+"""Tests of events in the life of an engine in lossless mode, in a real vLLM; see
+``test_lossless.py``.
+"""
 
 import gc
 import weakref
@@ -31,8 +33,8 @@ SIZES = (100, 1500, 1500)
 
 
 def lose(worker, level):
-    """Overwrite what vLLM's sleep drops from the memory of a worker: the KV cache, and at level 2
-    the weights.
+    """Overwrite the memory of a worker that vLLM drops when it sleeps: the KV cache and, at level
+    2, the weights.
     """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         whole = torch.empty(0, dtype=layer.kv_cache.dtype).set_(layer.kv_cache.untyped_storage())
@@ -44,7 +46,9 @@ def lose(worker, level):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
-    """vLLM does not sleep on a CPU; here memory that its allocator would drop is overwritten."""
+    """vLLM does not sleep on a CPU. Instead, the memory that its allocator would drop is
+    overwritten.
+    """
     folder, model, new, weights = old_and_new
     found = Landmarks(monkeypatch)
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -62,7 +66,7 @@ def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
 
 
 def tune(worker):
-    """Run the pass in which vLLM tunes FlashInfer's kernels; on a CPU it leaves the pass out."""
+    """Run the pass in which vLLM tunes FlashInfer's kernels, which it skips on a CPU."""
     runner = worker.model_runner
     with torch.inference_mode():
         runner._dummy_run(
@@ -84,16 +88,15 @@ def test_tuning_flashinfer_changes_neither_tokens_nor_counts(old_and_new, monkey
 
 
 class StaleGraph:
-    """A draft step captured over an earlier cache, which must never be replayed."""
+    """A draft step captured with an earlier cache, which must never be replayed."""
 
     def replay(self):
         raise AssertionError("a graph over a freed cache was replayed")
 
 
 def initialise_again(worker):
-    """Create a new cache, as vLLM does after it has measured the memory of CUDA graphs.
-
-    Returns whether any layer still has a view of the old cache.
+    """Create a new cache, as vLLM does after measuring the memory of CUDA graphs. Return whether
+    any layer still has a view of the old cache.
     """
     runner = worker.model_runner
     runner.speculator.drafter._graphs[False].update({rows: StaleGraph() for rows in range(1, 65)})
@@ -104,7 +107,7 @@ def initialise_again(worker):
         layer.kv_cache = torch.empty(0)
 
     runner.initialize_kv_cache(runner.kv_cache_config)
-    gc.unfreeze()  # vLLM freezes all objects that exist after its start, garbage included
+    gc.unfreeze()  # vLLM freezes all objects that exist after its start, including garbage
     gc.collect()
     return before() is not None
 
@@ -123,7 +126,7 @@ def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
 
 
 def test_replaying_the_choices_of_another_engine_reproduces_its_samples(old_and_new, monkeypatch):
-    """With a seed, samples depend on the number of drafts, which depends on the clock."""
+    """Even with a seed, samples depend on the number of drafts, which depends on time."""
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
     decoding = cases.lossless(4, adapt=True, pages=4, adapt_draft_budget=True)
@@ -165,8 +168,8 @@ def tokens_cached(worker):
 
 @torch.no_grad()
 def mixed(old, new, ids, cached):
-    """Return log-probs ``[T, V]`` after each token if one model has read the first ``cached``
-    tokens and another the rest.
+    """Return the log-probs ``[T, V]`` after each token if one model processes the first ``cached``
+    tokens and another one the rest.
     """
     first = old(torch.tensor([ids[:cached]]), use_cache=True)
     rest = new(torch.tensor([ids[cached:]]), past_key_values=first.past_key_values)
@@ -223,14 +226,15 @@ def test_a_new_engine_reproduces_samples_only_with_the_same_number_of_drafts(
         assert list(a.token_ids) == list(b.token_ids) and np.array_equal(
             logprobs_of(a), logprobs_of(b)
         )
-    assert tokens_of(other) != tokens_of(wanted)  # other drafts use other random numbers
+    # With other numbers of drafts, other random numbers are used.
+    assert tokens_of(other) != tokens_of(wanted)
 
 
 # --- thousands of requests ---
 
 
 def idle(llm):
-    """Check that no state of any request remains; return the number of tensors."""
+    """Check that no request has left any state behind, and return the number of tensors."""
     generate(llm, [[1, 2, 3]], 1)  # a worker forgets requests when it receives others
     core = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler

@@ -1,4 +1,4 @@
-"""Lossless mode in a real vLLM against the reference in transformers, cycle by cycle; see
+"""Tests of lossless mode in a real vLLM against the reference in transformers, cycle by cycle; see
 ``test_lossless.py``.
 """
 
@@ -20,12 +20,12 @@ from tests.vllm.tiny_vllm import checkpoint, prompts
 
 K, PAGES = 4, 2
 LENGTHS = (300, 17, 150, 64)
-BUDGETS = ((0, 2), (1.5, 0.5))  # with mean 1, whichever layers are dense
+BUDGETS = ((0, 2), (1.5, 0.5))  # their mean is 1, whichever layers are dense
 
 
 def recorded_cycles(monkeypatch):
-    """Record every verification by vLLM: the position in the sequence, tokens before it, drafts,
-    logits of both, and the result.
+    """Record all of vLLM's verifications: the position in the sequence, the preceding tokens, the
+    drafts, the logits of policy and drafts, and the result.
     """
     found = []
     stock = rejection_sampler.rejection_sample
@@ -57,7 +57,7 @@ def cycles(monkeypatch):
 
 
 def by_sequence(cycles, written):
-    """Return the cycles of each sequence in order; a cycle is assigned to its sequence by the
+    """Return the cycles of each sequence in order. Cycles are assigned to sequences by their
     tokens.
     """
     found = {}
@@ -73,7 +73,7 @@ def by_sequence(cycles, written):
 
 
 def reference_cycle(model, monkeypatch, ids, cycle, temperature):
-    """Compute the distributions p, q and the acceptance of vLLM's drafts by the reference."""
+    """Compute the distributions p and q and the acceptance of vLLM's drafts with the reference."""
     seen = []
     stock = speculative.verify
     given = [torch.tensor([token]) for token in cycle["ids"][1:]]
@@ -112,7 +112,7 @@ def made(tmp_path_factory):
 )
 def test_distributions_and_acceptance_match_the_reference(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
-    # The last case leaves the schedule that the other tests use.
+    # The last case sets the schedule that the other tests use.
     set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))
     with cases.engine(folder, cases.lossless(K, pages=PAGES, **changes)) as llm:
         llm.collective_rpc("sparrow_acceptance")
@@ -135,8 +135,8 @@ def test_distributions_and_acceptance_match_the_reference(made, monkeypatch, cyc
 
 @torch.no_grad()
 def test_a_meter_schedule_is_measured_without_changing_samples(made, cycles):
-    """The measured acceptance equals the reference's, and tokens, log-probs and counts are
-    unchanged bit for bit.
+    """The measured acceptance equals the reference's, and tokens, log-probs and counts are bitwise
+    unchanged.
     """
     (folder, model), asked = made, prompts(*LENGTHS, seed=23)
     drafts = DRAFTS.replace(top_k=(PAGES,), head_budgets=BUDGETS)

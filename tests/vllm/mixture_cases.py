@@ -1,4 +1,6 @@
-"""A mixture of experts in lossless mode; ``test_lossless.py`` runs this file in its own process."""
+"""Tests of a mixture of experts in lossless mode; ``test_lossless.py`` runs this file in its own
+process.
+"""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""The reference for engines with an 8-bit KV cache: transformers with every key and value rounded
-in the same way.
+"""A reference for engines with an 8-bit KV cache: transformers with all keys and values rounded in
+the same way.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from sparrow.vllm.runtime import find
 from tests.vllm.tiny_vllm import prompts
 
 PROMPTS = prompts(5, 40, 130, 300)
-PROMPTS.append(PROMPTS[2])  # it reads blocks of the other in the step that fills them
+PROMPTS.append(PROMPTS[2])  # it reads the other prompt's blocks in the step that fills them
 
 
 def scales_of(sparrow):
@@ -65,12 +65,11 @@ def gaps(a, b):
 
 
 def agree(a, b, few=0.0):
-    """Return whether log-probs agree, except where numbers lie so close to the middle of two e4m3
-    values that 1e-7 changes the rounding.
-
-    A batch of these prompts has 400,000 keys and values, so there are a few such numbers. Tokens
-    that read one differ by 1e-3, and others by 1e-5; if one decided the selection of a page, a
-    ``few`` differ by more. Without rounding the median is 0.05.
+    """Return whether log-probs agree, allowing for keys and values that are so close to the
+    midpoint of two e4m3 values that an error of 1e-7 changes their rounding. A batch of these
+    prompts has 400,000 keys and values, so there are a few such cases. Tokens that read one of them
+    differ by 1e-3, and others by 1e-5. If one of them changes the selection of a page, a ``few``
+    tokens differ by more. Without rounding, the median difference is 0.05.
     """
     apart = gaps(a, b)
     return bool(np.quantile(apart, 0.5) < 5e-4 and np.quantile(apart, 1 - few) < 1e-2)
@@ -84,7 +83,9 @@ def as_rounded(rollouts, reference, schedule, sparrow):
 
 
 def as_prompts(sparrow, rollouts):
-    """Return the engine's log-probs for the tokens of these rollouts, read as ends of prompts."""
+    """Return the engine's log-probs for the tokens of these rollouts if they are part of
+    prompts.
+    """
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -1,5 +1,5 @@
-"""The self-check of an engine in lossless mode; ``test_lossless.py`` runs this file in its own
-process.
+"""Tests of the self-check of an engine in lossless mode; ``test_lossless.py`` runs this file in its
+own process.
 """
 
 from contextlib import nullcontext
@@ -76,9 +76,7 @@ def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, m
 
 
 def test_a_graph_captured_over_a_replaced_cache_is_refused(worker, monkeypatch):
-    """A captured step cannot report its cache, so the cache is recorded when the step
-    is captured.
-    """
+    """A captured step cannot report its cache, so the cache is recorded during the capture."""
     drafter = worker.model_runner.speculator.drafter
     monkeypatch.setattr(drafter, "captured_over", drafter.addresses())
     selfcheck.check_addresses(drafter)

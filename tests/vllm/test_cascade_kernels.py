@@ -1,5 +1,5 @@
-"""The kernels of the cascade's draft loop compile for a Hopper GPU, which needs no GPU: the
-interpreter also accepts kernels that the compiler refuses.
+"""Tests that the kernels of the cascade's draft loop compile for a Hopper GPU. They need no GPU,
+and find invalid kernels that the interpreter would accept.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ backends = pytest.importorskip("triton.backends")
 if "nvidia" not in backends.backends:
     pytest.skip("needs Triton's NVIDIA backend", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels in the interpreter are not compiled", allow_module_level=True)
+    pytest.skip("the interpreter does not compile kernels", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -42,7 +42,7 @@ def type_of(argument: str) -> str:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Load the kernels with Triton itself; vLLM replaces it where it finds no GPU."""
+    """Load the kernels with the real Triton, which vLLM replaces if it finds no GPU."""
     stub = SimpleNamespace(tl=triton.language, triton=triton)
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.triton_utils", stub)

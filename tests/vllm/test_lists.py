@@ -1,4 +1,6 @@
-"""Lists stored as arrays have the contents of vLLM's own lists, in a tenth of the memory."""
+"""Tests that lists stored as arrays have the same contents as vLLM's own lists, in a tenth of the
+memory.
+"""
 
 import tracemalloc
 from dataclasses import fields
@@ -14,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from sparrow.vllm import patches
 
-STEPS = (1, 3, 2)  # tokens that arrive at once, as with speculation
+STEPS = (1, 3, 2)  # tokens that arrive in one step, as with speculative decoding
 
 
 def processor(num_logprobs: int) -> LogprobsProcessor:

@@ -1,5 +1,5 @@
-"""The configuration of vLLM in lossless mode before a model is loaded, and what is
-refused by name.
+"""Tests of vLLM's configuration in lossless mode before a model is loaded, and of what is refused
+by name.
 """
 
 import contextlib
@@ -145,8 +145,8 @@ def test_synthetic_acceptance_cannot_be_combined_with_drafter_invariance():
 
 
 def test_compiled_models_are_cached_separately_for_different_settings(monkeypatch):
-    """This also holds if a variable requests them, because vLLM distinguishes models by its
-    configuration.
+    """This is also true if an environment variable sets them, because vLLM's configuration contains
+    them.
     """
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
@@ -270,7 +270,7 @@ def test_the_weight_copy_is_renewed_by_every_way_vllm_changes_weights(monkeypatc
     monkeypatch.setattr(patches, "find", lambda vllm_config: runtime)
     patches.follow_weights(worker, None)
     worker.reload_weights(weights_path="somewhere")
-    with pytest.raises(ValueError, match="half"):  # some may have been written
+    with pytest.raises(ValueError, match="half"):  # some weights may already have been written
         worker.update_weights("half")
     assert (
         worker.finish_weight_update() == "done"
@@ -314,7 +314,7 @@ def test_requests_with_options_that_drafts_do_not_support_are_refused(name):
         match=f"^mode 'lossless' does not support {name}, got .*, because .*; leave {name} out, or",
     ):
         asked._validate_spec_decode(ours)
-    with contextlib.suppress(VLLMValidationError):  # vLLM's own message, if it has one
+    with contextlib.suppress(VLLMValidationError):  # vLLM's own message, if there is one
         asked._validate_spec_decode(other)
 
 

@@ -1,4 +1,4 @@
-"""The parts of the plugin on their own; only tests marked accordingly need vLLM itself."""
+"""Tests of the plugin's parts in isolation. Only tests that are marked accordingly need vLLM."""
 
 import contextlib
 import importlib
@@ -170,7 +170,8 @@ def test_workers_that_cannot_find_the_plugin_are_refused(monkeypatch):
 
 def test_page_counts_of_a_step_match_a_hand_calculation():
     made = runtime()
-    # A length of 64 fills four pages and is in the second bin already, as the published edges are.
+    # A length of 64 fills four pages and belongs to the second bin, as with the published bin
+    # edges.
     assert step(made, lengths(0, 48, 49, 63, 64, 400)).tolist() == [ALL_PAGES, 2, 4, 4, 4, 4]
     # Rows in prefill read everything; padding rows may be missing from the flags.
     assert step(made, lengths(48, 17, 0), torch.tensor([False, True])).tolist() == [
@@ -237,8 +238,8 @@ def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
     assert made.pages.whole_up_to == 7 * 16
     assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
     assert not made.reads_everything(lengths(20, 113))
-    assert not made.reads_everything(None)  # an engine that does not know the lengths on the host
-    # The second bin reads less than it holds from its start on, although later bins read more.
+    assert not made.reads_everything(None)  # in an engine whose host does not know the lengths
+    # From its start, the second bin reads less than it holds, although later bins read more.
     made.set_schedule(SCHEDULE.replace(top_k=(0, 0, 30), bin_tokens=40))
     assert made.pages.whole_up_to == 48
     made.set_schedule(SparsitySchedule.dense(dense_layers=(0,)))
@@ -246,7 +247,7 @@ def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
     with made.uncounted(made.pages.of(SCHEDULE)):  # the self-check tests Sparrow's kernels
         assert not made.reads_everything(lengths(1))
     assert made.reads_everything(lengths(400))
-    # One head may leave pages out where the others do not.
+    # one head may leave out pages although the others do not
     made = runtime(UNEVEN)
     assert made.pages.whole_up_to == 3 * 16
 
@@ -270,7 +271,8 @@ def test_counters_use_the_budget_of_the_drafts():
     made.model.sparse_layers, used = [0], []
     made.drafting.meter = SimpleNamespace(use=used.append)
     pages = []
-    for budget in (1, 0, 0, 2):  # 8, 4, 4 and 16 pages, the sink page and two recent ones included
+    # Drafts read 8, 4, 4 and 16 pages, including the sink page and two recent pages.
+    for budget in (1, 0, 0, 2):
         made.use_budget(budget)
         pages.append(step(made, lengths(400)).tolist())
     assert pages == [[5], [1], [1], [13]] and used == [0, 2]
@@ -306,7 +308,8 @@ UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 
 
 def test_counters_are_averaged_over_heads():
     made = runtime(UNEVEN, sparse=3, dense=1)
-    step(made, lengths(400, 40))  # 400: 4 pages on average and three more, of 25; 40: all 3
+    # Length 400: on average 4 pages and three more, of 25. Length 40: all 3 pages.
+    step(made, lengths(400, 40))
     counts = made.counters()
     assert counts["tokens_read"] == 440 + 3 * (16 * 7 + 40) and counts["pages_read"] == 3 * (7 + 3)
     assert counts["dense_rows_short"] == 1
@@ -380,7 +383,7 @@ def test_counters_add_up_over_any_sequence_of_steps(steps, bin_pages):
         ("FULL_DECODE_ONLY", 60, "Steps of 57 to 60 sequences .* set max_num_seqs to 56 or 64"),
         ("FULL_AND_PIECEWISE", 3, "Steps of 3 to 3 sequences .* set max_num_seqs to 2 or 4"),
         ("FULL_DECODE_ONLY", 64, ""),
-        ("FULL_DECODE_ONLY", 1000, ""),  # larger than any captured size, as its default is
+        ("FULL_DECODE_ONLY", 1000, ""),  # like its default, larger than any captured size
         ("FULL", 60, ""),
         ("NONE", 60, ""),
     ],
@@ -887,7 +890,9 @@ def engine_arguments(**given):
     ],
 )
 def test_environment_variables_configure_an_engine_like_its_config(given, backend):
-    """This also holds if a plain engine started first, so that FlashAttention is not Sparrow's."""
+    """This is also true if a plain engine was started first, so that FlashAttention is not
+    Sparrow's.
+    """
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
     assert made.attention_backend == backend and made.additional_config["theirs"] == 1
@@ -983,8 +988,8 @@ def test_patching_a_missing_name_fails_with_an_error_that_names_it(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
-    """Ray's executor calls the model runner itself. Warm-up steps preempt nothing and do not belong
-    to a user; the engine is checked once they are over.
+    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and do not
+    belong to a user, and the engine checks itself only after them.
     """
     from sparrow.vllm import patches, selfcheck
 

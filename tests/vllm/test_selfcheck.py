@@ -1,5 +1,5 @@
-"""The self-check of an engine at start, in real vLLM engines on CPU: everything that it checks is
-broken once. Lossless mode is covered by ``selfcheck_cases.py``.
+"""Tests of the self-check at start in real vLLM engines on a CPU, in which everything that it
+checks is broken once. ``selfcheck_cases.py`` covers lossless mode.
 """
 
 import json
@@ -29,7 +29,9 @@ def check(worker):
 
 
 def double_queries(monkeypatch):
-    """Make decode steps attend with doubled queries, which only a full step can reveal."""
+    """Make decode steps attend with doubled queries, which only the check of full steps can
+    detect.
+    """
     from sparrow.vllm import backend
 
     monkeypatch.setattr(selfcheck, "check_layers", lambda *_: 0.0)
@@ -166,7 +168,7 @@ def test_storing_tokens_in_another_block_fails_the_self_check(worker, monkeypatc
 
 
 def moved(cache):
-    """Return a copy of this cache elsewhere in memory."""
+    """Return a copy of this cache, which is elsewhere in memory."""
     storage = cache.untyped_storage().clone()
     return cache.new_empty(0).set_(storage, cache.storage_offset(), cache.shape, cache.stride())
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines on tiny checkpoints, one after another in the process of the tests."""
+"""Runs real vLLM engines with tiny checkpoints, one after another, in the process of the tests."""
 
 import contextlib
 import os
@@ -38,11 +38,11 @@ OPTIONS: dict[str, Any] = dict(
     max_model_len=1024,
 )
 SMALL = SparsitySchedule(top_k=(2, 3, 4, 6), bin_tokens=100, dense_layers=(0,))
-"""Sparse from the first hundred tokens on, in all layers but the first."""
+"""A schedule that is sparse from about a hundred tokens, in all layers except the first."""
 UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
 CACHE_IN_8_BITS = pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
-    reason="vLLM has 8-bit KV caches on CPUs with AVX-512 or AMX only",
+    reason="vLLM supports 8-bit KV caches only on CPUs with AVX-512 or AMX",
 )
 
 
@@ -54,8 +54,8 @@ def checkpoint(folder: Path, **changes: Any) -> PreTrainedModel:
 
 
 def discoverable(folder: Path) -> str:
-    """Return a ``PYTHONPATH`` with which other processes find the plugin, even in a checkout that
-    is not installed.
+    """Return a ``PYTHONPATH`` with which other processes find the plugin even if this checkout is
+    not installed.
     """
     path = [str(Path(__file__).parents[2]), *sys.path]
     if not entry_points(group="vllm.general_plugins", name="sparrow"):
@@ -70,7 +70,9 @@ def discoverable(folder: Path) -> str:
 
 
 def on_v2(folder: Path) -> str:
-    """Return the same for processes that run vLLM's V2 model runner, which lossless mode needs."""
+    """Return the same for processes that use vLLM's V2 model runner, which lossless mode
+    requires.
+    """
     (folder / "sitecustomize.py").write_text("import tests.vllm.v2_on_cpu\n")
     return os.pathsep.join([str(folder), discoverable(folder)])
 
@@ -96,7 +98,7 @@ def same_tokens(a: list[Rollout], b: list[Rollout]) -> bool:
 
 
 def logprob_gap(a: list[Any], b: list[Any]) -> float:
-    """Return the largest difference of log-probs of the sampled tokens, over rollouts or scores of
-    the same tokens.
+    """Return the largest difference between the log-probs of sampled tokens, in rollouts or scores
+    of the same tokens.
     """
     return max(float(np.abs(x.logprobs - y.logprobs).max()) for x, y in zip(a, b, strict=True))

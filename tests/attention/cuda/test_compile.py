@@ -56,7 +56,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     code, _ = compiled("decode.cu", tuple(defines.items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
     assert [bytes([n])[0] for n in range(256)] == list(range(256)), (
-        "the compiler wrote into bytes that Python shares"
+        "the compiler overwrote byte objects that Python caches"
     )
 
 
@@ -117,8 +117,8 @@ def test_several_tokens_spill_at_most_four_registers(items, D, G, tokens, cache,
 
 
 def spilled(items: int, D: int, G: int, tokens: int, cache: torch.dtype, FP8_LANDMARKS: int) -> int:
-    """Compile a shipped configuration, check that its programs fit on a multiprocessor, and return
-    the bytes that it spills.
+    """Compile a shipped configuration, check that its thread blocks fit on a multiprocessor, and
+    return how many bytes it spills.
     """
     pytest.importorskip("cuda.bindings.nvrtc")
     config = launch.choose_config(items, D, 2560, H200, cache, G * tokens)
@@ -215,7 +215,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
         assert config == launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
-    # The results of a warp overwrite its pages and some of the bins.
+    # A warp's results reuse the memory of its pages and of some bins.
     results = queries * D * 4
     assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)

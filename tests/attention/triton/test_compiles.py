@@ -1,7 +1,6 @@
-"""The decode kernels compile for a Hopper GPU. No GPU is needed, and unlike the interpreter, the
-compiler refuses invalid kernels.
-
-The launchers choose the arguments and launch options; instead of launching, Triton compiles.
+"""Tests that the decode kernels compile for a Hopper GPU. They need no GPU, and find invalid
+kernels that the interpreter would accept. The launchers choose arguments and launch options as
+usual, but Triton compiles the kernels instead of launching them.
 """
 
 import os
@@ -15,7 +14,7 @@ backends = pytest.importorskip("triton.backends")
 if "nvidia" not in backends.backends:
     pytest.skip("needs Triton's NVIDIA backend", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels in the interpreter are not compiled", allow_module_level=True)
+    pytest.skip("the interpreter does not compile kernels", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
@@ -58,7 +57,7 @@ class Device:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compile what is launched; return the compiled kernels by name."""
+    """Compile all kernels that are launched, and return the compiled kernels by name."""
     kernels = {}
     run = triton.JITFunction.run
 

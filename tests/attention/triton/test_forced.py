@@ -1,15 +1,13 @@
-"""The teacher-forced Triton kernels against the reference: on a GPU, or in the interpreter when
-TRITON_INTERPRET=1.
+"""Tests of the teacher-forced Triton kernels against the reference, on a GPU or, with
+TRITON_INTERPRET=1, in the interpreter. ``test_interpreted.py`` runs this file in the interpreter.
+Queries and keys are small multiples of 1/2 (queries also of the group size). Scores are therefore
+exact in float32 for any order of summation, ties are common, and the selected pages must *equal*
+those of the reference. Outside the sequences, all buffers contain NaN.
 
-``test_interpreted.py`` runs this file in the interpreter. Queries and keys are small multiples of
-1/2 (and queries of the group size), so scores are exact in float32 whatever the order of summation,
-ties are everywhere, and the selected pages must be *equal* to the reference's. Every buffer holds
-NaN outside the sequences.
-
-Error bound: the kernel's error against the reference in float64 is at most twice that of the
-reference run in the kernel's own precision on the same inputs, plus half a unit in the last place
-of the result's largest entry. The reference runs on the CPU: a GPU's mean multiplies by a rounded 1
-/ G, which breaks ties.
+Error bound: relative to the reference in float64, the error of a kernel may be at most twice as
+large as that of the reference in the kernel's own precision on the same inputs, plus half a unit in
+the last place of the largest result. The reference runs on the CPU, because a mean on a GPU
+multiplies by a rounded 1 / G, which breaks ties.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages.
@@ -46,8 +44,8 @@ from tests.conftest import tiny_model  # noqa: E402
 
 @dataclass
 class Case:
-    """The arguments of ``teacher_forced`` on ``DEVICE`` and the gradient of its result; NaN outside
-    the sequences.
+    """The arguments of ``teacher_forced`` on ``DEVICE`` and the gradient of its result, with NaN
+    outside the sequences.
     """
 
     q: torch.Tensor
@@ -65,8 +63,8 @@ class Case:
     def results(
         self, implementation: str, dtype: torch.dtype, device: str = DEVICE
     ) -> list[torch.Tensor]:
-        """Return output and gradients of q, k and v in float64 on the CPU; the reference reads 1 in
-        place of NaN.
+        """Return the reference's output and gradients of q, k and v, in float64 on the CPU. All NaN
+        in its inputs are replaced by 1.
         """
         outside = 1.0 if implementation == "reference" else float("nan")
         q, k, v, d_out = (
@@ -100,7 +98,7 @@ def make_case(
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Case:
-    """Build a case from ``rows`` of (start, length, prompt); without ``top_k`` every column has a
+    """Build a case from ``rows`` of (start, length, prompt). Without ``top_k``, every column has a
     different number of pages.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -115,7 +113,7 @@ def make_case(
             / 2
         )
 
-    # Keys are nearly equal within a page, so landmarks are exact, ties are common, and pages differ
+    # The keys of a page are nearly equal, so landmarks are exact, ties are common, and pages differ
     # from each other.
     q, k = halves(K * G, 2) * (G if G & (G - 1) else 1), halves(K, 2)
     v, d_out = (torch.randn(len(rows), h, T, D, generator=generator) for h in (K, K * G))
@@ -144,7 +142,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
         unit = torch.finfo(dtype).eps * truth.abs().max()
         error, allowed = (x - truth).abs().max(), 2 * (other - truth).abs().max() + unit / 2
         assert error <= allowed, f"{name}: {error:.2e} > {allowed:.2e}"
-        assert allowed < 0.1 * truth.abs().max(), f"{name}: a bound that would forgive anything"
+        assert allowed < 0.1 * truth.abs().max(), f"{name}: the bound is too loose to detect errors"
 
 
 def kept(case: Case) -> torch.Tensor:
@@ -364,7 +362,7 @@ def test_a_checkpointed_layer_recomputes_neither_selection_nor_attention(monkeyp
         for ids in torch.arange(2, 50, device=DEVICE).view(2, 1, 24):
             with actor.teacher_forced(model, [7], implementation="triton"):
                 losses.append(model(input_ids=ids, use_cache=False).logits.float().square().mean())
-        # Two passes overlap, and the first one is the first to run backward.
+        # The two passes overlap, and the first forward pass is also the first to run backward.
         losses[0].backward()
         losses[1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

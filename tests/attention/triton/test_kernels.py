@@ -1,14 +1,13 @@
-"""The decode kernels against the reference: on a GPU, or Triton's in their interpreter when
-TRITON_INTERPRET=1.
+"""Tests of the decode kernels against the reference, on a GPU or, for Triton's kernels with
+TRITON_INTERPRET=1, in the interpreter. ``test_interpreted.py`` runs this file in the interpreter,
+which must be switched on before triton is imported. Queries and landmarks are small integers.
+Scores are therefore exact in float32 for any order of summation, ties are common, and the selected
+pages must *equal* those of the reference. Wherever a sequence has no token, all buffers contain
+NaN.
 
-``test_interpreted.py`` runs this file in the interpreter, which has to be switched on before triton
-is imported. Queries and landmarks hold small integers, so scores are exact in float32 whatever the
-order of summation, ties are everywhere, and the selected pages must be *equal* to the reference's.
-Every buffer holds NaN wherever a sequence has no token.
-
-Error bound: the kernel's error against the reference in float64 is at most twice that of the
-reference run in the kernel's own precision on the same inputs, plus half a unit in the last place
-of the result's dtype.
+Error bound: relative to the reference in float64, the error of a kernel may be at most twice as
+large as that of the reference in the kernel's own precision on the same inputs, plus half a unit in
+the last place of the result's dtype.
 
 Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
 blocks.
@@ -51,7 +50,7 @@ from sparrow.attention.pages import select_pages  # noqa: E402
 from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
-ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 24, 4, 64, 128, 132)  # programs that rank an item
+ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 24, 4, 64, 128, 132)  # programs per ranked item
 FP8, E4M3, INT8 = PageLayout(landmark_dtype="fp8_e4m3"), torch.float8_e4m3fn, torch.int8
 CACHES = pytest.mark.parametrize(
     "cache_dtype", [None, E4M3, INT8], ids=["16-bit cache", "fp8 cache", "int8 cache"]
@@ -83,7 +82,7 @@ LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
 @dataclass
 class Case:
-    """The arguments of ``paged_decode`` on ``DEVICE``; the caches contain NaN outside the
+    """The arguments of ``paged_decode`` on ``DEVICE``. The caches contain NaN outside the
     sequences.
     """
 
@@ -178,8 +177,8 @@ def make_caches(
 
 
 def make_scales(k: torch.Tensor) -> CacheScales:
-    """Return the room for the scales of an int8 cache from ``make_caches``; 255, which reads as
-    NaN, where there is no token.
+    """Return the memory that ``make_caches`` reserved for the scales of an int8 cache, filled with
+    255, which stands for NaN.
     """
     blocks, K, N, D = k.shape
     memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(
@@ -190,7 +189,7 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """Assign ``to[at] = values``, for which torch has no float8 kernel."""
+    """Assign ``to[at] = values``, also for float8, for which torch has no kernel."""
     if to.itemsize == 1:
         to, values = to.view(torch.uint8), values.view(torch.uint8)
     to[at] = values
@@ -214,8 +213,8 @@ def make_case(
     budgets: tuple[float, ...] = (),
     tokens: int = 1,
 ) -> Case:
-    """Build a case of random keys and values; in int8 they differ by up to 2^``spread`` between
-    tokens, and a few are all zero.
+    """Build a case with random keys and values. In int8, tokens differ in magnitude by up to
+    2^``spread``, and a few are all zero.
     """
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
@@ -297,14 +296,14 @@ def make_workspace(case: Case) -> DecodeWorkspace:
         buffer.fill_(float("nan"))
     workspace.plan.fill_(
         -(2**20)
-    )  # no row: a program that reads outside its plan indexes outside the tensors
+    )  # not a row, so a program that reads beyond its plan accesses memory outside the tensors
     return workspace
 
 
 def decode(
     config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False
 ) -> torch.Tensor:
-    """Decode with the implementation that ``config`` belongs to."""
+    """Decode with the implementation to which ``config`` belongs."""
     if isinstance(config, cuda.CudaConfig):
         cuda.check(batch, workspace)
         return cuda.run(batch, workspace, reuse_plan, config)
@@ -313,8 +312,8 @@ def decode(
 
 
 def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
-    """Return the kernels' output, written into a strided, NaN-filled view; the counters must be
-    back at zero.
+    """Return the kernels' output, written to a strided view filled with NaN, and check that all
+    counters are reset to zero.
     """
     workspace = workspace or make_workspace(case)
     B, H, D = case.q.shape
@@ -329,7 +328,7 @@ def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) ->
 
 def check(case: Case, config: Config) -> None:
     out = run(case, config)
-    if not INTERPRETED:  # programs that run one after another always give the same result
+    if not INTERPRETED:  # in the interpreter, programs run one after another, so results never vary
         assert torch.equal(out, run(case, config))
     exact, low = case.expected(torch.float64), case.expected(case.q.dtype).double()
     error = (out.cpu().double() - exact).norm(dim=-1)
@@ -338,7 +337,7 @@ def check(case: Case, config: Config) -> None:
     )
     worst = (error - bound).argmax()
     assert (error <= bound).all(), (
-        f"error {error.flatten()[worst]:.2e} over the bound {bound.flatten()[worst]:.2e}"
+        f"error {error.flatten()[worst]:.2e} exceeds the bound {bound.flatten()[worst]:.2e}"
     )
 
 
@@ -435,7 +434,9 @@ def test_cuda_decodes_several_tokens_of_any_group(
 
 
 def with_room(config: Config, case: Case) -> Config:
-    """Double the pages in flight of an 8-bit cache, whose place the results of many queries take."""
+    """Double the pages in flight for an 8-bit cache, so that the results of many queries fit in
+    their memory.
+    """
     if case.scales is None or not isinstance(config, cuda.CudaConfig):
         return config
     return replace(config, stages=2 * config.stages)
@@ -517,8 +518,8 @@ def test_too_many_new_tokens_are_refused():
     "budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)]
 )
 def test_each_head_has_its_own_budget(config, split, budgets):
-    """Check rows in which some heads keep every page, others some, and others none by score, in one
-    part or in many.
+    """Check rows in which some heads keep all pages, some keep a few, and some keep none by score,
+    processed in one part or in many.
     """
     case = make_case(
         [700, 517, 0, 333, 333, 48, 200, 16],
@@ -638,8 +639,8 @@ def test_every_shape_dtype_and_cache_layout_matches_the_reference(
 def test_the_cuda_kernel_decodes_large_groups_and_heads(
     G, D, dtype, config, cache_dtype, landmark_dtype
 ):
-    """Check rows of every kind, some with more pages than a warp looks up at once, and completed
-    landmarks.
+    """Check all kinds of rows, including some with more pages than a warp looks up at once, and the
+    landmarks of completed pages.
     """
     case = make_case(
         [2500, 0, 17, 333, 48, 1600, 517, 1],
@@ -671,7 +672,7 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
     )
     check(case, config)
     before, scales = run(case, config).clone(), case.scales
-    # Factors of a power of 2 in scales, queries and results are exact, so this holds to the bit.
+    # Powers of 2 in scales, queries and results are exact, so results must be bitwise equal.
     assert torch.equal(
         run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4
     )
@@ -760,7 +761,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
         rows[: len(every)] = x_TD
         cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
-    # all tokens have equal weight, so each dimension of the mean contains one token's value
+    # All tokens have the same weight, so each dimension of the mean shows one token's value.
     case.q.zero_()
     for first in range(0, len(every), 64):
         own = torch.arange(64, device=DEVICE) + first
@@ -818,8 +819,8 @@ def test_the_shipped_configurations_decode_small_and_large_batches():
 def scored_case(
     scores: list[float], top_k: int, dtype: torch.dtype, layout: PageLayout = PageLayout()
 ) -> Case:
-    """Build a sequence whose page n has the score ``scores[n]``: the query selects dimension 0 of
-    the landmarks.
+    """Build a sequence whose page n has the score ``scores[n]``, with a query that reads dimension
+    0 of the landmarks.
     """
     case = make_case(
         [16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, layout=layout, extra_blocks=0
@@ -947,8 +948,8 @@ def small_parts(config: Config) -> Config:
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_split_across_programs(config, top_k):
-    """Check rows far longer than the mean, dense and ranked, with more work than the programs of a
-    launch.
+    """Check rows that are far longer than the mean, dense and ranked, with more items than a launch
+    has programs.
     """
     case = make_case(
         [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
@@ -1041,7 +1042,7 @@ def test_decoding_writes_the_landmarks_of_completed_pages(config, dtype, layout,
     if cache_dtype == INT8:
         case.scales.k[:] = torch.randint(125, 131, case.scales.k.shape)
     if cache_dtype is None and layout is FP8:
-        # Sums are exact, so landmarks equal the reference's to the bit; some are beyond 448.
+        # Sums are exact, so landmarks must be bitwise equal to the reference's. Some exceed 448.
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
@@ -1069,8 +1070,8 @@ def test_decoding_writes_the_landmarks_of_completed_pages(config, dtype, layout,
 def test_8_bit_landmarks_match_the_reference(kind, dtype):
     P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
     k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
-    # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its
-    # largest.
+    # Multiples of 2^-10, whose sums are exact. Means range from below e4m3's smallest value to
+    # above its largest.
     scale = 2.0 ** (torch.arange(6) * 4 - 10)
     k[:] = (torch.randint(-8, 9, k.shape) * scale[:, None, None, None]).to(DEVICE, dtype)
     expected = marks.clone()
@@ -1118,7 +1119,7 @@ def test_landmarks_of_a_long_prefill_match_the_reference_in_all_layers(layout, c
         scale[:] = torch.randint(125, 131, scale.shape)
     keys[:] = torch.randint(-8, 9, keys.shape).to(DEVICE, keys.dtype)  # means are exact
     parts = (x.split(70) for x in (keys, marks, *scales))
-    caches = list(zip(*parts, strict=True))  # a layer each, in one allocation
+    caches = list(zip(*parts, strict=True))  # one per layer, in the same allocation
     expected = [(k, marks.clone(), *scale) for k, marks, *scale in caches]
     slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(
         DEVICE
@@ -1176,7 +1177,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
     qkv = (torch.randn(5, 9, D).to(DEVICE) * magnitude).to(dtype)
     key, value = qkv[:, 3:6], qkv[:, 6:]
     key[0, 1], value[2, 2, 1:], value[2, 2, 0], value[3, 0, 4] = 0.0, 0.0, 127.0, float("nan")
-    key[3, 1] = torch.arange(80, device=DEVICE) / 2  # halves of a code, which are rounded to even
+    key[3, 1] = torch.arange(80, device=DEVICE) / 2  # halfway between two codes, rounded to even
     key[3, 1, 79] = 126.5
     stored = []
     for store in (sparrow_triton.store_tokens, reference.store_tokens):
@@ -1193,7 +1194,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
     )
     assert (
         v_scales[4, 2, 0] == 127 and v_scales[0, 0, 3] == 255
-    )  # 127 is the largest code of the scale 1; NaN
+    )  # 127, the largest code for the scale 1; and NaN
     assert k[0, 1, 3, [1, 3, 5, 79]].tolist() == [0, 2, 2, 126]
     for t, block, place in ((0, 2, 5), (2, 4, 0), (4, 0, 5)):
         for cache, scale, x in ((k, k_scales, key), (v, v_scales, value)):
@@ -1256,8 +1257,8 @@ def test_the_public_operation_uses_exactly_the_requested_implementation():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """Check that the CUDA kernel, requested by name, decodes one row bit for bit like forty
-    rows.
+    """Check that the CUDA kernel, if requested by name, gives bitwise the same result for one row
+    as in a batch of forty.
     """
     for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
         out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
@@ -1272,10 +1273,10 @@ def check_shipped_cuda(one_row: Case) -> None:
         assert torch.equal(out, run(case, config))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the kernel itself is tested")
 def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
-    """Check everything in a launch except the kernel, which needs a GPU: the division, the macros,
-    and every field of its argument.
+    """Check everything about a launch except the kernel itself, which needs a GPU: the plan, the
+    macros, and all fields of its argument.
     """
     launched = []
 

@@ -1,5 +1,5 @@
-"""The files of ``sparrow tune``: read back as written, used for the nearest batch, and refused if
-they are damaged or for something else.
+"""Tests of the files that ``sparrow tune`` writes: they are read back as written, used for the
+nearest batch, and refused if they are damaged or belong to another GPU or shape.
 """
 
 import json
@@ -44,7 +44,7 @@ MODEL = dict(page_size=16, head_dim=128, kv_heads=8, group=4, dtype=torch.bfloat
 
 @pytest.fixture(autouse=True)
 def a100(monkeypatch, tmp_path):
-    """Provide a GPU by name only, and an empty cache folder."""
+    """Pretend that there is an A100, and provide an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: TARGET.gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -62,7 +62,7 @@ def chosen(rows: int, device: str = "cuda", tokens: int = 1, **changed) -> tuple
     items = rows * sizes["kv_heads"]
     config = shipped_tables.choose(items, sizes["kv_heads"], 256, A100)
 
-    class Batch:  # the parts of a batch on a GPU that the choice depends on
+    class Batch:  # the properties of a batch on a GPU on which the choice depends
         length_B = range(rows)
         q_BHD = torch.empty(0)
         k_cache = torch.empty(0, dtype=sizes["dtype"])

@@ -1,5 +1,5 @@
-"""``sparrow tune``: the search, with made-up times; and, on a GPU or in Triton's interpreter, whole
-runs that compare every configuration with the reference.
+"""Tests of ``sparrow tune``: the search with simulated times, and complete runs on a GPU or in
+Triton's interpreter, which compare every configuration with the reference.
 
 ``test_interpreted.py`` runs this file in the interpreter.
 """
@@ -43,7 +43,7 @@ SHIPPED = Variant()
 # --- the search ---
 
 
-def test_the_fastest_variant_combines_what_pays():
+def test_the_search_combines_all_changes_that_make_a_variant_faster():
     def times(variant):
         us = 100.0 - 20 * (variant.attend == ATTEND[4]) - 10 * (variant.rank == RANK[1])
         return [us - 5 * (variant.extra == 2.0) - 4 * (variant.splits == 0.5)]
@@ -190,7 +190,7 @@ def test_the_file_lists_measured_times_and_the_read_limit(few_variants):
 
 
 @kernels
-def test_a_choice_that_was_luck_is_given_up(few_variants):
+def test_a_choice_that_the_final_measurement_does_not_confirm_is_dropped(few_variants):
     """Check that the final measurement decides: a variant that is slower then is not chosen."""
     lucky = set()
 

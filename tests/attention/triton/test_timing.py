@@ -1,4 +1,4 @@
-"""Timing of launches in a CUDA graph, with a made-up clock."""
+"""Tests of timing launches in a CUDA graph, with a simulated clock."""
 
 import contextlib
 
@@ -12,7 +12,9 @@ from sparrow.attention.triton.timing import timed
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Make replays of a graph take 1, 2, 3 ... ms; return the list of what was launched."""
+    """Make successive replays of a graph take 1, 2, 3, ... ms, and return a list to which all
+    launches are added.
+    """
     launched = []
     now = {"ms": 0.0, "replays": 0}
 

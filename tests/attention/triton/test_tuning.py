@@ -1,5 +1,5 @@
-"""Launch configurations: they fit the device, cover every batch, and depend only on shapes. Nothing
-is launched.
+"""Tests that launch configurations fit the device, cover every batch, and depend only on shapes.
+Nothing is launched.
 """
 
 import json
@@ -17,7 +17,7 @@ from sparrow.attention import CachedLayers, DecodeWorkspace, PageLayout, cuda, u
 from sparrow.attention.decode import H200, DeviceLimits
 from sparrow.attention.triton.tuning import attend_bytes, choose, extra_programs
 
-# multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
+# multiprocessors, and bytes of shared memory per program: H100 and H200, A100, L40S, B200
 DEVICES = [
     H200,
     DeviceLimits(108, 163 * 1024),
@@ -58,7 +58,9 @@ def test_buffers_fit_in_shared_memory_and_tiles_suit_the_tensor_cores(
     st.sampled_from([16, 32, 64]),
     st.sampled_from(DEVICES),
 )
-def test_queries_of_several_tokens_fit_beside_keys_and_values(items, D, itemsize, queries, limits):
+def test_queries_of_several_tokens_fit_in_shared_memory_with_keys_and_values(
+    items, D, itemsize, queries, limits
+):
     config = choose(items, 1, D * itemsize, limits, queries, 2 * D)
     assert attend_bytes(config, D * itemsize, queries, 2 * D) <= limits.shared_memory
     assert config.attend_tokens >= 16 and config.attend_stages >= 1
@@ -67,7 +69,7 @@ def test_queries_of_several_tokens_fit_beside_keys_and_values(items, D, itemsize
 
 
 def test_the_most_queries_of_the_widest_heads_leave_an_a100_room_for_one_tile():
-    # Compiled for an A100 with two tiles in flight, the kernel asks for 172,544 bytes.
+    # With two tiles in flight, the kernel compiled for an A100 needs 172,544 bytes.
     a100 = DEVICES[1]
     two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
     assert a100.shared_memory < 172_544 <= attend_bytes(two, 512, 64, 512)

@@ -1,4 +1,4 @@
-"""Variants of the shipped launch configurations: they suit the kernels, the workspace and the
+"""Tests that variants of the shipped launch configurations suit the kernels, the workspace and the
 device. Nothing is launched.
 """
 
@@ -16,7 +16,7 @@ from sparrow.attention.triton.variants import ATTEND, FACTORS, MOST_EXTRA, RANK,
 A100 = DeviceLimits(108, 163 * 1024)
 
 
-def test_no_change_is_the_shipped_configuration():
+def test_a_variant_without_changes_is_the_shipped_configuration():
     config = shipped_tables.choose(32, 8, 256, A100)
     assert Variant().of(config, 8, 256, A100) == config
     assert str(Variant()) == "as shipped"

@@ -1,10 +1,10 @@
-"""Repairs Triton 3.6's interpreter when imported; without effect on anything else.
+"""Repairs Triton 3.6's interpreter when imported, and has no other effect.
 
-It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a
-scalar as a loop bound with NumPy 2.4. It also does not detect accesses that are errors on a GPU:
-here, a load or store outside the storages of the tensors passed to a kernel raises ``IndexError``.
-And ``triton.language`` is patched once for each launch; Triton patches it again in every function
-that a kernel calls, which can take longer than the function.
+The interpreter multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 incorrectly, and
+cannot use a scalar as a loop bound with NumPy 2.4. Nor does it detect invalid memory accesses:
+here, a load or store outside the storage of the tensors passed to a kernel raises ``IndexError``.
+Finally, the interpreter patches ``triton.language`` again in every function that a kernel calls,
+which can take longer than the function itself; here, it is patched only once per launch.
 """
 
 import numpy as np

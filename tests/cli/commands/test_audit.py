@@ -1,4 +1,4 @@
-"""``sparrow audit``: its verdicts as exit statuses, and its written and printed output."""
+"""Tests of ``sparrow audit``: its exit status for each verdict, and its output."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""User errors end in one sentence before any work is done: settings out of range, bad files,
-faults.
+"""Tests that user errors (settings out of range, bad files, faults) are reported in one sentence
+before any work starts.
 """
 
 import errno
@@ -93,7 +93,7 @@ def test_an_option_out_of_range_is_refused(command, option, message, capsys):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Forbid loading anything: errors must be found before any work."""
+    """Make any loading fail, because errors must be found before work starts."""
     import sparrow.cli.loading
 
     def load_model(*args):

@@ -1,4 +1,4 @@
-"""A dry run prints predictions, names every problem and loads nothing."""
+"""Tests that a dry run prints predictions, names every problem, and loads nothing."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""``mode`` as a user writes it: how every command interprets it, and what is refused."""
+"""Tests of how commands interpret ``mode``, and of what they refuse."""
 
 import json
 from dataclasses import fields
@@ -235,10 +235,8 @@ def test_a_lossless_run_trains_on_samples_of_the_dense_policy(checkpoint, tmp_pa
     for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         drafts = row["drafts"]
         assert 0 < drafts["accepted"] < drafts["drafted"] and drafts["cycles"] > 0
-        assert drafts["acceptance"] < 0.999, (
-            "drafts must be wrong at times, or this test shows nothing"
-        )
-        # Engine and trainer agree on every log-prob of the training samples, so nothing is left to
+        assert drafts["acceptance"] < 0.999, "the test needs some rejected drafts"
+        # Engine and trainer agree on all log-probs of the training samples, so there is nothing to
         # correct.
         assert abs(row["correction"]["kl_k3"]) < 1e-8 and row["correction"]["ess_token"] > 1 - 1e-6
         assert all(b["upper_bound"] > 1 - 1e-5 for b in row["mismatch"]["bins"])
@@ -263,7 +261,9 @@ def test_a_lossless_run_trains_on_samples_of_the_dense_policy(checkpoint, tmp_pa
     ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
 )
 def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
-    """An engine that changes its draft schedule would measure the acceptance of a mixture."""
+    """If an engine changed its draft schedule, it would measure the acceptance of a mix of
+    schedules.
+    """
     given = []
 
     def load_sampler(self, decoding):
@@ -306,7 +306,7 @@ def test_a_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(
     printed = capsys.readouterr().out
     assert "drafts by exact acceptance" in printed and "tokens per cycle" in printed
     found = json.loads(out.read_text())
-    assert found["bins"][0]["upper_bound"] > 1 - 1e-5, "samples are the dense policy's"
+    assert found["bins"][0]["upper_bound"] > 1 - 1e-5, "samples must follow the dense policy"
     assert found["drafts"]["bins"][0]["mean"] < 0.999
     assert "nothing to measure; pass --schedule" in fails(capsys, "measure", *sampled)
 
@@ -421,7 +421,7 @@ def test_an_auto_mode_run_reports_which_lengths_are_unverified_and_why(checkpoin
     )
     rows = [json.loads(line)["dial"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["verified_up_to"] is None and rows[0]["unverified_fraction"] == 0
-    # A model with few layers gains nothing on an H200, whatever its acceptance tail.
+    # A model with few layers gains nothing on an H200, however good its acceptance tail is.
     assert {b["mode"] for b in rows[0]["bins"]} == {"lossless"} and all(
         b["speedup"] < 1.01 for b in rows[0]["bins"]
     )

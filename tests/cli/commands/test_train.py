@@ -1,4 +1,4 @@
-"""``sparrow train`` next to other users of torch in one process."""
+"""Tests of ``sparrow train`` in a process that also uses torch for other purposes."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""``sparrow tune``: which heads it tunes for, what it refuses in one sentence, and what it prints and
-writes; the GPU is made up.
+"""Tests of ``sparrow tune`` on a simulated GPU: the heads for which it tunes, what it refuses, and
+what it prints and writes.
 """
 
 import json

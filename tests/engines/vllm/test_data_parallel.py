@@ -1,4 +1,6 @@
-"""Lossless mode in a real vLLM server with data parallelism, in separate processes on a CPU."""
+"""Tests of lossless mode in a real vLLM server with data parallelism, in separate processes on a
+CPU.
+"""
 
 import re
 from urllib.request import urlopen
@@ -27,14 +29,16 @@ DRAFTS = SparsitySchedule(top_k=(4,), bin_tokens=100, recent_pages=1, dense_laye
 
 
 def by_rank(metrics, name):
-    """Return a counter of vLLM's for each data-parallel rank."""
+    """Return one of vLLM's counters for each data-parallel rank."""
     found = re.findall(rf'^vllm:{name}_total\{{engine="(\d)"[^}}]*\}} (\S+)', metrics, re.M)
     return {int(rank): float(value) for rank, value in found}
 
 
 @torch.no_grad()
 def greediest(model, rollout):
-    """Return how much less likely a token is than the best one, at most, by transformers."""
+    """Return by how much at most the log-prob of any token is below that of the best token,
+    according to transformers.
+    """
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
     log_p = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
     own = log_p.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0]

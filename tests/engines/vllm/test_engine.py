@@ -1,5 +1,5 @@
-"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself with every kind of
-scheduling.
+"""Tests of Sparrow in a real vLLM on a CPU, against stock vLLM, transformers, and itself with every
+kind of scheduling.
 """
 
 import json
@@ -108,8 +108,8 @@ def test_small_budgets_match_transformers_even_if_the_schedule_changes(folder, m
                 logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature))
                 < 1e-4
             )
-            # The amount read follows from the lengths alone: every token of a response except the
-            # first is a decode step.
+            # The tokens read depend only on the lengths: every response token except the first is a
+            # decode step.
             cached = np.concatenate(
                 [
                     np.arange(len(p) + 1, len(p) + len(r))
@@ -224,8 +224,8 @@ def test_preemption_is_counted_and_does_not_change_recorded_tokens(folder, model
     with engine(folder, enable_prefix_caching=False) as sparrow:
         undisturbed = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions == 0
-    # The latest request goes first; the first one is never preempted, the others keep what they had
-    # sampled.
+    # The latest request is preempted first, and the first one never. Preempted requests keep their
+    # sampled tokens.
     assert (
         same_tokens(rollouts[:1], undisturbed[:1])
         and logprob_gap(rollouts[:1], undisturbed[:1]) < 1e-5
@@ -283,7 +283,7 @@ def test_an_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied
         after = sparrow.generate(RAGGED, SAMPLED)
         assert not same_tokens(before, expected)
         assert same_tokens(after, expected) and logprob_gap(after, expected) < 1e-5
-        # Back again, through the path used by other processes.
+        # Restore the weights in the way that other processes use.
         sparrow._in_process = False
         sparrow.update_weights(old.named_parameters())
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5

@@ -1,4 +1,4 @@
-"""A mixture of experts in lossy mode, in a real vLLM on CPU."""
+"""Tests of a mixture of experts in lossy mode, in a real vLLM on a CPU."""
 
 from types import SimpleNamespace
 

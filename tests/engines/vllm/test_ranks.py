@@ -1,4 +1,6 @@
-"""Two training processes, each with its own vLLM on CPU, sample and train like one process."""
+"""Tests that two training processes, each with its own vLLM on a CPU, sample and train like one
+process.
+"""
 
 import os
 import subprocess

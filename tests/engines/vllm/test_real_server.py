@@ -1,5 +1,5 @@
-"""Server mode with a real vLLM server on CPU, which finds Sparrow by its entry point, in separate
-processes.
+"""Tests with a real vLLM server on a CPU, in separate processes, which finds Sparrow by its entry
+point.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 
 @contextlib.contextmanager
 def serving(folder, sparrow, path, *more, patience=180):
-    """Yield address and process of a server for the model in ``folder``, started with
-    ``PYTHONPATH`` set to ``path``.
+    """Start a server for the model in ``folder`` with ``PYTHONPATH`` set to ``path``, and yield its
+    address and process.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -152,7 +152,7 @@ def test_a_server_behaves_like_any_other_engine(served):
 
 
 def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
-    """Compare lists of the actor from decoding with lists of the policy from a dense prefill that
+    """Compare the actor's lists from decoding with the policy's lists from a dense prefill, which
     must not read the actor's cache.
     """
     from sparrow.integrations.probe import probe
@@ -165,8 +165,8 @@ def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
     for one in found:
         assert len(one.lower) == 40
         np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
-    # In the second everything is read, so actor and policy are one; the others lose more than
-    # rounding.
+    # In the second response, everything is read, so actor and policy are the same. In the others,
+    # sparsity lowers acceptance by more than rounding.
     assert found[1].lower.min() > 1 - 1e-4
     assert found[0].upper.min() < 0.97 and found[2].upper.min() < 0.97
     (short,) = probe([url], asked[:1], SMALL, max_new_tokens=40, top_n=8)
@@ -197,9 +197,9 @@ def test_a_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
         )
     assert found["sparrow/p5"] == min(found[f"sparrow/p5/{at}"] for at in ("200-300", "300-400"))
     assert found["sparrow/sequences"] == 3 == watched.report.n_sequences
-    assert watched.counted() == {}, "what was read to measure is not the trainer's"
+    assert watched.counted() == {}, "reads of the measurement must not be counted"
     server = VLLMServer(url, SMALL)
-    assert server.schedule == SMALL, "the schedule is back"
+    assert server.schedule == SMALL, "the schedule must be restored"
     server.generate(RAGGED, SAMPLED)
     assert 0.3 < watched.counted()["sparrow/tokens_read"] < 0.9
     short = watched.measured(asked, max_new_tokens=40, top_n=8)  # the ceiling is kept

@@ -1,4 +1,4 @@
-"""A vLLM server that dies, refuses or stalls, simulated by a few lines of HTTP."""
+"""Tests with a vLLM server that dies, refuses or stalls, simulated by a few lines of HTTP."""
 
 import asyncio
 import contextlib
@@ -138,7 +138,7 @@ def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, ge
     threads = [
         thread.name for thread in threading.enumerate() if "process_request" not in thread.name
     ]
-    assert len(threads) <= before, "what still runs as Python ends can abort it"
+    assert len(threads) <= before, "threads that are still running when Python exits can abort it"
 
 
 @pytest.mark.slow
@@ -151,8 +151,8 @@ def test_the_client_waits_for_a_slow_server_that_makes_progress(pretender):
 
 @pytest.mark.slow
 def test_the_client_waits_for_a_slow_server_without_counters(pretender):
-    """With ``--disable-log-stats`` vLLM has no token counters, so a stalled server looks like one
-    that does not count.
+    """With ``--disable-log-stats``, vLLM has no token counters, so a stalled server cannot be
+    distinguished from one that does not count.
     """
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
@@ -217,7 +217,7 @@ def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
         (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
         (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
         (dict(draft_tokens=4), None),
-        ({}, None),  # settings that are left out keep the values of the server
+        ({}, None),  # omitted settings keep the server's values
     ],
 )
 def test_lossless_settings_that_differ_from_those_of_the_server_are_refused(
@@ -265,7 +265,7 @@ def test_only_the_leading_client_controls_the_server(pretender):
     led.set_schedule(SCHEDULE.replace(top_k=(1, 2)))
     led.sleep()
     led.wake()
-    assert handed == ["a", "b"], "sharded weights are put together by all processes"
+    assert handed == ["a", "b"], "all processes must take part in gathering sharded weights"
     assert state["calls"] == [] and led.counters().tokens_held == 0
     leader.update_weights(weights())
     leader.sleep()
@@ -283,7 +283,7 @@ def test_finished_steps_are_saved_if_an_engine_fails(tmp_path, failing):
         calls.append(1)
         if (
             len(calls) == 4
-        ):  # in step 3, after step 2: weights are sent and the ceiling is sampled before step 1
+        ):  # fails in step 3, because weights are sent and the ceiling is sampled before step 1
             raise EngineError("it died")
         return works(*args)
 

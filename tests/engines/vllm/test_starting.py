@@ -1,4 +1,6 @@
-"""An engine that vLLM cannot start is refused in one sentence with vLLM's reason and the remedy."""
+"""Tests that if vLLM cannot start an engine, the error is one sentence with vLLM's reason and the
+remedy.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from sparrow.errors import ConfigError, EngineError
 
 
 class CacheConfig(BaseModel):
-    """A config that validates like those of vLLM."""
+    """A config with the same kind of validation as vLLM's."""
 
     gpu_memory_utilization: float = Field(default=0.9, le=1)
     max_model_len: int = 1

@@ -1,4 +1,6 @@
-"""A server without Sparrow, simulated by a few lines of HTTP, and lists in the format of vLLM."""
+"""Tests with a server without Sparrow, simulated by a few lines of HTTP, and with lists in vLLM's
+format.
+"""
 
 import json
 import threading

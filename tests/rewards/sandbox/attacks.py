@@ -1,10 +1,8 @@
 """Programs that attack the sandbox, the process that judges them, or the machine. A program passes
-its tests if and only if its attack has worked; programs that attack through their answers cannot
-pass at all.
-
-Every attack must also meet the requirements of ``harness.py``: the judging process stays alive,
-answers in time and does not grow; an honest program beside it is judged correctly; and nothing is
-left behind or changed.
+its tests if and only if its attack succeeds; programs whose attack is their answer can never pass.
+After every attack, ``harness.py`` also checks that the judging process is alive, has answered in
+time and has not grown, that an honest program judged at the same time got the correct verdict, and
+that nothing is left behind or changed.
 
     python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
 
@@ -47,7 +45,7 @@ def call(x86, arm, *arguments):
 
 @dataclass(frozen=True)
 class Attack:
-    """One program, and the kind of tests that judge it."""
+    """A program, and the kind of tests that judge it."""
 
     group: str
     name: str
@@ -59,8 +57,8 @@ class Attack:
 
 
 def _cut(group: str, text: str, kind: Kind = "stdio", answered: bool = True) -> list[Attack]:
-    """Split a text into attacks at its ``### name`` headings; ``answered`` makes those that succeed
-    pass their tests.
+    """Split a text into attacks at its ``### name`` headings. With ``answered``, programs whose
+    attack succeeds also give the right answers, so that they pass their tests.
     """
     attacks = []
     for part in text.split("### ")[1:]:

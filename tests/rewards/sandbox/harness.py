@@ -1,4 +1,4 @@
-"""A judging process that is attacked, and checks of it from outside."""
+"""A judging process to attack, which is checked from outside."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ from sparrow.rewards.sandbox import box
 from sparrow.rewards.sandbox.walls import Held
 
 SECRET = "nobody's business"
-PATIENCE_S = (
-    30.0  # for an answer; a program may use 15 s within its own limits, and the machine may be busy
-)
+PATIENCE_S = 30.0  # for an answer; a program may take 15 s within its own limits, and the machine may be busy
 GROWTH_MB = 128.0  # additional memory that the judging process may need for one answer
 
-# Judges the attack that it reads, together with an honest program at the same time.
+# judges the attack that it reads, and at the same time an honest program
 _JUDGE = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -68,8 +66,8 @@ for line in sys.stdin:
 
 
 def require(held: Held) -> None:
-    """Skip a test of an isolation that does not work here; fail it where everything must be
-    tested.
+    """Skip a test of an isolation mechanism that does not work here, or fail it if everything must
+    be tested.
     """
     if (fault := box._fault(box._wall(held))) is not None:
         missing = f"{held} does not work here: {fault}"
@@ -79,7 +77,7 @@ def require(held: Held) -> None:
 
 
 class Rig:
-    """A judging process, and everything around it that an attack must not reach.
+    """A judging process, and everything outside the sandbox that an attack must not reach.
 
     Args:
         isolation: how the process confines programs.
@@ -243,7 +241,7 @@ class Rig:
 
 
 def score(attacks: Iterable[Attack], isolation: str) -> dict[str, str]:
-    """Return name -> achievement for each attack that was not contained."""
+    """Return, by name, what each attack achieved that was not contained."""
     failed = {}
     with Rig(isolation) as rig:
         for attack in attacks:

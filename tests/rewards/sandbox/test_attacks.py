@@ -1,5 +1,5 @@
-"""Every attack is contained, in bubblewrap and in a session; ``attacks.py`` defines what that
-means.
+"""Tests that every attack is contained, in bubblewrap and in a session. ``attacks.py`` defines what
+this means.
 """
 
 import pytest

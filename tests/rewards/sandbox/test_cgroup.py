@@ -1,9 +1,7 @@
-"""Control groups: found where available, limited, entered from the start, and removed with their
-contents.
-
-Where limits are written is tested on a copy of the kernel's file layout. Entering, killing and
-removing are tested on the kernel itself if this process may create groups of any kind, and the
-effect of limits if groups may limit memory and tasks.
+"""Tests that control groups are found if available, limited, entered from the start, and removed
+with their contents. Writing limits is tested on a copy of the kernel's file layout. If this process
+may create groups, entering, killing and removing are tested with the kernel itself. If groups may
+also limit memory and tasks, so is the effect of these limits.
 """
 
 import errno
@@ -148,9 +146,7 @@ def test_real_kernel_groups_are_entered_and_emptied(mount):
 def kernel_s() -> Path:
     """Return where the kernel lets this process create groups that limit memory and tasks."""
     if (group := cgroup.parent()) is None:
-        pytest.skip(
-            "the kernel gives this process no control groups of version 2 with memory and pids"
-        )
+        pytest.skip("this process cannot create control groups of version 2 with memory and pids")
     return group
 
 
@@ -184,8 +180,8 @@ def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
 def test_exceeding_the_memory_limit_of_a_group_does_not_affect_the_next_program(
     kernel_s, monkeypatch, mode
 ):
-    """The group is narrower than the limit on address space, which would otherwise refuse the
-    memory first.
+    """The group's limit is lower than that on the address space, which would otherwise take effect
+    first.
     """
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
     before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())

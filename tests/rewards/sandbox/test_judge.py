@@ -1,5 +1,5 @@
-"""Which outputs and values count as the expected ones; ``tests/rewards/test_code.py`` judges whole
-programs.
+"""Tests of which outputs and values count as equal to the expected ones;
+``tests/rewards/test_code.py`` judges whole programs.
 """
 
 import pytest

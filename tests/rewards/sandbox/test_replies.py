@@ -1,4 +1,4 @@
-"""Replies may be hostile: reading any of them leads to a verdict, cheaply, and never to an
+"""Tests that reading any reply, even a hostile one, leads cheaply to a verdict and never to an
 exception that stops a run.
 """
 
@@ -31,7 +31,7 @@ class Said(Child):
         json.dumps(message)
 
     def _within(self, time_limit, attempt):
-        return attempt(0.0)  # it has no processes whose time could be counted
+        return attempt(0.0)  # there are no processes whose time could be measured
 
     def _read(self, deadline):
         raise ChildEndedError("nothing more")
@@ -238,7 +238,7 @@ def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing makes reading several times as slow
+    )  # tracing memory makes reading several times as slow
 
 
 def test_comparing_words_does_not_store_all_of_them():

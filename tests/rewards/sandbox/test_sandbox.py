@@ -1,5 +1,5 @@
-"""Programs that attack the sandbox, the harness and the machine: none escapes, passes or leaves
-anything behind.
+"""Tests that programs which attack the sandbox, the harness or the machine neither escape, nor
+pass, nor leave anything behind.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
 
-# name: program, acceptable verdicts. PARENT is filled in.
+# name -> program and acceptable verdicts; PARENT is replaced by the process id of the parent
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", {"error"}),
     "fork bomb in assembly's place": (
@@ -158,7 +158,7 @@ HOSTILE = {
 @pytest.fixture
 def marked(monkeypatch):
     """Return a function that waits until no sandboxed process of this test remains, and fails if
-    one stays.
+    one does not end.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
@@ -199,8 +199,8 @@ def test_a_hostile_program_is_stopped_and_the_next_one_runs(name, mode, marked):
 
 
 def test_a_program_sees_only_its_private_environment(bwrap):
-    """A program sees its own environment and an empty, writable private folder, but no processes
-    and no network.
+    """A program sees its own environment and an empty, writable, private folder, but no other
+    processes and no network.
     """
     os.environ["SECRET"] = SECRET
     program = """
@@ -230,11 +230,11 @@ def test_programs_cannot_see_the_files_of_other_programs(mode):
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
 def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent):
-    """An environment in a clone below /tmp, for example, is readable for its packages and not
-    writable.
+    """For example, the packages of an environment in a clone below /tmp can be read but not
+    changed.
     """
     if not os.access(parent, os.W_OK):
-        pytest.skip(f"{parent} cannot be written here")
+        pytest.skip(f"{parent} is not writable")
     program = """
         import os, sys, numpy
         print(os.getcwd(), os.listdir("/tmp"), os.listdir("/dev/shm"), os.access(sys.prefix, os.W_OK))
@@ -311,8 +311,8 @@ def test_various_honest_programs_pass(mode):
 
 
 def test_python_starts_as_usual_except_for_pth_files(mode):
-    """Installed packages add files that run at every start of Python (25 ms here); sandboxed
-    programs skip these files.
+    """Installed packages add .pth files that run whenever Python starts (25 ms here). Sandboxed
+    programs skip them.
     """
     program = "import sys\nprint(any(p.endswith('-packages') for p in sys.path), quit, help)\n"
     program += (
@@ -325,7 +325,9 @@ def test_python_starts_as_usual_except_for_pth_files(mode):
 
 
 def test_programs_run_with_garbage_collection_and_without_unneeded_harness_modules(mode):
-    """Imports of the harness are made with the collector off, and only those that a mode needs."""
+    """The harness imports only the modules that a mode needs, and with the garbage collector
+    off.
+    """
     program = "import gc, sys\nprint(gc.isenabled(), 'inside.exchange' in sys.modules)\n"
     judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": ["True False"]})
     assert judged.passed, judged.detail
@@ -390,7 +392,7 @@ def test_a_time_limit_that_expires_just_as_the_program_ends_is_handled(monkeypat
 
     def slowly(*arguments):
         found = reap(*arguments)
-        time.sleep(0.3)  # the alarm fires meanwhile
+        time.sleep(0.3)  # the alarm fires during this time
         return found
 
     monkeypatch.setattr(programs.os, "wait4", slowly)
@@ -426,7 +428,7 @@ def test_open_files_and_processes_do_not_accumulate(mode, marked):
 
 @pytest.fixture
 def forgetful():
-    """Let this test, and later ones, detect again which isolation works here."""
+    """Make this test, and all later ones, detect anew which isolation works here."""
     caches = box._fault, box._wall, box._announce
     for cache in caches:
         cache.cache_clear()
@@ -550,8 +552,8 @@ def test_an_unknown_isolation_is_refused():
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_system_call_filter_is_a_valid_program_on_both_architectures(machine, monkeypatch):
-    """Jumps stay inside and the last instruction returns, as the kernel requires; verdicts are
-    checked by interpretation.
+    """As the kernel requires, jumps must stay inside the program, and the last instruction must
+    return. Verdicts are checked by interpreting the program.
     """
     monkeypatch.setattr(platform, "machine", lambda: machine)
     code = program_filter()

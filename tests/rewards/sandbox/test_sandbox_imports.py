@@ -1,4 +1,6 @@
-"""The sandbox stands alone: it imports only the standard library and the errors of this package."""
+"""Tests that the sandbox is self-contained: it imports only the standard library and this package's
+errors.
+"""
 
 import ast
 import subprocess

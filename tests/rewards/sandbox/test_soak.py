@@ -1,5 +1,5 @@
-"""A short run of the soak test in ``benchmarks/sandbox.py``: attacks and honest programs side by
-side.
+"""Tests with a short run of ``benchmarks/sandbox.py``, in which attacks and honest programs run
+side by side.
 """
 
 import json
@@ -69,7 +69,7 @@ def test_honest_programs_are_judged_correctly_while_attacks_run_and_nothing_rema
 
 @pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
 def test_the_soak_test_detects_a_memory_leak(leak_bytes, flat, monkeypatch):
-    """A tenth of a megabyte leaked by each of 400 programs is distinguished from no leak."""
+    """A leak of a tenth of a megabyte in each of 400 programs is distinguished from no leak."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
     kept = []
@@ -78,7 +78,7 @@ def test_the_soak_test_detects_a_memory_leak(leak_bytes, flat, monkeypatch):
         if leak_bytes:
             kept.append(
                 mmap.mmap(-1, leak_bytes)
-            )  # new pages: the heap of earlier tests may have free room
+            )  # allocates new pages, because the heap may have free memory from earlier tests
             kept[-1].write(b"x" * leak_bytes)
         return Judgement(("pass",), 1, "", 0.01)
 

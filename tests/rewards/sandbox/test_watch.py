@@ -1,5 +1,5 @@
-"""What is counted while a program runs, what the kernel counts, what is removed afterwards, and
-retries of a failed start.
+"""Tests of what is counted while a program runs, what the kernel counts, what is removed
+afterwards, and retries of a failed start.
 """
 
 import logging
@@ -169,7 +169,7 @@ def test_files_that_cannot_be_removed_are_reported_without_an_error(tmp_path, ca
 
 
 def test_a_failed_start_is_retried(monkeypatch, caplog):
-    require("session")  # detected by a separate start, before starts fail
+    require("session")  # isolation is detected by a separate start, before starts fail
     real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
 
     def start(self, *args, **kwargs):
@@ -192,7 +192,7 @@ def test_a_failed_start_is_retried(monkeypatch, caplog):
 
 
 def test_a_process_group_is_killed_even_if_its_leader_is_dead():
-    """A process that the harness leaves behind ends with the sandbox."""
+    """A process that the harness leaves behind is killed with the sandbox."""
     script = r"""
 import os, time
 if os.fork(): os._exit(7)

@@ -1,4 +1,4 @@
-"""The choice of how many tokens to draft, with simulated times; needs no vLLM."""
+"""Tests of the choice of how many tokens to draft, with simulated times and without vLLM."""
 
 from collections import Counter
 from functools import cache
@@ -15,9 +15,9 @@ from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
 
 CHOICES = (0, 4, 8)
-# Milliseconds of a dense step, of a draft, and of each additional token verified; measured and
-# rounded.
-LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: reading the cache is all the work
+# Measured milliseconds, rounded, of a dense step, of a draft, and of each additional token to
+# verify.
+LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: mostly reading the cache
 SHORT = dict(
     dense=4.1, draft=3.8, verified=0.15
 )  # 64 x 1,024: a draft costs as much as the step it saves
@@ -34,7 +34,7 @@ def best(acceptance, machine):
 def simulate(
     chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0
 ):
-    """Return the drafts of each cycle, and tokens per second over all cycles."""
+    """Return the number of drafts in each cycle, and the tokens per second over all cycles."""
     rng = np.random.default_rng(seed)
     chosen, seconds, tokens = [], 0.0, 0
     for i in range(cycles):
@@ -83,10 +83,10 @@ def test_a_single_slow_cycle_does_not_change_the_choice():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "growth", [0, 5]
-)  # tokens per cycle, so the batch soon falls into a new length class
+)  # tokens per cycle, so the batch soon reaches a new length class
 def test_dense_steps_can_be_chosen_even_if_their_first_times_are_slow(seed, growth):
-    """Simulate one sequence whose every step waits for the host: four drafts are a fifth slower
-    than none.
+    """Simulate one sequence, where every step waits for the host, and four drafts are a fifth
+    slower than none.
     """
     machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES), []
     for i in range(120):
@@ -94,7 +94,7 @@ def test_dense_steps_can_be_chosen_even_if_their_first_times_are_slow(seed, grow
         chosen += simulate(
             chooser, 1, 0.9, machine, rows=1, length=1190 + growth * i, seed=1000 * seed + i
         )[0]
-    assert chosen[3:16].count(4) >= 4  # the chooser was misled
+    assert chosen[3:16].count(4) >= 4  # the chooser has been misled
     assert chosen[40:].count(0) >= 0.9 * len(chosen[40:])
 
 
@@ -110,8 +110,8 @@ def test_dense_steps_are_timed_again_after_drafting_has_started():
 
 
 def test_one_slow_dense_step_does_not_override_earlier_measurements():
-    """Four drafts win by a third, but at the next length the only dense step so far seems to take
-    as long as a pause.
+    """Four drafts are a third faster than none. At the next length, the only measurement of a dense
+    step includes a pause.
     """
     machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftChooser(CHOICES)
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
@@ -128,7 +128,7 @@ def test_rejected_draft_counts_are_retried_when_acceptance_changes():
 
 
 def test_rejected_draft_counts_are_retried_less_and_less_often():
-    """Meanwhile sequences grow into new length classes; the count of cycles continues."""
+    """The count of cycles continues when sequences grow into new length classes."""
     chooser, first, most = (
         DraftChooser(CHOICES),
         draft_length.TRY_AGAIN,
@@ -151,8 +151,8 @@ def test_rejected_draft_counts_are_retried_less_and_less_often():
 
 
 def test_drafting_continues_when_sequences_outgrow_measured_lengths():
-    """A batch grows past lengths at which drafting nothing lost, and nothing else has been timed at
-    the new lengths yet.
+    """A batch outgrows the lengths at which drafting was faster, and nothing but drafting has been
+    timed at the new lengths.
     """
     chooser = DraftChooser(CHOICES)
     for length in range(4_000, 30_000, 8):
@@ -164,7 +164,7 @@ def test_drafting_continues_when_sequences_outgrow_measured_lengths():
 
 @pytest.mark.parametrize("acceptance", [0.95, 0.5])
 def test_growing_sequences_reuse_timings_from_shorter_lengths(acceptance):
-    """A step waits for the choice made two steps before it, as with async scheduling."""
+    """As with async scheduling, a step uses the choice made two steps earlier."""
     chooser, rng, share = DraftChooser(CHOICES), np.random.default_rng(0), []
     for _rollout in range(2):
         under_way, last, length, seconds, ideal = [], None, 320.0, 0.0, 0.0
@@ -198,8 +198,8 @@ def test_growing_sequences_reuse_timings_from_shorter_lengths(acceptance):
 def test_noisy_timings_do_not_cause_drafting_with_little_benefit(
     rows, length, dense, draft, acceptance
 ):
-    """In short contexts on an H200, drafts gain or lose a few percent, less than the scatter of
-    dense step times.
+    """With short contexts on an H200, drafts gain or lose a few percent, which is less than the
+    variation of dense step times.
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
@@ -229,8 +229,8 @@ def test_few_steps_are_timed_while_drafting_is_off(acceptance, drafts, watched):
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
 def test_a_repeated_choice_equals_the_choice_a_new_decision_would_make(acceptance):
-    """Two choosers see the same times. One is consulted at every step, the other only when
-    required.
+    """Two choosers see the same times. One is asked at every step, and the other only when
+    necessary.
     """
     always, seldom = DraftChooser(CHOICES), DraftChooser(CHOICES)
     rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
@@ -262,8 +262,8 @@ def test_draft_counts_that_are_far_too_slow_are_timed_only_twice():
 
 
 def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
-    """Return the drafts of each cycle if the time of a cycle is known ``under_way`` cycles later,
-    as in vLLM.
+    """Return the number of drafts in each cycle if, as in vLLM, the time of a cycle is known only
+    ``under_way`` cycles later.
     """
     rng, chosen = np.random.default_rng(0), [0]
     for _ in range(steps):
@@ -297,7 +297,7 @@ def test_the_fastest_draft_count_is_used_even_if_its_timings_arrive_late():
 
 
 def test_the_first_timing_after_a_change_never_favours_the_new_draft_count():
-    """The cycle after a change of the number of drafts may seem short."""
+    """The first cycle after a change of the number of drafts may seem too short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
     for _ in range(measured.DENSE_PROBES):
@@ -348,7 +348,7 @@ def test_a_length_without_data_uses_the_acceptance_of_the_nearest_length():
 
 def test_draft_counts_predicted_to_be_slow_are_never_tried():
     chosen, _ = simulate(DraftChooser(CHOICES), 300, 0.95, SHORT)
-    assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
+    assert set(chosen) == {0, 4}, "four drafts are half as fast as none, so eight must not be tried"
 
 
 def test_the_typical_time_is_the_interquartile_mean():
@@ -368,8 +368,8 @@ def test_the_typical_time_is_the_interquartile_mean():
     ],
 )
 def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, acceptance):
-    """Every 0.4 seconds the host pauses while two cycles end, so the second seems to
-    take no time.
+    """Every 0.4 seconds, the host pauses while two cycles end, so the second one seems to take no
+    time.
     """
     floor = []
     for seed in range(6):
@@ -395,7 +395,7 @@ def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, ac
 
 @cache
 def mixture_times(rows, length):
-    """Return predicted seconds of a cycle of Qwen3-30B-A3B on an H200, by number of drafts."""
+    """Return the predicted seconds of a cycle for Qwen3-30B-A3B on an H200, by number of drafts."""
     drafts = SparsitySchedule.fixed(61, dense_layers=())
     return {
         k: (k + 1)
@@ -407,8 +407,8 @@ def mixture_times(rows, length):
 
 
 def test_the_first_drafts_cost_most_in_a_mixture_of_experts():
-    """Verifying four drafts of eight sequences reads most of the experts, and eight drafts hardly
-    more, so times do not grow linearly as in a dense model.
+    """Verifying four drafts for eight sequences reads most of the experts, and eight drafts read
+    hardly more. Times therefore do not grow linearly, as they do in a dense model.
     """
     none, four, eight = (mixture_times(8, 30_000)[k] for k in CHOICES)
     assert eight - four < 0.9 * (four - none)
@@ -417,7 +417,7 @@ def test_the_first_drafts_cost_most_in_a_mixture_of_experts():
 @pytest.mark.parametrize("acceptance", [0.9, 0.95, 0.99])
 @pytest.mark.parametrize("order", [1, -1], ids=["ending", "joining"])
 def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(acceptance, order):
-    """Sequences of a rollout end, or join: all passes then read fewer or more experts."""
+    """When sequences of a rollout end or join, all passes read fewer or more experts."""
     chooser = DraftChooser(CHOICES)
     seconds = ideal = 0.0
     for stage, rows in enumerate([64, 45, 32, 23, 16, 11, 8, 4, 2, 1][::order]):
@@ -438,8 +438,8 @@ def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(
 
 
 def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
-    """Times are in milliseconds of the 4B model: 48 sequences, then 21 longer ones that begin with
-    four drafts, where eight are 7 % faster.
+    """The times are those of the 4B model in milliseconds, for 48 sequences and then for 21 longer
+    ones. These start with four drafts, although eight are 7 % faster.
     """
     chooser = DraftChooser(CHOICES)
     many, few = (
@@ -454,8 +454,8 @@ def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
 
 
 def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
-    """Eight drafts win narrowly. In a smaller batch, one of their cycles saves more time than a
-    dense step takes.
+    """Eight drafts are slightly faster than none. In a smaller batch, a cycle becomes shorter by
+    more than a whole dense step.
     """
     chooser = DraftChooser((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
@@ -467,8 +467,8 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
 
 
 def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
-    """Four drafts lose by a seventh at 320 tokens. For longer sequences dense steps are timed
-    first, and imply that four drafts lose there as well.
+    """At 320 tokens, four drafts are a seventh slower than none. For longer sequences, dense steps
+    are timed first, from which it follows that four drafts are slower there as well.
     """
     chooser, drafted = DraftChooser(CHOICES), []
     for length in range(320, 1344):
@@ -481,7 +481,7 @@ def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
 # --- the draft budget ---
 
 BASE = DRAFT_BUDGETS.index(1.0)
-# As above; ``read`` is the part of a draft's time that depends on what it reads.
+# as above; ``read`` is the part of a draft's time that depends on its budget
 AT_4K = dict(dense=9.0, draft=2.8, read=1.1, verified=0.2)  # 64 x 4,096
 FEW = dict(dense=8.2, draft=2.0, read=0.15, verified=0.05)  # 8 x 30,000
 MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
@@ -490,10 +490,9 @@ MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
 def with_budgets(
     cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01
 ):
-    """Return the chooser, its budgets by cycle, and tokens per second relative to the best drafts.
-
-    A cycle is known three cycles after its choice, as with async scheduling. ``acceptance`` is by
-    budget.
+    """Return the chooser, its budget in each cycle, and tokens per second relative to the best
+    drafts. As with async scheduling, the time of a cycle is known three cycles after its choice.
+    ``acceptance`` gives the acceptance for each budget.
     """
     chooser, rng = DraftChooser((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
 
@@ -557,8 +556,8 @@ def test_budgets_that_are_only_marginally_faster_do_not_reduce_throughput():
 
 
 def test_a_budget_whose_drafts_are_rejected_is_abandoned():
-    """Half the budget would be faster if the rejected share grew as usual, but here it
-    grows more.
+    """Half the budget would be faster if the rejected share grew as expected, but here it grows
+    more.
     """
     assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
     _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
@@ -589,8 +588,8 @@ def test_an_explicit_draft_schedule_is_never_changed():
 
 
 def test_the_budget_of_a_small_batch_does_not_fluctuate():
-    """Five cycles of one sequence say little about acceptance, and drafts take equally long with
-    any budget here.
+    """Five cycles of one sequence say little about acceptance, and here, drafts take equally long
+    with any budget.
     """
     machine, shares = dict(FEW, read=0.02), []
     for seed in range(6):

@@ -1,5 +1,5 @@
-"""The operation called by a linear layer with an fp8 copy: vLLM's kernels on a GPU, their
-arithmetic on a CPU.
+"""Tests of the operation that a linear layer with an fp8 copy calls: vLLM's kernels on a GPU, and
+the same arithmetic on a CPU.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def random(*shape, seed=1):
 
 
 def copied(weight):
-    """Return a layer with this weight ``[N, K]``, and its method of multiplication."""
+    """Return a layer with this weight ``[N, K]``, and its linear method."""
     layer = SimpleNamespace(weight=weight)
     method = DraftLinearMethod(layer)
     method.scales.copy_(quantize(weight, method.values))
@@ -30,7 +30,9 @@ def copied(weight):
 
 
 def rounded(x):
-    """Return ``[..., columns]`` in double precision, each row rounded to fp8 with its own scale."""
+    """Round each row of ``[..., columns]`` to fp8 with its own scale, and return the result in
+    double precision.
+    """
     scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-9)
     return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale
 

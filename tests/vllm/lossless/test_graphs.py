@@ -1,5 +1,5 @@
-"""The batches for which lossless mode has CUDA graphs, and the graph that serves each batch;
-captures none.
+"""Tests of which batches lossless mode has CUDA graphs for, and which graph each batch uses. No
+graph is captured.
 """
 
 import inspect
@@ -83,13 +83,13 @@ def test_every_number_of_sequences_and_drafts_uses_a_full_graph(stock_and_ours):
     steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
     assert any(
         served(stock, *step).cg_mode != CUDAGraphMode.FULL for step in steps
-    )  # otherwise the patch can be removed
+    )  # otherwise, the patch is no longer needed
     for rows, drafts in steps:
         graph = served(ours, rows, drafts)
         assert graph.cg_mode == CUDAGraphMode.FULL and graph.uniform_token_count == drafts + 1
         larger = {n for n in graphs.capture_sizes(ROWS, (0,)) if n >= rows}
         assert rows <= graph.num_reqs <= min(larger)
-    assert ours._capture_descs == stock._capture_descs  # the graphs are those of vLLM
+    assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's own
 
 
 def test_a_batch_with_uneven_token_counts_uses_the_smallest_piecewise_graph(stock_and_ours):

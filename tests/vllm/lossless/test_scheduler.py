@@ -1,5 +1,5 @@
-"""What the scheduler of lossless mode chooses and records for each step; vLLM's own part is left
-out.
+"""Tests of what the scheduler of lossless mode chooses and records for each step, without vLLM's
+own part.
 """
 
 import pickle
@@ -25,9 +25,7 @@ UNKNOWN = DraftPlan(-1, budget=-1)
 
 @pytest.fixture
 def make(monkeypatch):
-    """Make a scheduler for at most this many sequences, with a clock that the test
-    moves by hand.
-    """
+    """Make a scheduler for at most this many sequences, with a clock that the test advances."""
 
     adapts_budget = False
 
@@ -38,7 +36,7 @@ def make(monkeypatch):
         self.vllm_config = SimpleNamespace(speculative_config=spec, additional_config=setting)
         self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][
             : most + 1
-        ]  # as vLLM derives it from the ranges
+        ]  # as vLLM expands it from the ranges
         self.running, self.requests = [], {}
 
     monkeypatch.setattr(AsyncScheduler, "__init__", init)
@@ -70,8 +68,8 @@ def run(scheduler, lengths):
 
 
 def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
-    """Run one step of these sequences, each with this many drafts of one budget, that yields
-    ``emitted`` tokens for each.
+    """Run one step of these sequences, each with this many drafts of the same budget, that yields
+    ``emitted`` tokens for each sequence.
     """
     scheduler.clock.now += seconds
     output = SimpleNamespace(
@@ -115,7 +113,8 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     run(scheduler, {"a": 100, "b": 300, "c": 200})
     for emitted in ([1, 1, 1], [1, 3, 5]):  # no step precedes the first
         step(scheduler, ["a", "b", "c"], 4, emitted)
-    # Accepted: 0, 2 and 4 of 4. Judged: the accepted ones and the first rejected one.
+    # Of 4 drafts each, 0, 2 and 4 are accepted. The accepted drafts and the first rejected one
+    # count as judged.
     assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4, False, 0)]
     observed.clear()
     for _ in range(2):
@@ -133,17 +132,15 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
 def test_the_time_of_a_dense_step_excludes_launching_drafts_of_the_next_step(
     make, dense, verified, draft, drafts
 ):
-    """The host launches a step before the previous one ends, and takes twice as long for a step
-    with drafts.
-
-    Times are milliseconds of the GPU. In short contexts dense steps wait for the host, and drafts
-    yield fewer tokens.
+    """The host launches a step before the previous one ends, and takes twice as long if the step
+    has drafts. Times are milliseconds of the GPU. With short contexts, dense steps wait for the
+    host, and drafts yield fewer tokens.
     """
     scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
     run(scheduler, dict.fromkeys(names, 320))
     host = free = end = (
-        # when the host has launched a step, the GPU has done all earlier work, and the pass has
-        # ended
+        # a pass can end only after the host has launched it and the GPU has finished all earlier
+        # work
         0.0
     )
     verifies, makes, chosen = None, 0, []
@@ -186,7 +183,7 @@ def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
 
 
 def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
-    """Drafts come from the step before; dense steps read everything, whatever drafts read."""
+    """Drafts are made in the previous step. Dense steps read everything, whatever drafts read."""
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
     for drafts, budget in ((2, 1), (2, 1), (2, 0), (2, 0), (0, 0), (0, 0), (0, 1)):
@@ -214,8 +211,8 @@ def test_workers_receive_the_budgets_of_new_drafts_and_of_drafts_being_verified(
 
 
 def test_no_budget_is_chosen_for_dense_steps(make, monkeypatch):
-    """Dense steps keep the draft budget of such batches, because their times are recorded for that
-    budget.
+    """Dense steps keep the draft budget of batches like theirs, because their times are recorded
+    for this budget.
     """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100})
@@ -254,7 +251,7 @@ def test_no_drafts_are_scheduled_after_a_replay_if_the_chooser_chooses_none(make
 
 
 def chosen(scheduler, choices, monkeypatch):
-    """Return what a scheduler sends the workers in these steps, when nothing has run before."""
+    """Return what a new scheduler sends to the workers in these steps."""
     numbers, budgets = (iter(column) for column in zip(*choices, strict=True))
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: next(numbers))
     monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: next(budgets))
@@ -276,11 +273,11 @@ def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     again.replay(choices)
     assert chosen(again, [(0, 1)] * 5, monkeypatch) == told
     assert again.take_choices() == choices
-    unread = make(budgets=True)  # in a server they would never be retrieved
+    unread = make(budgets=True)  # in a server, nobody would retrieve them
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
     assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, (
-        "a replay ends with what it was for"
+        "after a replay, the scheduler must choose again"
     )
 
 
@@ -318,7 +315,7 @@ def test_choices_that_an_engine_does_not_offer_cannot_be_replayed(make):
 
 
 def test_plans_attached_to_a_step_reach_the_workers():
-    """vLLM sends steps pickled to workers in other processes."""
+    """vLLM pickles steps to send them to workers in other processes."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
     plan.attach(scheduled, DraftPlan(4, budget=2), verified=DraftPlan(3, budget=1))
@@ -328,7 +325,9 @@ def test_plans_attached_to_a_step_reach_the_workers():
 
 
 def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget():
-    """Steps of vLLM's warm-up have no plan, nor do steps repeated without a choice."""
+    """Steps of vLLM's warm-up have no plan, and neither do steps that are repeated without a
+    choice.
+    """
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
     assert plan.drafts_after(scheduled, DraftPlan(8, budget=2)) == (4, 2)
@@ -352,8 +351,8 @@ def test_steps_with_unequal_draft_counts_are_not_timed(make, observed):
 
 
 def test_the_length_of_a_step_is_the_mean_over_remaining_sequences(make, observed):
-    """The next step is in flight when a response ends, so sequences of a step may have ended before
-    the step is recorded.
+    """The next step is already in flight when a response ends, so some sequences of a step may have
+    ended before the step is recorded.
     """
     scheduler = make()
     run(scheduler, {"a": 1000, "b": 3000})
@@ -376,5 +375,6 @@ def test_the_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch
         scheduler.schedule()
         drafts = scheduler.dynamic_sd_lookup[1]
         step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
-    # Until something is in use, which is free to check, and then once in this many cycles.
+    # At first in every cycle, because checking is free while no choice is in use, and then only
+    # once in this many cycles.
     assert len(asked) <= 30 and said == [({"1 x 91": 0}, "")]
