@@ -100,7 +100,7 @@ class Trainer:
         self.ceiling = Ceiling()
         # Maps steps to the draft choices that the stopped run logged after its last checkpoint. The
         # resumed run repeats these choices.
-        self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
+        self._logged_choices: dict[int, list[tuple[int, float, int, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision(config.optimizer.precision),
