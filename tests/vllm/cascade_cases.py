@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
+from types import SimpleNamespace
+
 import numpy as np
+from vllm import logger
 
 from sparrow import attention
 from sparrow.errors import ConfigError
 from sparrow.model.history import guess
 from sparrow.rollout import Sampling
 from sparrow.vllm import selfcheck
-from sparrow.vllm.lossless import cascade, cascade_kernels
+from sparrow.vllm.lossless import cascade, cascade_kernels, scheduler
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.plan import DraftPlan, Guessed
 from sparrow.vllm.lossless.setup import passes_of
@@ -180,15 +183,28 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
     assert graphs[1].count == sum(passes_of(k) * n for k, n in guessed.items()) > 0
 
 
-def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made):
+def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
     """The chooser chooses by the clock, which means little in the interpreter."""
     folder, model = made
+    said, init = [], logger.init_logger
+    ours = SimpleNamespace(
+        info=lambda text, *values: said.append(text % values if values else text)
+    )
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name)
+    )
+    monkeypatch.setattr(scheduler, "init_logger", logger.init_logger)
+    monkeypatch.setattr(scheduler, "LOG_EVERY", 1)
     asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
     with cases.engine(folder, lossless(6, adapt=True, pages=4, guess_tokens=3)) as llm:
         cases.assert_greedy_and_dense(model, asked, cases.generate(llm, asked, 200))
         chooser = llm.llm_engine.engine_core.engine_core.scheduler.chooser
         described = llm.collective_rpc("sparrow_describe")[0]
     assert chooser.choices == (0, 2, 4, 6, Guessed(2), Guessed(4), Guessed(6))
+    [line] = [each for each in said if "Sparrow is lossless" in each]
+    assert ": sparse steps, or sparse passes over 3 guesses from history (" in line
+    assert "), one per 2 drafts, draft 0 to 6 tokens (" in line
+    assert any(each.startswith("numbers of drafts in use") for each in said)
     assert described["drafts_have_guesses"] in (True, False)
     timed = set().union(*(case.seconds for case in chooser.measured.cases.values()))
     assert {0, 2, Guessed(2)} <= timed
