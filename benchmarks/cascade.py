@@ -215,6 +215,8 @@ def measure_synthetic(
     """Measure the points of an engine."""
     from lossless import hold, runner
 
+    from sparrow.vllm.lossless import cascade
+
     arm = arguments.child
     for batch, length in arguments.points:
         where = {"batch": batch, "length": length}
@@ -237,7 +239,7 @@ def measure_synthetic(
                     SHARED_ACCEPTANCE, float(rate), GUESSES, passes, DRAFT_TOKENS
                 )
                 conditional.copy_(conditional.new_tensor(rates))
-                drafter.passes = passes
+                cascade.passes_of = lambda _, passes=passes: passes
                 bench.llm.collective_rpc("sparrow_counters")
                 found = cycles(bench, batch, length)
                 counts = bench.llm.collective_rpc("sparrow_counters")[0]

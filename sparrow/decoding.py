@@ -67,7 +67,7 @@ class LosslessSettings:
 
     # Lossless in vLLM: choose whether drafts read half as many pages as the draft schedule, the
     # same number, or twice as many, based on measured speed and acceptance. On by default if
-    # draft_schedule is unset and adapt_draft_tokens is on.
+    # draft_schedule is unset, guess_tokens is 0 and adapt_draft_tokens is on.
     adapt_draft_budget: bool | None = None
     # Lossless and auto: the maximum number of tokens drafted before each verification.
     draft_tokens: Annotated[int, AtLeast(1)] = DRAFT_TOKENS
@@ -77,8 +77,8 @@ class LosslessSettings:
     # Lossless and auto: before each sparse pass, guess this many tokens by looking up what followed
     # the latest tokens where they occurred before, in the prompt, in the response and, with
     # transformers, in other responses to the same prompt. One pass checks all guesses, and drafts
-    # those that the sparse actor agrees with plus one more token. In vLLM, adapt_draft_tokens has
-    # to be off. 0: draft one token per pass.
+    # those that the sparse actor agrees with plus one more token. In vLLM, guesses are used only
+    # where they are faster, unless adapt_draft_tokens is off. 0: draft one token per pass.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless: draw drafts with the same random numbers as the tokens. For a given seed, the tokens
     # are then those of dense decoding, up to rounding, whatever was drafted; fewer drafts are
@@ -225,7 +225,8 @@ class Decoding(LosslessSettings):
         """The budgets that vLLM's drafts may use, as multiples of their schedule."""
         adapts = self.adapt_draft_budget
         if adapts is None:
-            adapts = self.adapt_draft_tokens and self.schedule == DRAFT_SCHEDULE
+            is_default = self.schedule == DRAFT_SCHEDULE
+            adapts = self.adapt_draft_tokens and is_default and not self.guess_tokens
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:

@@ -153,11 +153,12 @@ def test_contradictory_settings_are_refused(value, message):
             {"adapt_draft_tokens": False},
             False,
         ),  # a fixed number of drafts makes drafts reproducible
+        ({"guess_tokens": 3}, False),
         ({"draft_schedule": "fixed:9"}, False),  # explicit values are kept
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
     ],
 )
-def test_the_draft_budget_is_adaptive_unless_a_draft_schedule_is_set(setting, adapts):
+def test_the_draft_budget_is_adaptive_unless_drafts_are_set_otherwise(setting, adapts):
     decoding = Decoding.load({"mode": "lossless", **setting})
     assert decoding.draft_budgets == (DRAFT_BUDGETS if adapts else (1.0,))
     assert Decoding.load(decoding.to_dict()).draft_budgets == decoding.draft_budgets

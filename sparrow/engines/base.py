@@ -39,13 +39,14 @@ class Counters:
     # acceptance under ``meter_schedule``, measured at the first draft of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # the choices of an engine that adapts its drafts, in the order of its steps: (number of tokens
-    # to draft, budget of the drafts as a multiple of their schedule, number of steps)
-    choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
+    # to draft, budget of the drafts as a multiple of their schedule, guesses per pass, number of
+    # steps)
+    choices: tuple[tuple[int, float, int, int], ...] = field(default=(), compare=False)
     # number of tokens decoded by a lossy actor, and how many of these tokens read all cached tokens
     # in every layer
     rows: int = 0
     dense_rows: int = 0
-    # number of sparse passes over guesses, each of which made at least one draft
+    # number of sparse passes of an engine with guesses, each of which made at least one draft
     passes: int = 0
     guessed: int = 0  # number of drafts that are guesses which no sparse pass has checked
 
@@ -188,11 +189,11 @@ class DraftReplayer(Protocol):
     measured speed. Implementation: ``vllm.VLLMEngine``.
     """
 
-    def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
+    def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
         """Repeat these ``Counters.choices`` until ``counters`` is called. With the same seeds, the
         samples are then the same as well.
 
-        Raises ConfigError: a number of drafts or a budget is not among the choices of this engine.
+        Raises ConfigError: one of the choices is not among those of this engine.
         """
 
 

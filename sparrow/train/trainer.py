@@ -100,7 +100,7 @@ class Trainer:
         self.ceiling = Ceiling()
         # The draft choices, by step, that the stopped run logged after its last checkpoint. The
         # resumed run repeats them.
-        self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
+        self._logged_choices: dict[int, list[tuple[int, float, int, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision(config.optimizer.precision),
@@ -478,7 +478,7 @@ class Trainer:
         if samples_alike and isinstance(self.engine, DraftReplayer) and self.ranks.count == 1:
             rows = self.run_dir.logged_after(self.step)
             self._logged_choices = {
-                row["step"]: row["drafts"]["choices"]
+                row["step"]: [_draft_choice(*choice) for choice in row["drafts"]["choices"]]
                 for row in rows
                 if "choices" in row.get("drafts", {})
             }
@@ -486,6 +486,14 @@ class Trainer:
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}
         return RunConfig(settings, given.schedule, [*before.resumed, *entry], given.data)
+
+
+def _draft_choice(drafts: int, multiple: float, *rest: int) -> tuple[int, float, int, int]:
+    """Return a logged draft choice (see ``Counters.choices``). Earlier versions did not log the
+    number of guesses per pass, because they did not choose it.
+    """
+    guesses, steps = rest if len(rest) == 2 else (0, *rest)
+    return drafts, multiple, guesses, steps
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:

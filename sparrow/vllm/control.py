@@ -13,7 +13,7 @@ from torch import Tensor
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
-from sparrow.vllm.lossless.setup import passes_of
+from sparrow.vllm.lossless.setup import DRAFTS_PER_PASS, passes_of
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
@@ -49,8 +49,9 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     In lossless mode, ``rows`` are the rows of draft steps, and ``tokens_read`` includes
     verification. ``tokens_held`` is the number of tokens that dense decoding would have read for
     the ``emitted`` tokens. ``drafted`` and ``accepted`` are also numbers of tokens. With
-    ``guess_tokens``, ``rows`` are the rows of sparse passes, ``passes`` is their number, and
-    ``guessed`` is the number of drafts that are guesses, unchecked by any sparse pass.
+    ``guess_tokens``, ``rows`` are the rows of sparse passes, with or without guesses, ``passes`` is
+    their number, and ``guessed`` is the number of drafts that are guesses, unchecked by any sparse
+    pass.
     """
     return _runtime(self).counters()
 
@@ -59,6 +60,7 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
     """Report the acceptance of drafts since the last call. Only lossless mode has drafts.
 
     ``cycles`` contains the number of dense passes for each number of tokens drafted after a pass.
+    With ``guess_tokens``, ``cycles_with_guesses`` contains the same for drafts made with guesses.
     ``bins`` contains, for each range of lengths, the number of verified drafts, their mean
     acceptance, and its 5th percentile. ``acceptance`` contains the same data as counts, for
     ``DraftAcceptance.from_dict``. If the budget adapts, ``budgets`` contains bins and acceptance
@@ -72,7 +74,9 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
-    """Describe the backend, schedule and layers of this worker."""
+    """Describe the backend, schedule and layers of this worker, and the latest drafts if the engine
+    chooses their budget or whether they are made with guesses.
+    """
     return _runtime(self).describe()
 
 
@@ -319,9 +323,11 @@ def check(vllm_config: Any) -> None:
     )
     steps = "sparse steps"
     if decoding.guess_tokens:
+        guesses = f"{decoding.guess_tokens} guesses from history ({model.pass_kernels})"
         steps = (
-            f"{passes_of(decoding.draft_tokens)} sparse passes over {decoding.guess_tokens} guesses "
-            f"from history ({model.pass_kernels})"
+            f"sparse steps, or sparse passes over {guesses}, one per {DRAFTS_PER_PASS} drafts,"
+            if decoding.adapt_draft_tokens
+            else f"{passes_of(decoding.draft_tokens)} sparse passes over {guesses}"
         )
     logger.info(
         f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "

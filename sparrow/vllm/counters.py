@@ -77,7 +77,10 @@ class DensePasses:
         self._cycles: Counter[int] = Counter()
         # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # drafts in cycles with guesses, and how many of them are guesses that no pass has checked
+        # the same, for drafts made with guesses
+        self._guessed_cycles: Counter[int] = Counter()
+        # In an engine with guesses: the number of drafts, and how many of them are guesses that no
+        # pass has checked.
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
         # sequences in passes without drafts, and tokens that these passes read
         self._plain_rows = 0
@@ -89,8 +92,10 @@ class DensePasses:
         self._cycles[drafts] += 1
         return self._verified
 
-    def count_drafts(self) -> Tensor:
+    def count_drafts(self, drafts: int, with_guesses: bool) -> Tensor:
         """See ``Runtime.count_drafts``."""
+        if with_guesses:
+            self._guessed_cycles[drafts] += 1
         return self._drafts
 
     def count_plain(self, computed: np.ndarray) -> None:
@@ -116,9 +121,15 @@ class DensePasses:
         self._cycles = Counter()
         return cycles
 
+    def take_guessed_cycles(self) -> dict[int, int]:
+        """Return the same for those cycles whose drafts were made with guesses."""
+        cycles = dict(sorted(self._guessed_cycles.items()))
+        self._guessed_cycles = Counter()
+        return cycles
+
     def add_to(self, counts: Counter[str], layers: int, guesses: bool) -> None:
         """Add the counts of the dense passes since the last call to ``counts``, which contains the
-        counts of draft steps. ``guesses`` says whether these steps read guesses.
+        counts of draft steps. ``guesses`` says whether these steps may read guesses.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()

@@ -75,6 +75,8 @@ class Drafting:
     logits_bytes: int = 0  # bytes of the logits from which drafts are sampled
     weights: Any = None  # the fp8 copy of the weights; None if drafts use no copy
     meter: Any = None  # see ``sparrow.vllm.lossless.meter``
+    # whether the latest drafts were made with guesses; None if the engine does not choose
+    has_guesses: bool | None = None
 
 
 class Runtime:
@@ -231,14 +233,14 @@ class Runtime:
         """
         return self.passes.count(drafts)
 
-    def count_drafts(self) -> Tensor:
-        """Count the drafts of a cycle with guesses.
+    def count_drafts(self, drafts: int, with_guesses: bool) -> Tensor:
+        """Count one cycle of an engine with guesses, in which sequences have ``drafts`` drafts.
 
         Returns:
             int64 [2], to which the caller adds two totals over the sequences that drafted: drafts,
             and those among them that are guesses, unchecked by any sparse pass.
         """
-        return self.passes.count_drafts()
+        return self.passes.count_drafts(drafts, with_guesses)
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass of lossless mode that has no drafts before or after it, so that
@@ -314,12 +316,14 @@ class Runtime:
         """Report the acceptance of drafts since the last call; see
         ``control.sparrow_acceptance``.
         """
-        cycles = self.passes.take_cycles()
+        cycles = {"cycles": self.passes.take_cycles()}
+        if self.decoding.guess_tokens:
+            cycles["cycles_with_guesses"] = self.passes.take_guessed_cycles()
         meter = self.drafting.meter
         if meter is None:
-            return {"cycles": cycles}
+            return dict(cycles)
         drafts = meter.settle()
-        report = {"cycles": cycles, **_acceptance_report(reduce(add, drafts))}
+        report: dict[str, Any] = {**cycles, **_acceptance_report(reduce(add, drafts))}
         if len(drafts) > 1:
             report["budgets"] = [
                 {"multiple": multiple, **_acceptance_report(acceptance)}
@@ -339,6 +343,7 @@ class Runtime:
         quantization = self.model.quantization
         copies = self.drafting.weights
         guesses = self.decoding.guess_tokens
+        has_guesses = self.drafting.has_guesses
         settings = self.decoding.to_dict() if self.is_lossless else {}
         # The schedule may have changed since the engine started; the current one is added below.
         settings.pop("draft_schedule", None)
@@ -352,6 +357,7 @@ class Runtime:
             **({"pass_kernels": str(self.model.pass_kernels)} if guesses else {}),
             "schedule": self.schedule.to_dict(),
             **({"draft_budget": self.budgets[self.pages.budget]} if len(self.budgets) > 1 else {}),
+            **({} if has_guesses is None else {"drafts_have_guesses": has_guesses}),
             "sparse_layers": self.model.sparse_layers,
             "dense_layers": self.model.dense_layers,
             **({} if stored is None else {"kv_cache": kv_cache.NAMES[stored]}),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sparrow.attention import CacheScales, reference
 from sparrow.attention.pages import landmarks, page_scores
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import versions
@@ -284,8 +285,12 @@ def run(worker: Any, runtime: Any) -> Differences:
     if speculator is not None:
         check_addresses(speculator.drafter)
     layers_differ = check_layers(layers, runtime, worker.vllm_config.model_config)
+    steps_differ = 0.0
     with _unmetered(runtime):
-        steps_differ = check_steps(worker, runtime, speculator, layers)
+        for with_guesses in _kinds_of_drafts(runtime.decoding):
+            if speculator is not None:
+                speculator.plan = speculator.plan._replace(guesses=with_guesses)
+            steps_differ = max(steps_differ, check_steps(worker, runtime, speculator, layers))
     milliseconds = 1000 * (time.perf_counter() - started)
     init_logger("vllm.sparrow").info(
         f"Sparrow's self-check passed in {milliseconds:.0f} ms (layers differ by up to "
@@ -293,6 +298,13 @@ def run(worker: Any, runtime: Any) -> Differences:
         f"{versions.known()}"
     )
     return Differences(layers_differ, steps_differ)
+
+
+def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
+    """Say whether an engine drafts with guesses; both if it chooses."""
+    if not decoding.guess_tokens:
+        return (False,)
+    return (False, True) if decoding.adapt_draft_tokens else (True,)
 
 
 def layers_of(vllm_config: Any) -> list[Any]:

@@ -254,7 +254,7 @@ class Choosing(HFEngine):
         self.choices = choices
 
     def counters(self):
-        choices, self.choices = self.choices or [[self.number, 1.0, 3]], None
+        choices, self.choices = self.choices or [[self.number, 1.0, 0, 3]], None
         return replace(super().counters(), cycles=1, choices=tuple(map(tuple, choices)))
 
 

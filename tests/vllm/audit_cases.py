@@ -7,6 +7,8 @@ import pytest
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
 from functools import wraps
 
+import numpy as np
+
 from sparrow.audit.run import ListRanker, tokens_of
 from sparrow.audit.statistics import COMMON, audit
 from sparrow.engines.hf import HFEngine
@@ -14,6 +16,7 @@ from sparrow.engines.vllm.engine import rollout_of
 from sparrow.engines.vllm.stock import StockEngine
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm.lossless.chooser import DraftChooser
 from tests.vllm import tiny_vllm as tiny
 
 V, SEQUENCES, LENGTH = 24, 192, 12
@@ -72,9 +75,16 @@ def dense(stock, ranker):
     return tokens_of(rollouts, ranker.rank(rollouts, Sampling(LENGTH), COMMON))
 
 
-@pytest.mark.parametrize("seed, guesses", [(10_000, 0), (20_000, 0), (40_000, 2)])
-def test_lossless_mode_passes_the_audit(made, ranker, stock, seed, guesses):
-    tokens = lossless(made[0], ranker, seed, guess_tokens=guesses)
+@pytest.mark.parametrize(
+    "seed, guesses, adapt",
+    [(10_000, 0, False), (20_000, 0, False), (40_000, 2, False), (50_000, 2, True)],
+)
+def test_lossless_mode_passes_the_audit(made, ranker, stock, monkeypatch, seed, guesses, adapt):
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(
+        DraftChooser, "choose", lambda self, *_: self.choices[rng.integers(len(self.choices))]
+    )
+    tokens = lossless(made[0], ranker, seed, guess_tokens=guesses, adapt=adapt)
     verdict = audit(tokens, dense(stock, ranker), resolution=0.1)
     assert verdict.status == "exact", verdict.reasons
 

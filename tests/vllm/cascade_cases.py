@@ -6,16 +6,31 @@ import pytest
 import torch
 
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
+from types import SimpleNamespace
+
 import numpy as np
+from vllm import logger
 
 from sparrow import attention
 from sparrow.errors import ConfigError
 from sparrow.model.history import guess
+from sparrow.rollout import Sampling
 from sparrow.vllm import selfcheck
-from sparrow.vllm.lossless import cascade, cascade_kernels
+from sparrow.vllm.lossless import cascade, cascade_kernels, scheduler
+from sparrow.vllm.lossless.chooser import DraftChooser
+from sparrow.vllm.lossless.plan import DraftPlan, Guessed
+from sparrow.vllm.lossless.setup import passes_of
 from tests.vllm import tiny_vllm as tiny
 
 lossless = cases.lossless
+
+
+def in_turn(monkeypatch, seed=0):
+    """Let every step draft differently: a random one of the engine's choices."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(
+        DraftChooser, "choose", lambda self, *_: self.choices[rng.integers(len(self.choices))]
+    )
 
 
 def repetitive(*lengths, words=3, seed=0):
@@ -59,6 +74,7 @@ def test_guesses_equal_those_of_the_reference(at_once):
         history,
         N,
         found,
+        8,
         drawn,
         counts,
         8,
@@ -106,6 +122,139 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
     assert 1.05 * counts["passes"] < drawn < counts["drafted"]
 
 
+@pytest.mark.parametrize("m, pages", [(1, 2), (3, 4), (3, 12)])
+def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m, pages):
+    """Cycles without drafts, with drafts, and with drafts from guesses follow each other."""
+    folder, model = made
+    asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
+    with cases.engine(folder) as llm:
+        expected = cases.generate(llm, asked, 120)
+    found = cases.Landmarks(monkeypatch)
+    in_turn(monkeypatch)
+    decoding = lossless(8, adapt=True, pages=pages, guess_tokens=m)
+    with cases.engine(folder, decoding, checks_itself=True) as llm:
+        got = cases.generate(llm, asked, 120)
+        counts, told = cases.counters(llm), llm.collective_rpc("sparrow_acceptance")[0]
+    assert cases.tokens_of(got) == cases.tokens_of(expected)
+    cases.assert_greedy_and_dense(model, asked, got)
+    assert found.worst < 1e-5 and found.pages > 500
+    assert set(told["cycles"]) == {0, 3, 5, 8} and set(told["cycles_with_guesses"]) == {3, 5, 8}
+    assert all(n < told["cycles"][k] for k, n in told["cycles_with_guesses"].items())
+    assert 0 < counts["guessed"] < counts["drafted"] and 0 < counts["accepted"] < counts["drafted"]
+
+
+class Replayed:
+    """A stand-in for a CUDA graph: it runs a draft step with padding and counts replays."""
+
+    rows = 8
+    count = 0
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def replay(self):
+        self.count += 1
+        self.drafter._draft(self.rows)
+
+
+def test_each_stage_replays_its_own_graphs(made, monkeypatch):
+    """Graphs are captured before the first cycle, and one graph serves any number of drafts."""
+    folder, _ = made
+    asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
+    with cases.engine(folder) as llm:
+        expected = cases.tokens_of(cases.generate(llm, asked, 60))
+    in_turn(monkeypatch)
+    decoding = lossless(8, adapt=True, pages=4, guess_tokens=3)
+    with cases.engine(folder, decoding, max_num_seqs=8) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        drafter = worker.model_runner.speculator.drafter
+        graphs = [Replayed(each) for each in (drafter._plain, drafter._guessing)]
+        with torch.inference_mode():
+            for graph in graphs:
+                graph.drafter._draft(graph.rows)
+                graph.drafter._graphs[False][graph.rows] = graph
+        drafter._plain._step_index.zero_()
+        got = cases.generate(llm, asked, 60)
+        told = llm.collective_rpc("sparrow_acceptance")[0]
+    assert cases.tokens_of(got) == expected
+    guessed = told["cycles_with_guesses"]
+    plain = {k: n - guessed.get(k, 0) for k, n in told["cycles"].items()}
+    assert graphs[0].count == sum(k * n for k, n in plain.items()) > 0
+    assert graphs[1].count == sum(passes_of(k) * n for k, n in guessed.items()) > 0
+
+
+def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
+    """The chooser chooses by the clock, which means little in the interpreter."""
+    folder, model = made
+    said, init = [], logger.init_logger
+    ours = SimpleNamespace(
+        info=lambda text, *values: said.append(text % values if values else text)
+    )
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name)
+    )
+    monkeypatch.setattr(scheduler, "init_logger", logger.init_logger)
+    monkeypatch.setattr(scheduler, "LOG_EVERY", 1)
+    asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
+    with cases.engine(folder, lossless(6, adapt=True, pages=4, guess_tokens=3)) as llm:
+        cases.assert_greedy_and_dense(model, asked, cases.generate(llm, asked, 200))
+        chooser = llm.llm_engine.engine_core.engine_core.scheduler.chooser
+        described = llm.collective_rpc("sparrow_describe")[0]
+    assert chooser.choices == (0, 2, 4, 6, Guessed(2), Guessed(4), Guessed(6))
+    [line] = [each for each in said if "Sparrow is lossless" in each]
+    assert ": sparse steps, or sparse passes over 3 guesses from history (" in line
+    assert "), one per 2 drafts, draft 0 to 6 tokens (" in line
+    assert any(each.startswith("numbers of drafts in use") for each in said)
+    assert described["drafts_have_guesses"] in (True, False)
+    timed = set().union(*(case.seconds for case in chooser.measured.cases.values()))
+    assert {0, 2, Guessed(2)} <= timed
+
+
+def test_replayed_stages_reproduce_samples(made, monkeypatch):
+    folder, _ = made
+    asked, sampling = repetitive(150, 17, 64, seed=4) * 2, Sampling(24, top_n=2, seed=4)
+    answers, kept = [], []
+    for seed, replayed in ((1, False), (2, False), (3, True)):
+        in_turn(monkeypatch, seed)
+        decoding = lossless(4, adapt=True, pages=4, guess_tokens=3)
+        with tiny.engine(folder, decoding, max_num_seqs=4) as made_engine:
+            made_engine.generate(asked[:2], sampling)
+            made_engine.counters()
+            made_engine.drop_prefixes()
+            if replayed:
+                made_engine.replay(kept[0])
+            rollouts = made_engine.generate(asked, sampling)
+            answers.append([rollout.response_ids.tolist() for rollout in rollouts])
+            kept.append(made_engine.counters().choices)
+    assert answers[2] == answers[0] != answers[1]
+    assert kept[2] == kept[0] != kept[1]
+    assert {guesses for _, _, guesses, _ in kept[0]} == {0, 3}
+
+
+def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
+    """Drafts that read everything are all accepted, and no draft is unjudged without guesses."""
+    folder, _ = made
+    in_turn(monkeypatch)
+    decoding = lossless(6, adapt=True, pages=1000, guess_tokens=2)
+    with cases.engine(folder, decoding) as llm:
+        cases.counters(llm), llm.collective_rpc("sparrow_acceptance")
+        cases.generate(llm, repetitive(150, 64, 90, seed=3), 120, temperature=1.0, seed=5)
+        told, counts = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
+        monkeypatch.setattr(DraftChooser, "choose", lambda *_: 4)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler._plan = DraftPlan(4, budget=0)  # for the first step, before which nothing runs
+        llm.reset_prefix_cache()
+        cases.generate(llm, repetitive(150, 64, 90, seed=3), 60, temperature=1.0, seed=5)
+        of_plain, plain = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
+    judged = sum(each["drafts"] for each in told["bins"])
+    assert sum(each["drafts"] * each["mean"] for each in told["bins"]) > 0.999 * judged
+    drawn = counts["drafted"] - counts["guessed"]
+    assert 100 < judged <= drawn and counts["guessed"] > 20 and counts["passes"] < drawn
+    assert plain["guessed"] == 0 and plain["passes"] == plain["drafted"]
+    assert of_plain["cycles_with_guesses"] == {}
+    assert sum(each["drafts"] for each in of_plain["bins"]) > 0.8 * plain["drafted"]
+
+
 @pytest.mark.parametrize("everything", [True, False])
 def test_guesses_used_as_drafts_without_a_pass_do_not_count_as_drafts(made, everything):
     """Drafts read everything, so all of them are accepted. Only guesses that were never compared
@@ -147,8 +296,8 @@ def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, m
     cases.assert_greedy_and_dense(model, asked, got)
 
 
-@pytest.mark.parametrize("is_directed", [True, False])
-def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, is_directed):
+@pytest.mark.parametrize("is_directed, adapts", [(True, False), (True, True), (False, False)])
+def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, is_directed, adapts):
     """The last tokens of a pass may lie beyond the blocks that vLLM has reserved. They must be
     written to the null block, or they would overwrite blocks of other sequences.
     """
@@ -186,11 +335,14 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
             checked.append(len(changed))
 
     # All drafts are accepted, so with these lengths, some cycles end exactly at the end of a block.
-    with cases.engine(folder, lossless(4, pages=1000, guess_tokens=3), max_num_seqs=4) as llm:
+    if adapts:
+        in_turn(monkeypatch)
+    decoding = lossless(4, adapt=adapts, pages=1000, guess_tokens=3)
+    with cases.engine(folder, decoding, max_num_seqs=4) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         layers = selfcheck.layers_of(worker.vllm_config)
         monkeypatch.setattr(cascade.CascadeDrafter, "_run", run)
-        cases.generate(llm, repetitive(60, 55, 50, 45, seed=4), 30)
+        cases.generate(llm, repetitive(60, 55, 50, 45, seed=4), 90 if adapts else 30)
     assert sum(checked) > 50
     assert not foreign if is_directed else foreign
 
@@ -239,6 +391,7 @@ def test_a_seed_reproduces_samples_with_dense_log_probs(made):
 
 SAMPLES = {
     "exact": 20_000,
+    "any stage": 20_000,
     "guesses are drafted unjudged": 4_000,
     "filled places keep the distribution of an earlier pass": 4_000,
     "rejected drafts are kept": 4_000,
@@ -277,6 +430,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
+    if variant == "any stage":
+        in_turn(monkeypatch)
     phrase = np.random.default_rng(1).integers(0, V, 30)
     prompt = np.tile(phrase, 5).tolist()
     if variant == "guesses are drafted unjudged":
@@ -286,7 +441,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     elif variant == "rejected drafts are kept":
         cases.keep_rejected(monkeypatch)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
-    with cases.engine(tmp_path, lossless(T - 1, guess_tokens=2), **layout) as llm:
+    decoding = lossless(T - 1, adapt=variant == "any stage", guess_tokens=2)
+    with cases.engine(tmp_path, decoding, **layout) as llm:
         wanted = [
             cases.parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None)
             for i in range(SAMPLES[variant])
@@ -301,4 +457,4 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         np.bincount(code, minlength=V**T), cases.enumerated(model, prompt, T, 1.0)
     )
     print(variant, p_value, counts)  # shown if the test fails
-    assert p_value > 1e-3 if variant == "exact" else p_value < 1e-4
+    assert p_value > 1e-3 if variant in ("exact", "any stage") else p_value < 1e-4

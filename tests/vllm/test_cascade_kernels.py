@@ -23,7 +23,7 @@ from tests import own_process  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-KERNELS = ("begin_history", "guess", "advance", "fill", "one_hot")
+KERNELS = ("begin_history", "guess", "advance", "fill", "count_drawn", "one_hot")
 CONSTANTS = {"T": 4, "TP": 4, "KP": 16, "TOKENS": 16, "BLOCK": 4096}
 WIDE = {"index_R", "positions_RT", "slots_RT", "index_RT", "place_RT", "drawn_RT", "drafts_SK"}
 WIDE |= {"decoded", "drawn_S", "counts"}

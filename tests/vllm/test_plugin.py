@@ -569,7 +569,7 @@ def guessing(adapt_draft_tokens=False, **changes):
 @pytest.mark.parametrize(
     "decoding, change, message",
     [
-        (guessing(True), {}, "guess_tokens=3: .*; set adapt_draft_tokens to false"),
+        (guessing(True, adapt_draft_budget=True), {}, "guess_tokens=3: adapt_draft_budget has not"),
         (guessing(drafter_invariant=True), {}, "drafter_invariant has not been tested"),
         (guessing(draft_weights="fp8"), {}, "draft_weights 'fp8' has not been tested"),
         (guessing(meter_schedule=SCHEDULE), {}, "meter_schedule has not been tested"),
@@ -600,6 +600,7 @@ def test_guesses_are_refused_with_what_was_not_tested(decoding, change, message)
         setup.check_guesses(made, decoding)
     if not change:
         setup.check_guesses(made, guessing())
+        setup.check_guesses(made, guessing(True))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -140,7 +140,7 @@ class VLLMEngine(Client):
             return counters
         return replace(counters, choices=tuple(self._scheduler.take_choices()))
 
-    def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
+    def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(

@@ -2,8 +2,8 @@
 tokens, and the policy verifies the drafts. ``sparrow.model.speculative`` is the reference.
 
 A sparse pass reads T tokens of each row: the newest token and T - 1 guesses. It yields between 1
-and T drafts per row, so rows advance by different numbers of tokens. A cycle has a fixed number of
-passes, each a CUDA graph, so the host never waits for the device. If a row's passes yield fewer
+and T drafts per row, so rows advance by different numbers of tokens. The number of drafts fixes
+the number of passes, each a CUDA graph, so the host never waits for the device. If a row's passes yield fewer
 than K drafts, the remaining drafts are guesses. Verification treats such a draft as drawn from a
 distribution q that puts all its mass on the guess, so it stays exact.
 
@@ -29,6 +29,8 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from sparrow.decoding import Decoding
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless import cascade_kernels as kernels
+from sparrow.vllm.lossless.drafter import Pass
+from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.setup import passes_of
 from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter
 from sparrow.vllm.runtime import Runtime
@@ -49,13 +51,13 @@ class CascadeDrafter(SparseDrafter):
         device = speculator.device
         S = speculator.max_num_reqs
         self.tokens = decoding.guess_tokens + 1  # T
-        self.passes = passes_of(speculator.num_speculative_steps)
         N = speculator.max_model_len + speculator.num_speculative_steps
         self._history_RN = torch.zeros(S, N, dtype=torch.int32, device=device)
         self._newest_R = torch.zeros(S, dtype=torch.int32, device=device)
         self._cached_R = torch.zeros(S, dtype=torch.int64, device=device)
         self._length_R = torch.zeros(S, dtype=torch.int32, device=device)
         self._made_R = torch.zeros(S, dtype=torch.int32, device=device)
+        self._wanted = torch.zeros((), dtype=torch.int32, device=device)
         self._slots_R = torch.full((S * self.tokens,), -1, dtype=torch.int64, device=device)
         self._index_RT = torch.full_like(self._slots_R, -1)
         self._place_RT = torch.zeros_like(self._slots_R)
@@ -73,8 +75,8 @@ class CascadeDrafter(SparseDrafter):
 
     def _run(self, drafts: int, B: int) -> None:
         """Run the passes that ``propose`` has set up, and fill the remaining places with guesses."""
-        assert drafts == self._vllm.num_speculative_steps, "the number of drafts does not adapt"
         vllm = self._vllm
+        drafts_stride = vllm.draft_tokens.stride(0)
         tokens_SN: Tensor = vllm.tokens_SN
         kernels.begin_history_kernel[(B, triton.cdiv(vllm.max_model_len, AT_ONCE))](
             vllm.idx_mapping,
@@ -89,10 +91,11 @@ class CascadeDrafter(SparseDrafter):
             self._blocks_SM.stride(0),
             self._blocks_SM.shape[1],
             drafts,
+            self._wanted,
             TOKENS=self._block_tokens,
             BLOCK=AT_ONCE,
         )
-        self._replay(self.passes, B)
+        self._replay(passes_of(drafts), B)
         logits_SKV = self.logits
         V = logits_SKV.shape[2]
         kernels.fill_kernel[(B,)](
@@ -102,10 +105,11 @@ class CascadeDrafter(SparseDrafter):
             self._history_RN,
             self._history_RN.stride(0),
             vllm.draft_tokens,
+            drafts_stride,
             self.drawn_S,
-            self._runtime.count_drafts(),
+            self._runtime.count_drafts(drafts, with_guesses=True),
             drafts,
-            KP=triton.next_power_of_2(drafts),
+            KP=triton.next_power_of_2(vllm.num_speculative_steps),
             BLOCK=AT_ONCE,
             num_warps=8,
         )
@@ -113,6 +117,7 @@ class CascadeDrafter(SparseDrafter):
             vllm.idx_mapping,
             self._made_R,
             vllm.draft_tokens,
+            drafts_stride,
             logits_SKV,
             logits_SKV.stride(0),
             logits_SKV.stride(1),
@@ -148,7 +153,7 @@ class CascadeDrafter(SparseDrafter):
             self._blocks_SM,
             self._blocks_SM.stride(0),
             vllm.max_model_len,
-            vllm.num_speculative_steps,
+            self._wanted,
             T=T,
             TP=TP,
             TOKENS=self._block_tokens,
@@ -179,9 +184,62 @@ class CascadeDrafter(SparseDrafter):
             self._history_RN,
             self._history_RN.stride(0),
             vllm.draft_tokens,
+            vllm.draft_tokens.stride(0),
             runtime.rows.at_length,
-            vllm.num_speculative_steps,
+            self._wanted,
             T=T,
             TP=TP,
             num_warps=1,
         )
+
+
+class StagedDrafter:
+    """A ``Drafter`` that makes the drafts of each cycle with or without guesses, as planned. Without
+    guesses, it drafts like ``SparseDrafter``.
+    """
+
+    def __init__(self, decoding: Decoding, speculator: Any) -> None:
+        self._plain = SparseDrafter(decoding, speculator)
+        self._guessing = CascadeDrafter(decoding, speculator)
+        self._vllm = speculator
+        self.logits: Tensor = speculator.draft_logits
+        self.drawn_S: Tensor | None = self._guessing.drawn_S
+        self.captured_over: dict[str, int] = {}
+
+    def load(self, model: Any) -> None:
+        """See ``Drafter``."""
+        self._plain.load(model)
+        self._guessing.load(model)
+
+    def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
+        """See ``Drafter``."""
+        self._runtime = runtime
+        self._plain.set_cache(runtime, block_tables)
+        self._guessing.set_cache(runtime, block_tables)  # last, because its meter reads ``drawn_S``
+        self.captured_over = {}
+
+    def addresses(self) -> dict[str, int]:
+        """See ``Drafter``."""
+        return {**self._plain.addresses(), **self._guessing.addresses()}
+
+    def capture(self) -> None:
+        """See ``Drafter``."""
+        self._plain.capture()
+        self._guessing.capture()
+        self.captured_over = self.addresses()
+
+    def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
+        """See ``Drafter``."""
+        if plan.tokens:
+            self._runtime.drafting.has_guesses = plan.guesses
+        if plan.guesses:
+            return self._guessing.propose(plan, after)
+        drafts = self._plain.propose(plan, after)
+        if plan.tokens:
+            kernels.count_drawn_kernel[(after.batch.num_reqs,)](
+                self._vllm.idx_mapping,
+                self.drawn_S,
+                self._runtime.count_drafts(plan.tokens, with_guesses=False),
+                plan.tokens,
+            )
+        return drafts

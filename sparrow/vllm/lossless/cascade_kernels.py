@@ -4,6 +4,9 @@ drafts of the current cycle, look up guesses, and advance rows by different numb
 A row's history consists of its tokens, followed by the drafts made so far. Guesses are looked up as
 in ``sparrow.model.history``.
 
+The number of drafts may change with every cycle. Kernels in a CUDA graph read it from the device
+(``wanted``).
+
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
 hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, M blocks of the
 longest sequence, V vocabulary.
@@ -23,7 +26,7 @@ and then by place.
 """
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def begin_history_kernel(
     index_R,
     newest_R,
@@ -37,12 +40,13 @@ def begin_history_kernel(
     blocks_stride,
     M,
     K,
+    wanted,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the tokens of a row, including the newest, to its history. In the block table, replace
-    the block after the one of the cycle's last draft with the null block, to which later tokens are
-    then written.
+    """Copy the tokens of a row, including the newest, to its history, and store the number of
+    drafts. In the block table, replace the block after the one of the cycle's last draft with the
+    null block, to which later tokens are then written.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -58,6 +62,7 @@ def begin_history_kernel(
     is_there = (part == 0) & (length > 0) & (beyond < M)
     tl.store(blocks_SM + row * blocks_stride + beyond, 0, mask=is_there)
     tl.store(made_R + row, 0, mask=part == 0)
+    tl.store(wanted, K, mask=(row == 0) & (part == 0))
 
 
 @triton.jit
@@ -99,7 +104,7 @@ def guess_kernel(
     blocks_SM,
     blocks_stride,
     limit,
-    K,
+    wanted,
     T: tl.constexpr,
     TP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -111,6 +116,7 @@ def guess_kernel(
     the context length of ``limit`` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
+    K = tl.load(wanted)
     begun = tl.load(length_R + row).to(tl.int64)
     made = tl.load(made_R + row).to(tl.int64)
     known = begun + made
@@ -152,8 +158,9 @@ def advance_kernel(
     history_RN,
     history_stride,
     drafts_SK,
+    drafts_stride,
     decoded,
-    K,
+    wanted,
     T: tl.constexpr,
     TP: tl.constexpr,
 ):
@@ -163,6 +170,7 @@ def advance_kernel(
     ``decoded`` counts rows by length (see ``DecodedRows``).
     """
     row = tl.program_id(0).to(tl.int64)
+    K = tl.load(wanted)
     takes_part = tl.load(lengths_R + row) > 0
     made = tl.load(made_R + row).to(tl.int64)
     known = tl.load(length_R + row).to(tl.int64) + made
@@ -172,13 +180,13 @@ def advance_kernel(
     kept = tl.min(tl.where((t + 1 < T) & (drawn == guess), TP, t), 0)
     count = tl.minimum(kept + 1, K - made)
     is_new = takes_part & (t < count)
-    tl.store(drafts_SK + row * K + made + t, drawn, mask=is_new)
+    tl.store(drafts_SK + row * drafts_stride + made + t, drawn, mask=is_new)
     tl.store(history_RN + row * history_stride + known + t, drawn, mask=is_new)
     tl.store(made_R + row, made + count, mask=takes_part)
     tl.atomic_add(decoded + known, 1, mask=takes_part, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def fill_kernel(
     index_R,
     length_R,
@@ -186,6 +194,7 @@ def fill_kernel(
     history_RN,
     history_stride,
     drafts_SK,
+    drafts_stride,
     drawn_S,
     counts,
     K,
@@ -209,17 +218,27 @@ def fill_kernel(
     is_empty = drafts & (place >= made) & (place < K)
     is_known = is_empty & (first >= 0) & (at < known)
     token = tl.load(history_N + at, mask=is_known, other=0)
-    tl.store(drafts_SK + row * K + place, token.to(tl.int64), mask=is_empty)
+    tl.store(drafts_SK + row * drafts_stride + place, token.to(tl.int64), mask=is_empty)
     tl.store(drawn_S + index, made, mask=drafts)
     tl.atomic_add(counts, K, mask=drafts, sem="relaxed")
     tl.atomic_add(counts + 1, K - made, mask=drafts, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
+def count_drawn_kernel(index_R, drawn_S, counts, K):
+    """Count the drafts of a row in a cycle without guesses: all of them are drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(index_R + row).to(tl.int64)
+    tl.store(drawn_S + index, tl.full((), K, tl.int64), mask=index >= 0)
+    tl.atomic_add(counts, K, mask=index >= 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["K"])
 def one_hot_kernel(
     index_R,
     made_R,
     drafts_SK,
+    drafts_stride,
     logits_SKV,
     stride_S,
     stride_K,
@@ -233,7 +252,7 @@ def one_hot_kernel(
     index = tl.load(index_R + row).to(tl.int64)
     made = tl.load(made_R + row)
     if (index >= 0) & (place >= made):
-        token = tl.load(drafts_SK + row * K + place)
+        token = tl.load(drafts_SK + row * drafts_stride + place)
         word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         logit = tl.where(word == token, 0.0, -float("inf"))
         tl.store(

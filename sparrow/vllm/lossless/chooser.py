@@ -1,5 +1,6 @@
-"""Choose how many tokens to draft and how much the drafts read. The choice is the combination that
-yielded the most tokens per second in similar batches, as measured while the engine runs.
+"""Choose how many tokens to draft, whether with guesses from history, and how much the drafts read.
+The choice is the combination that yielded the most tokens per second in similar batches, as
+measured while the engine runs.
 
 The choice affects only speed. Samples follow the policy, whatever is drafted.
 """
@@ -12,19 +13,20 @@ from collections.abc import Iterable, Iterator
 from sparrow.vllm.lossless.draft_budget import DraftBudget
 from sparrow.vllm.lossless.draft_length import DraftLength
 from sparrow.vllm.lossless.measured import Batch, Case, Measured, steps_of
-from sparrow.vllm.lossless.plan import DraftPlan
+from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
 
 
 class DraftChooser:
-    """Chooses the number of drafts in each cycle (``DraftLength``) and their budget
+    """Chooses how each cycle drafts (``DraftLength``) and the budget of the drafts
     (``DraftBudget``), based on measurements of earlier cycles (``Measured``).
 
     Args:
-        choices: numbers of drafts to choose from, including 0 (no drafting).
+        choices: numbers of drafts to choose from, with or without guesses, including 0 (no
+            drafting).
         budgets: budgets to choose from, as multiples of the draft schedule, including 1.
     """
 
-    def __init__(self, choices: Iterable[int], budgets: tuple[float, ...] = (1.0,)) -> None:
+    def __init__(self, choices: Iterable[Choice], budgets: tuple[float, ...] = (1.0,)) -> None:
         self.budgets = budgets
         self.measured = Measured(budgets)
         self.draft_length = DraftLength(choices, self.measured)
@@ -33,13 +35,13 @@ class DraftChooser:
         self._budget = self.draft_budget.base
 
     @property
-    def choices(self) -> tuple[int, ...]:
-        """Numbers of drafts to choose from."""
+    def choices(self) -> tuple[Choice, ...]:
+        """Numbers of drafts to choose from, followed by those with guesses."""
         return self.draft_length.choices
 
     @property
-    def chosen(self) -> Counter[int]:
-        """How many cycles had each number of drafts."""
+    def chosen(self) -> Counter[Choice]:
+        """How many cycles had each choice."""
         return self.draft_length.chosen
 
     @property
@@ -54,9 +56,9 @@ class DraftChooser:
         """
         return self.draft_length.repeats
 
-    def settled(self, rows: int, length: float) -> int | None:
-        """Return the number of drafts in use for similar batches. Return None while different
-        numbers of drafts are being timed.
+    def settled(self, rows: int, length: float) -> Choice | None:
+        """Return the choice in use for similar batches. Return None while different choices are
+        being timed.
         """
         batch = _batch(rows, length)
         case = self.measured.find(batch, self.draft_budget.in_use(batch))
@@ -68,13 +70,13 @@ class DraftChooser:
         No budget is chosen for a cycle without drafts. The time of such a cycle counts for the
         budget in use.
         """
-        tokens = self.choose(rows, length, repeated)
-        budget = self.choose_budget(rows, length, tokens) if tokens else self._budget
-        return DraftPlan(tokens, budget)
+        choice = self.choose(rows, length, repeated)
+        budget = self.choose_budget(rows, length, choice) if choice else self._budget
+        return DraftPlan(drafts_of(choice), budget, isinstance(choice, Guessed))
 
-    def choose(self, rows: int, length: float, repeated: int = 0) -> int:
-        """Choose the number of drafts in the next cycle, which has ``rows`` sequences with a mean
-        length of ``length`` tokens.
+    def choose(self, rows: int, length: float, repeated: int = 0) -> Choice:
+        """Choose how the next cycle drafts, which has ``rows`` sequences with a mean length of
+        ``length`` tokens.
 
         Args:
             repeated: number of cycles without drafts that have followed the previous choice; at
@@ -85,18 +87,18 @@ class DraftChooser:
         self._budget = self.draft_budget.in_use(batch)
         return self.draft_length.choose(self.measured.case(batch, self._budget))
 
-    def choose_budget(self, rows: int, length: float, drafts: int) -> int:
+    def choose_budget(self, rows: int, length: float, choice: Choice) -> int:
         """Choose the budget of the drafts in the next cycle, and return its index in ``budgets``.
-        If ``choose`` has returned a number above 0, this method must be called next, with that
-        number.
+        If ``choose`` has returned a choice other than 0, this method must be called next, with that
+        choice.
         """
-        return self.draft_budget.choose(_batch(rows, length), drafts)
+        return self.draft_budget.choose(_batch(rows, length), choice)
 
     def observe(
         self,
         rows: int,
         length: float,
-        drafts: int,
+        choice: Choice,
         seconds: float,
         accepted: int,
         judged: int,
@@ -104,27 +106,27 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Record the measurements of a cycle in which all ``rows`` sequences had the same number of
-        drafts.
+        """Record the measurements of a cycle of ``rows`` sequences, all of which had the drafts of
+        this choice.
 
         Args:
             seconds: time of the drafts and their verification.
             accepted: number of accepted drafts.
             judged: number of drafts that were judged: in each sequence, those up to and including
                 the first rejected draft.
-            first: whether the previous cycle had a different number or budget of drafts. The host
+            first: whether the previous cycle had a different choice or budget of drafts. The host
                 may have seen the end of that cycle late, so this cycle may seem too short. Its time
-                can therefore rule out a number of drafts, but not support it.
+                can therefore rule out a choice, but not support it.
             budget: the budget of the drafts; by default, the budget in use for such batches.
         """
         batch = _batch(rows, length)
         in_use = self.draft_budget.in_use(batch)
         case = self.measured.case(batch, in_use if budget is None else budget)
-        self.measured.add(case, drafts, seconds, accepted, judged, first)
+        self.measured.add(case, rows, choice, seconds, accepted, judged, first)
 
-    def in_use(self) -> dict[str, int]:
-        """Return the numbers of drafts in use, by number of sequences and mean length, both of
-        which are rounded to the steps of ``Measured``.
+    def in_use(self) -> dict[str, Choice]:
+        """Return the choices in use, by number of sequences and mean length, both of which are
+        rounded to the steps of ``Measured``.
         """
         return {
             _name(case.batch): case.in_use

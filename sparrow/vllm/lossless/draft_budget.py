@@ -17,6 +17,7 @@ from sparrow.vllm.lossless.measured import (
     distance,
     typical,
 )
+from sparrow.vllm.lossless.plan import Choice
 
 TRY_BUDGETS = 48
 """Neighbouring budgets are tried after this many cycles with drafts, and again after twice as many
@@ -50,14 +51,14 @@ class DraftBudget:
             self._in_use[batch] = budget
         return budget
 
-    def choose(self, batch: Batch, drafts: int) -> int:
-        """Choose the budget for the next cycle, in which ``drafts`` tokens are drafted."""
+    def choose(self, batch: Batch, choice: Choice) -> int:
+        """Choose the budget for the next cycle, which drafts in this way."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:
             return budget
         case = self._measured.find(batch, budget)
-        if case is None or case.settled != drafts or case.drafting < TRY_BUDGETS:
+        if case is None or case.settled != choice or case.drafting < TRY_BUDGETS:
             return budget
         cycles = case.drafting
         since = cycles - (TRY_BUDGETS << (cycles // TRY_BUDGETS).bit_length() - 1)
@@ -65,21 +66,21 @@ class DraftBudget:
         if since < BUDGET_PROBES * len(others):
             return others[since // BUDGET_PROBES]
         if since == BUDGET_PROBES * len(others) + UNDER_WAY:
-            self._compare(case, others, drafts)
+            self._compare(case, others, choice)
         return budget
 
-    def _compare(self, case: Case, others: Iterable[int], drafts: int) -> None:
+    def _compare(self, case: Case, others: Iterable[int], choice: Choice) -> None:
         """Switch to one of the budgets ``others`` if drafting was faster with that budget."""
-        ours = self._measured.speed(case, drafts, typical(case.seconds[drafts]))
+        ours = self._measured.speed(case, choice, typical(case.seconds[choice]))
         speed = {case: (1 + BUDGET_LEAD) * ours}
         for budget in others:
             other = self._measured.find(case.batch, budget)
-            times = () if other is None else other.seconds.get(drafts, ())
+            times = () if other is None else other.seconds.get(choice, ())
             if other is not None and len(times) >= BUDGET_PROBES - 1:
-                speed[other] = self._measured.speed(other, drafts, typical(times))
+                speed[other] = self._measured.speed(other, choice, typical(times))
         best = max(speed, key=speed.__getitem__)
         if best is not case:
             self._in_use[case.batch] = best.budget
-            best.in_use = drafts
+            best.in_use = choice
             best.cycles = case.cycles
             best.drafting = case.drafting

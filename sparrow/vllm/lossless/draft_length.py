@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft. The choice is the number that yielded the most tokens per second
-in similar batches.
+"""Choose how many tokens to draft, and whether to make the drafts with guesses from history. The
+choice is the one that yielded the most tokens per second in similar batches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from sparrow.vllm.lossless.measured import (
     Case,
     Measured,
 )
+from sparrow.vllm.lossless.plan import Choice, Guessed, drafts_of
+from sparrow.vllm.lossless.setup import passes_of
 
 THINK_EVERY = 8
 THINK_DENSE = 32
@@ -28,7 +30,7 @@ not timed, because timing also takes host time.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Numbers of drafts that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many
+"""Choices that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many
 cycles and so on, and later every ``TRY_AGAIN_MOST`` cycles. They are tried again because acceptance
 may have changed while nothing was drafted. They are not tried often, because a trial costs about 30
 ms for one sequence.
@@ -53,17 +55,24 @@ either predicted or copied from the nearest batch.
 
 
 class DraftLength:
-    """Chooses the number of drafts in each cycle.
+    """Chooses the number of drafts in each cycle, and whether they are made with guesses.
 
     Args:
-        choices: numbers of drafts to choose from, including 0 (no drafting).
+        choices: what to choose from, including 0 (no drafting).
         measured: the times and acceptance rates that were measured so far, on which choices are
             based.
     """
 
-    def __init__(self, choices: Iterable[int], measured: Measured) -> None:
-        self.choices = tuple(sorted(choices))
-        self.chosen: Counter[int] = Counter()  # number of cycles, by number of drafts
+    def __init__(self, choices: Iterable[Choice], measured: Measured) -> None:
+        choices = sorted(choices, key=drafts_of)
+        numbers = [k for k in choices if not isinstance(k, Guessed)]
+        guessed = [k for k in choices if isinstance(k, Guessed)]
+        self.choices: tuple[Choice, ...] = (*numbers, *guessed)
+        # Each kind of drafts is tried with few drafts first. Drafts with guesses come last.
+        self._kinds: list[list[Choice]] = [[*numbers]]
+        if guessed:
+            self._kinds.append([0, *guessed])
+        self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
         self.is_watching = True  # whether to time the cycle that was chosen last
         # Number of further cycles without drafts that need no new choice, as long as the number of
         # sequences does not change.
@@ -79,8 +88,8 @@ class DraftLength:
             self._repeated_case.cycles += cycles
             self.chosen[0] += cycles
 
-    def choose(self, case: Case) -> int:
-        """Choose the number of drafts for the next cycle."""
+    def choose(self, case: Case) -> Choice:
+        """Choose how the next cycle drafts."""
         self.repeats = 0
         self.is_watching = True
         case.cycles += 1
@@ -91,7 +100,7 @@ class DraftLength:
             # Before the first of these dense steps, forget earlier times, which may be misleading.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
-            choice = 0
+            choice: Choice = 0
         elif current is not None and (
             since := case.cycles % (THINK_EVERY if current else THINK_DENSE)
         ):
@@ -104,8 +113,8 @@ class DraftLength:
         self.chosen[choice] += 1
         return choice
 
-    def _compare(self, case: Case, current: int | None) -> int:
-        """Choose the fastest number of drafts, or a number of drafts that is worth timing."""
+    def _compare(self, case: Case, current: Choice | None) -> Choice:
+        """Choose what is fastest, or what is worth timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -118,16 +127,16 @@ class DraftLength:
             self._may_repeat(case, WATCHED)
         return choice
 
-    def _forget_some_times(self, case: Case, current: int | None) -> None:
-        """When numbers of drafts are due to be timed again, forget their times: either those of all
-        numbers that lost, or those of one number that nearly won.
+    def _forget_some_times(self, case: Case, current: Choice | None) -> None:
+        """When choices are due to be timed again, forget their times: either those of all choices
+        that lost, or those of one that nearly won.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
             case.taken_over = {}
-            for drafts in self.choices:
-                if drafts != current:
-                    case.seconds.pop(drafts, None)
+            for choice in self.choices:
+                if choice != current:
+                    self._measured.forget(case, choice)
         elif cycle % RETIME == 0:
             speed = self._measured.speeds(case)
             near = [k for k in speed if k != current and speed[k] >= HOPELESS * max(speed.values())]
@@ -141,18 +150,18 @@ class DraftLength:
         self.repeats = cycles
         self._repeated_case = case
 
-    def _try(self, case: Case, drafts: int) -> int:
-        """Choose this number of drafts. While the times of its first cycles are not known yet,
-        choose the fastest known number instead.
+    def _try(self, case: Case, choice: Choice) -> Choice:
+        """Choose this. While the times of its first cycles are not known yet, choose the fastest
+        known choice instead.
         """
-        if not drafts or len(self._measured.seen(case, drafts)) >= TRIED:
-            return drafts
-        begun = case.begun[drafts] % (TRIED + UNDER_WAY) + 1
-        case.begun[drafts] = begun
+        if not choice or len(self._measured.seen(case, choice)) >= TRIED:
+            return choice
+        begun = case.begun[choice] % (TRIED + UNDER_WAY) + 1
+        case.begun[choice] = begun
         if begun <= TRIED:
-            return drafts
+            return choice
         speed = self._measured.expected_speeds(case)
-        return max(speed, key=speed.__getitem__, default=drafts)
+        return max(speed, key=speed.__getitem__, default=choice)
 
     def _dense_is_due(self, case: Case) -> bool:
         cycles = case.drafting
@@ -165,28 +174,50 @@ class DraftLength:
         fastest = max((self._measured.speed(case, 0, s) for s in dense_seconds), default=0.0)
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
-    def _promising(self, case: Case) -> list[int]:
-        """List the numbers of drafts that are worth timing, fastest first. If the smallest number
-        that was never timed is worth a trial, it is added at the end.
+    def _promising(self, case: Case) -> list[Choice]:
+        """List the choices that are worth timing, fastest first. For each kind of drafts, if the
+        smallest number that was never timed is worth a trial, it is added at the end.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
+
+        def is_worth_timing(choice: Choice, expected: float) -> bool:
+            share = HOPELESS - self._measured.doubt(case, choice)
+            return expected >= share * max(speed.values())
+
         promising = [
-            k
-            for k in sorted(speed, key=lambda k: -speed[k])
-            if speed[k] >= HOPELESS * max(speed.values())
+            k for k in sorted(speed, key=lambda k: -speed[k]) if is_worth_timing(k, speed[k])
         ]
-        drafts = next((k for k in self.choices if k not in known), None)
-        if drafts is None:
-            return promising
-        if len(known) < 2 or len(case.seconds.get(drafts, ())) > 0:
-            return [*promising, drafts]
-        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
-        # assumes that each draft adds the same time
-        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
-        is_hopeless = predicted > 0 and self._measured.speed(case, drafts, predicted) < (
-            HOPELESS * max(speed.values())
-        )
-        if not is_hopeless:
-            promising.append(drafts)
+        for kind in self._kinds:
+            choice = next((k for k in kind if k not in known), None)
+            if choice is None:
+                continue
+            seconds = self._predicted(choice, {k: known[k] for k in kind if k in known}, known)
+            if (
+                seconds is None
+                or case.seconds.get(choice)
+                or is_worth_timing(choice, self._measured.speed(case, choice, seconds))
+            ):
+                promising.append(choice)
         return promising
+
+    def _predicted(
+        self, choice: Choice, alike: dict[Choice, float], known: dict[Choice, float]
+    ) -> float | None:
+        """Predict the seconds of a cycle from the known seconds of cycles. Return None if there is
+        no prediction.
+
+        Args:
+            alike: the times of the same kind of drafts, and of cycles without drafts.
+        """
+        drafts = drafts_of(choice)
+        if len(alike) >= 2:
+            # assumes that each draft adds the same time
+            times = sorted((drafts_of(k), seconds) for k, seconds in alike.items())
+            (a, at_a), (b, at_b) = times[-2:]
+            predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
+            return predicted if predicted > 0 else None
+        if isinstance(choice, Guessed) and {0, drafts} <= known.keys():
+            # A pass over guesses takes at least as long as a draft without guesses.
+            return known[0] + (known[drafts] - known[0]) * passes_of(drafts) / drafts
+        return None

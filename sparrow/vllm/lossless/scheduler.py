@@ -1,5 +1,5 @@
 """The scheduler for lossless mode with ``adapt_draft_tokens``. It is vLLM's scheduler, extended to
-choose how many tokens to draft next and how much the drafts read.
+choose how many tokens to draft next, whether with guesses, and how much the drafts read.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.lossless import plan
 from sparrow.vllm.lossless.chooser import DraftChooser
-from sparrow.vllm.lossless.plan import DraftPlan
+from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed
 
 LOG_EVERY = 200  # minimum number of cycles between two log lines
-Choice = tuple[int, float, int]
-"""A number of drafts, their budget as a multiple of their schedule, and the number of steps."""
+Recorded = tuple[int, float, int, int]
+"""A number of drafts, their budget as a multiple of their schedule, the number of guesses that each
+of their passes reads, and the number of steps.
+"""
 
 
 class LosslessScheduler(AsyncScheduler):
     """A scheduler that sets the number of drafts before each step. To do so, it changes the table
     in which vLLM looks this number up (``dynamic_sd_lookup``).
 
-    The budget of the drafts is attached to the step (``plan``). Since the samples that are drawn
-    with a given seed depend on these choices, the choices can be recorded and repeated by another
-    engine.
+    The budget and the use of guesses are attached to the step (``plan``). Since the samples that
+    are drawn with a given seed depend on these choices, the choices can be recorded and repeated by
+    another engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,22 +42,23 @@ class LosslessScheduler(AsyncScheduler):
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None
-        choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
-        self.chooser = DraftChooser(choices, decoding.draft_budgets)
+        numbers = [k for _, _, k in speculative.num_speculative_tokens_per_batch_size]
+        self._guess_tokens = decoding.guess_tokens
+        guessed = [Guessed(k) for k in numbers if k] if self._guess_tokens else []
+        self.chooser = DraftChooser([*numbers, *guessed], decoding.draft_budgets)
         # The latest choice, which still applies to a step that starts without running sequences.
-        self._plan = DraftPlan(self.chooser.choices[0], self.chooser.budgets.index(1.0))
+        self._plan = DraftPlan(min(numbers), self.chooser.budgets.index(1.0))
         self._rows = 0  # number of sequences when the latest choice was made
         self._repeated = 0  # number of steps since the latest choice
         self.keeps_choices = False  # set to True by a caller that will call ``take_choices``
         # the choice in each step since the last ``take_choices``
-        self._choices: list[tuple[int, float]] = []
+        self._choices: list[tuple[int, float, int]] = []
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
-        self._tables = {drafts: [drafts] * rows for drafts in self.chooser.choices}
-        # The previous step: its end time, its number of sequences, the number of drafts per
-        # sequence, and the budget of the drafts.
-        self._last: tuple[float, int, int, int] | None = None
-        self._logged: tuple[dict[str, int], dict[str, float]] | None = None
+        self._tables = {drafts: [drafts] * rows for drafts in numbers}
+        # The previous step: its end time, its number of sequences, its drafts, and their budget.
+        self._last: tuple[float, int, Choice, int] | None = None
+        self._logged: tuple[dict[str, Choice], dict[str, float]] | None = None
         self._log_from = 0  # the cycle from which on the next line may be logged
         self._logger = init_logger("vllm.sparrow")
 
@@ -66,17 +69,16 @@ class LosslessScheduler(AsyncScheduler):
             # such steps wait for the host, so this is all the work that is done here
             self._repeated += 1
             if self.keeps_choices:
-                self._choices.append((0, self.chooser.budgets[self._plan.budget]))
+                self._choices.append(self._recorded())
             return super().schedule(*args, **kwargs)
         verified = self._plan
         if self.running:
             self._choose(len(self.running))
         if self._replayed is not None:
             self._repeat()
-        tokens, budget = self._plan
-        self.dynamic_sd_lookup = self._tables[tokens]
+        self.dynamic_sd_lookup = self._tables[self._plan.tokens]
         if self.keeps_choices:
-            self._choices.append((tokens, self.chooser.budgets[budget]))
+            self._choices.append(self._recorded())
         scheduled = super().schedule(*args, **kwargs)
         plan.attach(scheduled, self._plan, verified)
         return scheduled
@@ -88,7 +90,7 @@ class LosslessScheduler(AsyncScheduler):
             self._last = None
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def take_choices(self) -> list[Choice]:
+    def take_choices(self) -> list[Recorded]:
         """Return the choices since the last call, in the order of the steps, and end any replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
@@ -100,30 +102,37 @@ class LosslessScheduler(AsyncScheduler):
         self._replayed = None
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
-    def replay(self, choices: Iterable[Choice]) -> None:
+    def replay(self, choices: Iterable[Recorded]) -> None:
         """From the next step on, repeat these choices, until there are none left or
         ``take_choices`` is called.
 
-        Raises ConfigError: a number of drafts or a budget is not among the choices of this engine.
+        Raises ConfigError: a number of drafts, a budget or a number of guesses is not among the
+        choices of this engine.
         """
         choices = list(choices)
         budgets = self.chooser.budgets
-        for drafts, multiple, _ in choices:
-            if drafts not in self._tables or multiple not in budgets:
+        guesses = (0, self._guess_tokens) if self._guess_tokens else (0,)
+        for drafts, multiple, guessed, _ in choices:
+            if drafts not in self._tables or multiple not in budgets or guessed not in guesses:
                 raise ConfigError(
                     f"cannot repeat a step with {drafts} drafts that read {multiple} times the "
-                    "draft schedule; for these two numbers, this engine chooses among "
-                    f"{self.chooser.choices} and {budgets}; start it with the settings of the "
-                    "recorded engine"
+                    f"draft schedule, with {guessed} guesses per pass; for these three numbers, "
+                    f"this engine chooses among {tuple(self._tables)}, {budgets} and {guesses}; "
+                    "start it with the settings of the recorded engine"
                 )
         self._replayed = (
-            DraftPlan(drafts, budgets.index(multiple))
-            for drafts, multiple, steps in choices
+            DraftPlan(drafts, budgets.index(multiple), guessed > 0)
+            for drafts, multiple, guessed, steps in choices
             for _ in range(steps)
         )
 
+    def _recorded(self) -> tuple[int, float, int]:
+        """Return the choice in use, as recorded for one step."""
+        tokens, budget, has_guesses = self._plan
+        return tokens, self.chooser.budgets[budget], self._guess_tokens if has_guesses else 0
+
     def _choose(self, rows: int) -> None:
-        """Choose how many drafts the next step gets. A choice of none also holds for the next few
+        """Choose the drafts of the next step. A choice of none also holds for the next few
         steps.
         """
         length = sum([request.num_computed_tokens for request in self.running]) / rows
@@ -161,8 +170,10 @@ class LosslessScheduler(AsyncScheduler):
             return
         if drafts and len(drafted) != rows:
             return
-        budget = plan.verified_by(scheduled, self._plan).budget
-        self._last = (now, rows, drafts, budget)
+        verified = plan.verified_by(scheduled, self._plan)
+        budget = verified.budget
+        choice = verified._replace(tokens=drafts).choice
+        self._last = (now, rows, choice, budget)
         if last is None or last[1] != rows:
             return
         # If steps wait for the host, a dense step right after drafts seems short, because the
@@ -184,11 +195,11 @@ class LosslessScheduler(AsyncScheduler):
         # Each token is the verdict on one draft, except for the last token of a sequence whose
         # drafts were all accepted.
         judged = tokens - emitted.count(drafts + 1)
-        is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
+        is_first = (last[2], last[3] if drafts else budget) != (choice, budget)
         self.chooser.observe(
             rows,
             length,
-            drafts,
+            choice,
             now - last[0],
             tokens - rows,
             judged,

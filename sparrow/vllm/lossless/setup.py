@@ -210,9 +210,8 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
     method = getattr(speculative, "rejection_sample_method", "standard")
     cases = (
         (
-            decoding.adapt_draft_tokens,
-            "the number of drafts cannot adapt, because it is chosen on the assumption that all "
-            "drafts are equally likely to be accepted; set adapt_draft_tokens to false",
+            len(decoding.draft_budgets) > 1,
+            "adapt_draft_budget has not been tested with guesses; use only one of these options",
         ),
         (
             decoding.drafter_invariant,

@@ -348,9 +348,9 @@ class SparseDrafter:
         vllm = self._vllm
         B = after.batch.num_reqs
         S = vllm.max_num_reqs
-        drafts, budget = plan
+        drafts = plan.tokens
         if drafts:
-            self._runtime.use_budget(budget)
+            self._runtime.use_budget(plan.budget)
         inputs = self._inputs()
         _begin_kernel[(1,)](
             after.batch.idx_mapping,

@@ -20,10 +20,11 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.lossless import plan, verify
-from sparrow.vllm.lossless.cascade import CascadeDrafter
+from sparrow.vllm.lossless.cascade import CascadeDrafter, StagedDrafter
 from sparrow.vllm.lossless.drafter import Drafter, Pass
 from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.sparse_drafter import SparseDrafter
@@ -35,7 +36,7 @@ class SparseSpeculator(DraftModelSpeculator):
     speculator of a draft model.
 
     ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
-    neither verifies nor produces drafts. ``reads_history`` is true if drafting starts from guesses;
+    neither verifies nor produces drafts. ``reads_history`` is true if drafts may start from guesses;
     if so, ``tokens_SN`` holds the tokens of every sequence, int32 ``[S, N]``, which vLLM updates
     before it calls ``propose``.
     """
@@ -52,11 +53,10 @@ class SparseSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         decoding = config.requested_lossless(vllm_config)
         assert decoding is not None and self.draft_logits is not None
-        self.plan = DraftPlan(self.num_speculative_steps, budget=0)
-        self.is_idle = False
         self.reads_history = decoding.guess_tokens > 0
-        kind = CascadeDrafter if self.reads_history else SparseDrafter
-        self.drafter: Drafter = kind(decoding, self)
+        self.plan = DraftPlan(self.num_speculative_steps, budget=0, guesses=self.reads_history)
+        self.is_idle = False
+        self.drafter = _drafter(decoding, self)
         self._captures = False
 
     # There is no second model and no second cache.
@@ -156,3 +156,12 @@ class SparseSpeculator(DraftModelSpeculator):
             seeds,
         )
         return self.drafter.propose(self.plan, after)
+
+
+def _drafter(decoding: Decoding, speculator: SparseSpeculator) -> Drafter:
+    """Make the drafter that these settings of lossless mode need."""
+    if not decoding.guess_tokens:
+        return SparseDrafter(decoding, speculator)
+    if not decoding.adapt_draft_tokens:
+        return CascadeDrafter(decoding, speculator)
+    return StagedDrafter(decoding, speculator)

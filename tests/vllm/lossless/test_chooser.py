@@ -13,6 +13,8 @@ from sparrow.schedule import SparsitySchedule
 from sparrow.vllm.lossless import draft_budget, draft_length, measured
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
+from sparrow.vllm.lossless.plan import Guessed, drafts_of
+from sparrow.vllm.lossless.setup import passes_of
 
 CHOICES = (0, 4, 8)
 # Measured milliseconds, rounded, of a dense step, of a draft, and of each additional token to
@@ -476,6 +478,159 @@ def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
         chosen, _ = simulate(chooser, 1, 0.9, machine, length=length, seed=length)
         drafted.append(chosen[0])
     assert drafted[:40].count(4) >= measured.TRIED and drafted[40:].count(4) <= 2 * measured.PROBES
+
+
+# --- guesses ---
+
+GUESSES = 3
+NUMBERS = (0, 4, 8, 12)
+STAGES = (*NUMBERS, *(Guessed(k) for k in NUMBERS if k))
+# Probability that a guess is kept, and that a draft is accepted: one without guesses, one drawn in a
+# pass over guesses, and a guess that fills a place.
+REPETITIVE = dict(kept=0.75, plain=0.945, drawn=0.921, filled=0.3)
+NOVEL = dict(kept=0.1, plain=0.945, drawn=0.921, filled=0.05)
+UNSURE = dict(kept=0.4, plain=0.7, drawn=0.65, filled=0.2)
+HARD = dict(kept=0.1, plain=0.3, drawn=0.3, filled=0.05)
+MEDIUM = dict(dense=9.0, draft=3.5, verified=0.15)  # 64 x 4,096
+PASS = 1.08
+"""Time of a pass over four tokens of each sequence, relative to a draft."""
+
+
+def accepted_of(choice, rows, rng, kept, plain, drawn, filled):
+    """Draw the number of accepted drafts of each sequence."""
+    k = drafts_of(choice)
+    p = np.full((rows, k), plain)
+    if isinstance(choice, Guessed):
+        made = (1 + (rng.random((rows, passes_of(k), GUESSES)) < kept).cumprod(2).sum(2)).sum(1)
+        p = np.where(np.arange(k) < made[:, None], drawn, filled)
+    return (rng.random((rows, k)) < p).cumprod(1).sum(1)
+
+
+def stage_time(choice, dense, draft, verified):
+    k = drafts_of(choice)
+    drafts = PASS * passes_of(k) if isinstance(choice, Guessed) else k
+    return (dense + drafts * draft + k * verified) / 1000
+
+
+@cache
+def tokens_of_stages(text):
+    """Return the mean number of tokens per cycle, by choice."""
+    rng = np.random.default_rng(1)
+    return {each: 1 + accepted_of(each, 50_000, rng, **dict(text)).mean() for each in STAGES}
+
+
+def with_stages(chooser, cycles, text, machine, rows=64, length=15_000, seed=0, grows=False):
+    """Return the choices, and the speed relative to that of the best choice in each cycle. The
+    measurements of a cycle are known two cycles later.
+    """
+    rng, under_way, chosen = np.random.default_rng(seed), [], []
+    tokens, seconds, ideal, last = tokens_of_stages(tuple(text.items())), 0.0, 0.0, None
+    for _ in range(cycles):
+        choice = chooser.choose(rows, length)
+        now = dict(machine, dense=machine["dense"] * length / 15_000) if grows else machine
+        took = stage_time(choice, **now) * rng.normal(1, 0.01)
+        accepted = accepted_of(choice, rows, rng, **text)
+        judged = int(np.minimum(accepted + 1, drafts_of(choice)).sum())
+        under_way.append((rows, length, choice, took, int(accepted.sum()), judged))
+        if len(under_way) > 2:
+            ended = under_way.pop(0)
+            if chooser.is_watching and (ended[2] or last == 0):
+                chooser.observe(*ended, first=last != ended[2])
+            last = ended[2]
+        chosen.append(choice)
+        seconds += took
+        ideal += tokens[choice] / max(tokens[each] / stage_time(each, **now) for each in STAGES)
+        if grows:
+            length += tokens[choice]
+    return chosen, ideal / seconds
+
+
+SETTLED = [
+    (REPETITIVE, LONG, Guessed(12)),
+    (REPETITIVE, MEDIUM, Guessed(8)),
+    (REPETITIVE, SHORT, Guessed(4)),
+    (NOVEL, LONG, 12),
+    (NOVEL, SHORT, 0),
+    (UNSURE, MEDIUM, Guessed(4)),
+    (HARD, MEDIUM, 0),
+    (HARD, LONG, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "machine", "best"), SETTLED)
+@pytest.mark.parametrize("rows", [64, 8])
+def test_the_fastest_stage_is_found_at_a_cost_below_two_percent(rows, text, machine, best):
+    tokens = tokens_of_stages(tuple(text.items()))
+    assert best == max(STAGES, key=lambda each: tokens[each] / stage_time(each, **machine))
+    shares = []
+    for seed in range(3):
+        chooser = DraftChooser(STAGES)
+        chosen, share = with_stages(chooser, 2500, text, machine, rows, seed=seed)
+        assert isinstance(Counter(chosen[500:]).most_common(1)[0][0], type(best))
+        shares.append(share)
+    assert np.mean(shares) >= 0.98
+
+
+@pytest.mark.parametrize(
+    ("text", "machine"), [(REPETITIVE, MEDIUM), (UNSURE, MEDIUM), (NOVEL, LONG), (HARD, MEDIUM)]
+)
+def test_stages_of_one_sequence_are_compared_although_few_drafts_are_judged(text, machine):
+    """The number of accepted drafts of a cycle scatters by half its mean, so many cycles are needed
+    to tell stages apart; they are worth it only if the stages are about as fast.
+    """
+    shares = [
+        with_stages(DraftChooser(STAGES), 3000, text, machine, rows=1, seed=seed)[1]
+        for seed in range(6)
+    ]
+    assert np.mean(shares) >= 0.98 and min(shares) >= 0.93
+
+
+@pytest.mark.parametrize("text", [REPETITIVE, NOVEL, UNSURE, HARD])
+def test_stages_are_chosen_well_while_sequences_grow(text):
+    """Dense steps are fastest for short sequences and become slower."""
+    shares = []
+    for seed in range(3):
+        chooser = DraftChooser(STAGES)
+        machine = dict(MEDIUM, dense=27.0)
+        shares.append(
+            with_stages(chooser, 2500, text, machine, rows=32, length=1500, seed=seed, grows=True)[
+                1
+            ]
+        )
+    assert np.mean(shares) >= 0.98
+
+
+def test_guesses_are_used_once_text_repeats_itself():
+    """Guesses that lost are tried again, and what was known about their acceptance is forgotten."""
+    chooser = DraftChooser(STAGES)
+    assert Counter(with_stages(chooser, 600, NOVEL, LONG)[0][-200:]).most_common(1)[0][0] == 12
+    chosen, _ = with_stages(chooser, 2 * draft_length.TRY_AGAIN, REPETITIVE, LONG, seed=1)
+    assert Counter(chosen[-200:]).most_common(1)[0][0] == Guessed(12)
+
+
+def test_guesses_are_not_tried_where_even_perfect_guesses_would_lose():
+    """A draft takes longer than the dense step that it may save."""
+    machine = dict(dense=2.0, draft=3.8, verified=0.15)
+    chosen, _ = with_stages(DraftChooser(STAGES), 600, HARD, machine)
+    assert not any(isinstance(choice, Guessed) for choice in chosen)
+
+
+def test_tokens_with_guesses_are_those_of_their_own_cycles():
+    """Acceptance depends on the place of a draft, so it does not carry over to other numbers."""
+    chooser = DraftChooser(STAGES)
+    measured_ = chooser.measured
+    for _ in range(300):
+        chooser.observe(64, 15_000, 4, 0.05, 4 * 60, 4 * 62)
+        chooser.observe(64, 15_000, Guessed(4), 0.04, 64, 128)
+        chooser.observe(64, 15_000, Guessed(8), 0.05, 3 * 64, 4 * 64)
+    case = measured_.find((12, 28), 0)
+    assert measured_.tokens(case, Guessed(4)) == pytest.approx(2.0, abs=0.01)
+    assert measured_.tokens(case, Guessed(8)) == pytest.approx(4.0, abs=0.01)
+    assert measured_.tokens(case, 4) == pytest.approx(tokens_per_cycle(60 / 62, 4), rel=0.01)
+    assert measured_.tokens(case, Guessed(12)) > 4.0  # expected from eight drafts
+    assert chooser.observe(64, 20_000, Guessed(4), 0.04, 2 * 64, 128) is None
+    longer = measured_.find((12, 29), 0)
+    assert 2.2 < measured_.tokens(longer, Guessed(4)) < 2.8  # begins with that of the other length
 
 
 # --- the draft budget ---

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from sparrow.errors import ConfigError
 from sparrow.vllm.lossless import measured, plan
 from sparrow.vllm.lossless import scheduler as module
-from sparrow.vllm.lossless.plan import DraftPlan
+from sparrow.vllm.lossless.plan import DraftPlan, Guessed, drafts_of
 from sparrow.vllm.lossless.scheduler import LOG_EVERY, LosslessScheduler
 
 CHOICES = (0, 2, 4)
@@ -28,12 +28,14 @@ def make(monkeypatch):
     """Make a scheduler for at most this many sequences, with a clock that the test advances."""
 
     adapts_budget = False
+    guess_tokens = 0
 
     def init(self, most):
         ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
         spec = SimpleNamespace(num_speculative_tokens_per_batch_size=ranges)
-        setting = {"sparrow": {"mode": "lossless", "adapt_draft_budget": adapts_budget}}
-        self.vllm_config = SimpleNamespace(speculative_config=spec, additional_config=setting)
+        setting = {"adapt_draft_budget": adapts_budget, "guess_tokens": guess_tokens}
+        additional = {"sparrow": {"mode": "lossless", **setting}}
+        self.vllm_config = SimpleNamespace(speculative_config=spec, additional_config=additional)
         self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][
             : most + 1
         ]  # as vLLM expands it from the ranges
@@ -49,9 +51,9 @@ def make(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
-    def made(most=8, budgets=False, keeps=False):
-        nonlocal adapts_budget
-        adapts_budget = budgets
+    def made(most=8, budgets=False, keeps=False, guesses=0):
+        nonlocal adapts_budget, guess_tokens
+        adapts_budget, guess_tokens = budgets, guesses
         scheduler = LosslessScheduler(most)
         scheduler.clock, scheduler.keeps_choices = clock, keeps
         return scheduler
@@ -67,16 +69,18 @@ def run(scheduler, lengths):
     scheduler.running = list(scheduler.requests.values())
 
 
-def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
-    """Run one step of these sequences, each with this many drafts of the same budget, that yields
-    ``emitted`` tokens for each sequence.
+def step(scheduler, names, choice, emitted, seconds=0.01, budget=0):
+    """Run one step of these sequences, each with the drafts of this choice and budget, that yields
+    ``emitted`` tokens for each.
     """
+    drafts = drafts_of(choice)
     scheduler.clock.now += seconds
     output = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(names, drafts + 1),
         scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * drafts) if drafts else {},
     )
-    plan.attach(output, DraftPlan(0, budget), verified=DraftPlan(drafts, budget))
+    verified = DraftPlan(drafts, budget, isinstance(choice, Guessed))
+    plan.attach(output, DraftPlan(0, budget), verified)
     scheduler.update_from_output(
         output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted])
     )
@@ -197,17 +201,58 @@ def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
     ]
 
 
+def test_drafts_with_guesses_are_choices_of_their_own(make, observed):
+    """With guesses, acceptance is recorded per cycle. The first step after a change is marked, even
+    if only the use of guesses has changed.
+    """
+    scheduler = make(guesses=3)
+    assert scheduler.chooser.choices == (*CHOICES, Guessed(2), Guessed(4))
+    assert make().chooser.choices == CHOICES
+    run(scheduler, {"a": 100, "b": 300})
+    for choice in (2, 2, Guessed(2), Guessed(2), Guessed(4), 0, 0):
+        step(scheduler, ["a", "b"], choice, [1, drafts_of(choice) + 1])
+    assert [(choice, accepted, first) for _, _, choice, _, accepted, _, first, _ in observed] == [
+        (2, 2, False),
+        (Guessed(2), 2, True),
+        (Guessed(2), 2, False),
+        (Guessed(4), 4, True),
+        (0, 0, False),
+    ]
+
+
+def test_guesses_are_planned_recorded_replayed_and_logged(make, monkeypatch):
+    choices = (Guessed(4), 4, 0, Guessed(2), Guessed(2))
+    monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: next(turns))
+
+    def told(scheduler):
+        run(scheduler, {"a": 100})
+        return [plan.drafts_after(scheduler.schedule(), UNKNOWN) for _ in choices]
+
+    turns = iter(choices)
+    first, again = make(keeps=True, guesses=3), make(keeps=True, guesses=3)
+    drafts = told(first)
+    assert [each.choice for each in drafts] == list(choices)
+    assert drafts[0] == DraftPlan(4, 0, True) and drafts[1] == DraftPlan(4, 0, False)
+    recorded = first.take_choices()
+    assert recorded == [(4, 1.0, 3, 1), (4, 1.0, 0, 1), (0, 1.0, 0, 1), (2, 1.0, 3, 2)]
+    again.replay(recorded)
+    turns = iter([0] * 5)
+    assert told(again) == drafts and again.take_choices() == recorded
+    assert str({"1 x 91": Guessed(2)}) == "{'1 x 91': 2 with guesses}"
+
+
 def test_workers_receive_the_budgets_of_new_drafts_and_of_drafts_being_verified(make, monkeypatch):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 2)
     monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: next(budgets))
     told = [scheduler.schedule() for _ in range(4)]
-    assert [plan.drafts_after(each, UNKNOWN) for each in told] == [(2, b) for b in (1, 2, 2, 0)]
+    drafts = [DraftPlan(2, budget) for budget in (1, 2, 2, 0)]
+    assert [plan.drafts_after(each, UNKNOWN) for each in told] == drafts
     assert [plan.verified_by(each, UNKNOWN).budget for each in told] == [1, 1, 2, 2]
     scheduler.running = []  # the last response has ended; another one arrives
     assert plan.drafts_after(scheduler.schedule(), UNKNOWN).budget == 0
-    assert plan.drafts_after(make().schedule(), UNKNOWN) == (0, 0)
+    assert plan.drafts_after(make().schedule(), UNKNOWN) == DraftPlan(0, 0)
 
 
 def test_no_budget_is_chosen_for_dense_steps(make, monkeypatch):
@@ -218,7 +263,7 @@ def test_no_budget_is_chosen_for_dense_steps(make, monkeypatch):
     run(scheduler, {"a": 100})
     scheduler.chooser.draft_budget._in_use[measured.steps_of(1), measured.steps_of(100)] = 2
     monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: pytest.fail("asked"))
-    assert plan.drafts_after(scheduler.schedule(), UNKNOWN) == (0, 2)
+    assert plan.drafts_after(scheduler.schedule(), UNKNOWN) == DraftPlan(0, 2)
 
 
 def test_the_chooser_is_consulted_when_due_and_when_the_batch_changes(make, monkeypatch):
@@ -242,7 +287,7 @@ def test_no_drafts_are_scheduled_after_a_replay_if_the_chooser_chooses_none(make
     monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 0)
     run(scheduler, {"a": 100})
-    scheduler.replay([(0, 1.0, 1), (4, 1.0, 1)])
+    scheduler.replay([(0, 1.0, 0, 1), (4, 1.0, 0, 1)])
     told = []
     for _ in range(3):
         scheduler.schedule()
@@ -267,7 +312,7 @@ def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     told = chosen(first, [(4, 1), (4, 1), (2, 0), (2, 2), (2, 2)], monkeypatch)
     choices = first.take_choices()
     assert (
-        choices == [(0, 1.0, 1), (4, 1.0, 2), (2, 0.5, 1), (2, 2.0, 2)]
+        choices == [(0, 1.0, 0, 1), (4, 1.0, 0, 2), (2, 0.5, 0, 1), (2, 2.0, 0, 2)]
         and first.take_choices() == []
     )
     again.replay(choices)
@@ -276,7 +321,7 @@ def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     unread = make(budgets=True)  # in a server, nobody would retrieve them
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
-    assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, (
+    assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [DraftPlan(0, 1)] * 2, (
         "after a replay, the scheduler must choose again"
     )
 
@@ -289,7 +334,7 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
     scheduler.chooser.draft_length.repeats = 3
     for _ in range(8):
         scheduler.schedule()
-    assert len(asked) == 2 and scheduler.take_choices() == [(0, 1.0, 8)]
+    assert len(asked) == 2 and scheduler.take_choices() == [(0, 1.0, 0, 8)]
 
 
 @pytest.mark.parametrize(
@@ -299,17 +344,18 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
 def test_a_replay_of_the_wrong_length_is_reported(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
-    scheduler.replay([(2, 1.0, steps)])
-    assert chosen(scheduler, [(4, 0)] * 5, monkeypatch)[steps:] == [(4, 0)] * (6 - steps)
+    scheduler.replay([(2, 1.0, 0, steps)])
+    told = chosen(scheduler, [(4, 0)] * 5, monkeypatch)
+    assert told[steps:] == [DraftPlan(4, 0)] * (6 - steps)
     scheduler.take_choices()
     assert len(said) == bool(warning) and all(warning in text for text in said)
 
 
 def test_choices_that_an_engine_does_not_offer_cannot_be_replayed(make):
-    for choice in ((3, 1.0, 1), (2, 0.5, 1)):
+    for choice in ((3, 1.0, 0, 1), (2, 0.5, 0, 1), (2, 1.0, 3, 1)):
         with pytest.raises(
             ConfigError,
-            match=r"cannot repeat .* chooses among \(0, 2, 4\) and \(1.0,\); start it with",
+            match=r"cannot repeat .* among \(0, 2, 4\), \(1.0,\) and \(0,\); start it with",
         ):
             make().replay([choice])
 
@@ -318,20 +364,23 @@ def test_plans_attached_to_a_step_reach_the_workers():
     """vLLM pickles steps to send them to workers in other processes."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
-    plan.attach(scheduled, DraftPlan(4, budget=2), verified=DraftPlan(3, budget=1))
+    drafts, verified = DraftPlan(4, budget=2, guesses=True), DraftPlan(3, budget=1)
+    plan.attach(scheduled, drafts, verified)
     received = pickle.loads(pickle.dumps(scheduled))
-    assert plan.drafts_after(received, UNKNOWN) == (4, 2)
-    assert plan.verified_by(received, UNKNOWN) == (3, 1)
+    assert plan.drafts_after(received, UNKNOWN) == drafts
+    assert plan.verified_by(received, UNKNOWN) == verified
 
 
-def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget():
+@pytest.mark.parametrize("guesses", [True, False])
+def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget(guesses):
     """Steps of vLLM's warm-up have no plan, and neither do steps that are repeated without a
     choice.
     """
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_spec_tokens_to_schedule = 4
-    assert plan.drafts_after(scheduled, DraftPlan(8, budget=2)) == (4, 2)
-    assert plan.verified_by(scheduled, DraftPlan(8, budget=2)) == (8, 2)
+    before = DraftPlan(8, 2, guesses)
+    assert plan.drafts_after(scheduled, before) == DraftPlan(4, 2, guesses)
+    assert plan.verified_by(scheduled, before) == before
 
 
 def test_steps_with_unequal_draft_counts_are_not_timed(make, observed):
