@@ -277,8 +277,24 @@ def test_a_resumed_run_repeats_the_logged_draft_lengths(tmp_path, monkeypatch, c
     resumed.train()
     again = [row["drafts"]["choices"] for row in metrics_of(tmp_path)]
     assert len(logged) == 4 and len(again) == 6
-    assert resumed.engine.repeated == ([] if changed else logged[2:])
+    repeated = [[tuple(choice) for choice in choices] for choices in logged[2:]]
+    assert resumed.engine.repeated == ([] if changed else repeated)
     assert again[:2] == logged[:2] and (again[2:4] == logged[2:]) is not changed
+
+
+def test_draft_choices_of_a_run_that_logged_no_guesses_are_repeated(tmp_path, monkeypatch):
+    """Earlier versions did not choose the number of guesses per pass."""
+    monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
+    make_trainer(tmp_path, steps=2, save_every=1).train()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-2")
+    rows = metrics_of(tmp_path)
+    [[drafts, multiple, _, steps]] = rows[1]["drafts"]["choices"]
+    rows[1]["drafts"]["choices"] = [[drafts, multiple, steps]]
+    written = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(written)
+    resumed = make_trainer(tmp_path, steps=2, resume=True)
+    resumed.train()
+    assert resumed.engine.repeated == [[(drafts, multiple, 0, steps)]]
 
 
 @pytest.fixture
