@@ -175,13 +175,19 @@ class RunDir:
         self._check()
 
     def _check(self) -> None:
-        resume = self._resume
-        exists = (self.path / METRICS).exists() or self.last_checkpoint() is not None
-        if exists and not resume:
+        can_resume = self.last_checkpoint() is not None
+        exists = can_resume or (self.path / METRICS).exists()
+        if exists and not can_resume:
+            raise ConfigError(
+                f"{self.path} already contains a run, which ended before its first checkpoint and "
+                "cannot be resumed; remove this folder or choose another run_dir, and start without "
+                "--resume"
+            )
+        if exists and not self._resume:
             raise ConfigError(
                 f"{self.path} already contains a run; resume it (--resume) or choose another run_dir"
             )
-        if resume and self.last_checkpoint() is None:
+        if self._resume and not can_resume:
             raise ConfigError(
                 f"{self.path} has no checkpoint to resume from; start it without --resume"
             )
@@ -356,7 +362,7 @@ class RunDir:
         return (
             f"fix the cause, and resume the run from step {last[0]}"
             if last
-            else "fix the cause, and start the run again"
+            else f"fix the cause, remove {self.path}, and start the run again"
         )
 
 
