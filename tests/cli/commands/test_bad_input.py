@@ -345,6 +345,9 @@ def test_prompts_without_room_for_a_response_are_skipped_and_reported(
     assert json.loads(out.read_text())["n_sequences"] == 4
     path.write_text("ba " * 2000)
     assert "the first is line 1 of" in fails(capsys, *arguments, "--prompts", str(path))
+    path.with_suffix(".jsonl").write_text('{"prompt": ""}')
+    empty = fails(capsys, *arguments, "--prompts", str(path.with_suffix(".jsonl")))
+    assert "with 0 tokens; replace or shorten them" in empty
 
 
 def train(checkpoint: str, tmp_path: Path, *argv: str) -> list[str]:
