@@ -86,7 +86,7 @@ class RunConfig:
             raise ConfigError(
                 f"{run_dir} is not a run directory, as it has no {CONFIG}; pass the run_dir of a run"
             )
-        record = parse(path.read_bytes(), str(path))
+        record = parse(path.read_bytes(), str(path), "restore it from a copy")
         if missing := {"train", "schedule"} - set(record):
             raise ConfigError(f"{path} has no {min(missing)!r}, so sparrow train did not write it")
         return cls(
@@ -391,18 +391,16 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
             yield row, where
 
 
-def parse(text: bytes, where: str) -> Row:
+def parse(text: bytes, where: str, remedy: str = "restore it from a copy, or remove it") -> Row:
     """Read the JSON object in ``text``. Raises ConfigError: ``text`` is not a JSON object."""
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{where} is not valid JSON ({error}); restore it from a copy, or remove it"
-        ) from error
+        raise ConfigError(f"{where} is not valid JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"{where} contains a value of type {type(content).__name__}, expected a JSON object; "
-            "restore it from a copy, or remove it"
+            f"{remedy}"
         )
     return content
 
