@@ -205,6 +205,12 @@ def test_sparrow_cost_plans_a_cluster(capsys):
     )
 
 
+def test_a_run_of_fewer_examples_than_a_step_takes_one_step(capsys):
+    arguments = "cost --model qwen3-14b --schedule fixed:64 --gpus 32 --responses 64"
+    main([*arguments.split(), "--median", "1000", "--examples", "1"])
+    assert " h per run" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_gain_from_sparse_rollouts_is_limited_by_their_share_of_the_step():
     responses = response_lengths(14_000, 32_768, 512)
     found = plan(
