@@ -6,6 +6,7 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,12 +14,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.errors import PromptError
+from sparrow.errors import ConfigError, PromptError
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling."""
+    """Parameters of sampling.
+
+    Raises ConfigError: ``temperature``, ``top_k`` or ``top_p`` is out of range.
+    """
 
     max_new_tokens: int  # longer responses are cut, and their ``finish_reason`` is "length"
     # softmax temperature of actor and policy; 0 means greedy sampling, with log-probs at
@@ -35,6 +39,22 @@ class Sampling:
     # because off-policy corrections need the full support.
     top_k: int | None = None
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(
+                f"temperature is {self.temperature}, but must be a finite number of at least 0"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(
+                f"top_k is {self.top_k}, but must be at least 1; leave it out to sample from all "
+                "tokens"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_p is {self.top_p}, but must be greater than 0 and at most 1; leave it out to "
+                "sample from all tokens"
+            )
 
     def request_seeds(self, count: int) -> list[int]:
         """Return a seed for each of ``count`` prompts."""

@@ -141,7 +141,8 @@ def fit(
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
 
-    Raises ConfigError: training, or a single response, does not fit in memory.
+    Raises ConfigError: training, or a single response, does not fit in memory, or an engine's GPUs
+    cannot share the model's heads.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
@@ -170,7 +171,8 @@ def fit(
             f"keeps {state / 2**30:.0f} GiB on the same GPU; lower gpu_memory_utilization to at "
             f"most {MOST_SHARE - state / memory:.2f}"
         )
-    held = roofline.kv_capacity(shape, engine_machine(cluster, reserved))
+    cached = engine_shape(shape, cluster)
+    held = roofline.kv_capacity(cached, engine_machine(cluster, reserved))
     if held < longest:
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for {held:,} "
@@ -178,7 +180,7 @@ def fit(
             f"sequence may have {longest:,}; raise tensor_parallel, or use more GPUs or shorter "
             "responses"
         )
-    kv = held * shape.kv_width * shape.kv_bytes / cluster.tensor_parallel
+    kv = held * cached.kv_width * cached.kv_bytes / cluster.tensor_parallel
     weights = parameters * shape.weight_bytes / cluster.tensor_parallel
     return Memory(state, gradients, activations, weights, kv, held // longest)
 
@@ -206,6 +208,21 @@ def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
     )
 
 
+def engine_shape(shape: ModelShape, cluster: Cluster) -> ModelShape:
+    """Return the model as one engine holds it. vLLM divides the KV heads among the engine's GPUs
+    or, if there are more GPUs than KV heads, caches every KV head on several GPUs.
+
+    Raises ConfigError: the heads cannot be divided among the GPUs in this way.
+    """
+    n = cluster.tensor_parallel
+    if shape.heads % n or (shape.kv_heads % n and n % shape.kv_heads):
+        raise ConfigError(
+            f"the {shape.heads} query heads and {shape.kv_heads} kv heads of {shape.name} cannot be "
+            f"divided among the {n} GPUs of an engine; choose a tensor_parallel that divides them"
+        )
+    return replace(shape, kv_copies=max(1, n // shape.kv_heads))
+
+
 def plan(
     shape: ModelShape,
     cluster: Cluster,
@@ -226,8 +243,7 @@ def plan(
     ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the acceptance of
     drafts, as in ``predict_lossless``.
 
-    Raises ConfigError: the run does not fit in memory (see ``fit``), or there are fewer responses
-    than engines.
+    Raises the errors of ``fit``. ConfigError: there are fewer responses than engines.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
@@ -238,6 +254,7 @@ def plan(
     longest = prompt + int(lengths.max())
     memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
     machine = engine_machine(cluster, _reserved(cluster, memory.state, colocated, engine_share))
+    engine = engine_shape(shape, cluster)
     if cluster.tensor_parallel > 1:
         overheads = replace(overheads, layer_s=overheads.layer_s + 2 * ALL_REDUCE_S)
     shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
@@ -254,7 +271,7 @@ def plan(
 
     def simulated(kind: SparsitySchedule | None) -> list[RolloutEstimate]:
         return [
-            roofline.simulate_rollout(shape, machine, share, kind, *batching) for share in shares
+            roofline.simulate_rollout(engine, machine, share, kind, *batching) for share in shares
         ]
 
     dense = simulated(None)
@@ -266,7 +283,7 @@ def plan(
     stored = "auto" if schedule is None else schedule.landmark_dtype
     lossless = [
         predict_lossless(
-            shape, machine, share, run, acceptance, *batching, landmark_dtype=stored
+            engine, machine, share, run, acceptance, *batching, landmark_dtype=stored
         ).rollout
         for share, run in pairs
     ]

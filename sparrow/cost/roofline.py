@@ -123,12 +123,12 @@ def decode_step(
     sparse_layers = max(0, shape.kv_layers - len(set(schedule.dense_layers)))
     sparse_layers *= bool(partial.any())
     bandwidth = machine.read_bytes_s * overheads.read_fraction
-    key_bytes = shape.kv_heads * shape.head_dim * shape.kv_bytes
+    key_bytes = shape.cached_heads * shape.head_dim * shape.kv_bytes
     dense_layers = shape.kv_layers - sparse_layers
     kv = 2 * key_bytes * float(dense_layers * length.sum() + sparse_layers * read.sum())
     landmark_bytes = key_bytes
     if schedule.landmark_dtype != "auto":
-        landmark_bytes = shape.kv_heads * shape.head_dim
+        landmark_bytes = shape.cached_heads * shape.head_dim
     ranked_pages = (-(-length[partial] // schedule.page_size)).sum()
     landmarks = landmark_bytes * float(sparse_layers * ranked_pages)
     kv += 2 * shape.state_bytes * length.size
@@ -290,7 +290,7 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
         totals: number of tokens of each sequence, prompt and response together.
     """
     total = np.asarray(totals, dtype=np.float64)
-    attention = shape.kv_width * shape.heads / shape.kv_heads
+    attention = shape.kv_width * shape.heads / shape.cached_heads
     forward = float(2 * shape.active_weights * total.sum() + attention * (total**2).sum())
     return forward / (SCORE_MFU * machine.flops), 4 * forward / (UPDATE_MFU * machine.flops)
 

@@ -75,6 +75,14 @@ class ModelShape:
     attention_layers: int | None = None
     # bytes per sequence of the states of linear attention, which a step reads and writes
     state_bytes: float = 0.0
+    # number of GPUs of an engine that each cache the same KV head; more than 1 if a tensor-parallel
+    # engine has more GPUs than the model has KV heads
+    kv_copies: int = 1
+
+    @property
+    def cached_heads(self) -> int:
+        """Number of KV heads that an engine caches per layer, counting every copy."""
+        return self.kv_heads * self.kv_copies
 
     @property
     def kv_layers(self) -> int:
@@ -84,7 +92,7 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         """Number of cached elements per token, for keys and values of all layers together."""
-        return 2 * self.kv_layers * self.kv_heads * self.head_dim
+        return 2 * self.kv_layers * self.cached_heads * self.head_dim
 
     @property
     def active_weights(self) -> int:

@@ -86,7 +86,7 @@ class RunConfig:
             raise ConfigError(
                 f"{run_dir} is not a run directory, as it has no {CONFIG}; pass the run_dir of a run"
             )
-        record = parse(path.read_bytes(), str(path))
+        record = parse(path.read_bytes(), str(path), "restore it from a copy")
         if missing := {"train", "schedule"} - set(record):
             raise ConfigError(f"{path} has no {min(missing)!r}, so sparrow train did not write it")
         return cls(
@@ -175,13 +175,19 @@ class RunDir:
         self._check()
 
     def _check(self) -> None:
-        resume = self._resume
-        exists = (self.path / METRICS).exists() or self.last_checkpoint() is not None
-        if exists and not resume:
+        can_resume = self.last_checkpoint() is not None
+        exists = can_resume or (self.path / METRICS).exists()
+        if exists and not can_resume:
+            raise ConfigError(
+                f"{self.path} already contains a run, which ended before its first checkpoint and "
+                "cannot be resumed; remove this folder or choose another run_dir, and start without "
+                "--resume"
+            )
+        if exists and not self._resume:
             raise ConfigError(
                 f"{self.path} already contains a run; resume it (--resume) or choose another run_dir"
             )
-        if resume and self.last_checkpoint() is None:
+        if self._resume and not can_resume:
             raise ConfigError(
                 f"{self.path} has no checkpoint to resume from; start it without --resume"
             )
@@ -356,7 +362,7 @@ class RunDir:
         return (
             f"fix the cause, and resume the run from step {last[0]}"
             if last
-            else "fix the cause, and start the run again"
+            else f"fix the cause, remove {self.path}, and start the run again"
         )
 
 
@@ -385,18 +391,16 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
             yield row, where
 
 
-def parse(text: bytes, where: str) -> Row:
+def parse(text: bytes, where: str, remedy: str = "restore it from a copy, or remove it") -> Row:
     """Read the JSON object in ``text``. Raises ConfigError: ``text`` is not a JSON object."""
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{where} is not valid JSON ({error}); restore it from a copy, or remove it"
-        ) from error
+        raise ConfigError(f"{where} is not valid JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"{where} contains a value of type {type(content).__name__}, expected a JSON object; "
-            "restore it from a copy, or remove it"
+            f"{remedy}"
         )
     return content
 

@@ -20,6 +20,7 @@ from sparrow.cost import (
     simulate_rollout,
 )
 from sparrow.cost.cluster import Cluster, fit, plan, sync_seconds, train_seconds
+from sparrow.cost.roofline import VLLM_H200, decode_step
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
@@ -43,6 +44,28 @@ def test_memory_matches_a_hand_calculation():
         TINY, Cluster(GPU, 4, tensor_parallel=2), longest=1000, token_budget=5000, colocated=False
     )
     assert apart.kv > found.kv
+
+
+def test_engines_of_more_gpus_than_kv_heads_cache_each_head_several_times():
+    schedule = SparsitySchedule.fixed(2, dense_layers=(), landmark_dtype="fp8_e4m3")
+    few, many = ((TINY, Cluster(GPU, 4, n)) for n in (2, 4))
+    # Four GPUs hold two kv heads each on two GPUs, so the cache holds 64 x 2 elements per token.
+    memory = fit(*many, longest=1000, token_budget=5000)
+    held = int((0.85 * 400e9 - 4 * 3e6 - 2e6) // 256)
+    assert memory.full_responses == held // 1000 and memory.kv == held * 256 / 4
+    # A GPU reads as many bytes as one of two.
+    single, twice = (cluster.engine_shape(*engine) for engine in (few, many))
+    one, two = (decode_step(shape, GPU, [5000], schedule) for shape in (single, twice))
+    assert (two.kv_bytes, two.landmark_bytes) == (2 * one.kv_bytes, 2 * one.landmark_bytes)
+    assert train_seconds(twice, many[1], [100]) == train_seconds(TINY, many[1], [100])
+    rollout = plan(*many, [5000] * 4, schedule, acceptance=0.9)
+    machine = cluster.engine_machine(many[1], memory.state)
+    overheads = replace(VLLM_H200, layer_s=VLLM_H200.layer_s + 2 * cluster.ALL_REDUCE_S)
+    simulated = simulate_rollout(twice, machine, [5000] * 4, None, overheads=overheads)
+    gather = cluster.GATHER_S * 20_000
+    assert rollout.dense.rollout == simulated.seconds + gather
+    with pytest.raises(ConfigError, match=r"4 query heads and 2 kv heads of tiny .* the 3 GPUs"):
+        fit(TINY, Cluster(GPU, 3, 3), longest=1000)
 
 
 def test_training_time_matches_a_hand_calculation():
@@ -180,6 +203,12 @@ def test_sparrow_cost_plans_a_cluster(capsys):
         and "h per run" in printed
         and "step speed-up" in printed
     )
+
+
+def test_a_run_of_fewer_examples_than_a_step_takes_one_step(capsys):
+    arguments = "cost --model qwen3-14b --schedule fixed:64 --gpus 32 --responses 64"
+    main([*arguments.split(), "--median", "1000", "--examples", "1"])
+    assert " h per run" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_gain_from_sparse_rollouts_is_limited_by_their_share_of_the_step():

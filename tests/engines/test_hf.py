@@ -295,6 +295,23 @@ def test_unsupported_models_are_refused_with_the_cause():
         engine.generate([[1], [1] * 1000], Sampling(max_new_tokens=100))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(temperature=-1.0),
+        dict(temperature=float("nan")),
+        dict(temperature=float("inf")),
+        dict(top_k=0),
+        dict(top_p=0.0),
+        dict(top_p=1.5),
+    ],
+)
+def test_settings_that_leave_nothing_to_sample_from_are_refused(wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}, but must be"):
+        Sampling(max_new_tokens=2, **wrong)
+
+
 def test_a_changed_attention_implementation_is_detected_and_can_be_restored():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(0))

@@ -351,6 +351,14 @@ def test_a_damaged_line_is_refused(tmp_path):
             RunLog.load(path)
 
 
+def test_a_damaged_configuration_is_to_be_restored_not_removed(tmp_path):
+    path = write_run(tmp_path, [step_row(1)])
+    for damage in ("", "[1]"):
+        (path / "config.json").write_text(damage)
+        with pytest.raises(ConfigError, match=r"config\.json .*; restore it from a copy$"):
+            RunLog.load(path)
+
+
 def test_an_empty_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         write_report(tmp_path / "nowhere")

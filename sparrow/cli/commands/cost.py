@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -94,9 +95,9 @@ class Cost(Command):
             whole = cluster.plan(
                 shape, gpus, lengths, schedule, *batching, acceptance=self.acceptance
             )
-            steps = (
-                None if self.examples is None else self.examples * self.samples // self.responses
-            )
+            steps = None
+            if self.examples is not None:
+                steps = math.ceil(self.examples * self.samples / self.responses)
             rows = cluster.rows(whole, steps)
         else:
             lossy = one_gpu.predict(

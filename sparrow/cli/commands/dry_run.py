@@ -71,7 +71,8 @@ def dry_run(command: TrainOptions) -> None:
         try:
             yield
         except SparrowError as error:
-            problems.append(str(error))
+            if str(error) not in problems:  # the same limit may stop training and evaluation
+                problems.append(str(error))
 
     decoding = Decoding.lossy("dense")
     shape = None

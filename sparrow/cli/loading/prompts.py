@@ -65,7 +65,7 @@ def encode_prompts(
             f"the first is {name} with {len(ids)} tokens"
         )
         if not kept:
-            raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
+            raise ConfigError(f"{left_out}; replace or shorten them, or lower max_new_tokens")
         log.warning("left out: %s", left_out)
     check_read(tokenizer, prompts)
     return [kept[i % len(kept)] for i in range(count)]

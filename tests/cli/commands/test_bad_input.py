@@ -147,11 +147,16 @@ def test_an_output_path_of_the_wrong_kind_is_refused(command, kind, capsys, tmp_
 
 
 def test_a_run_directory_that_already_contains_a_run_is_refused(capsys, tmp_path, no_work):
-    (tmp_path / "metrics.jsonl").touch()
     there = ["--run-dir", str(tmp_path)]
-    assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
     RunConfig({}, SparsitySchedule.dense()).save(tmp_path)
     assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
+    # Without a checkpoint, neither resuming nor starting again would work.
+    (tmp_path / "metrics.jsonl").touch()
+    stuck = "ended before its first checkpoint and cannot be resumed; remove this folder or choose"
+    assert stuck in fails(capsys, *TRAIN, *there)
+    assert stuck in fails(capsys, *TRAIN, *there, "--resume")
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
 
 
 def test_a_missing_output_folder_is_created(checkpoint, tmp_path, capsys):
@@ -340,6 +345,9 @@ def test_prompts_without_room_for_a_response_are_skipped_and_reported(
     assert json.loads(out.read_text())["n_sequences"] == 4
     path.write_text("ba " * 2000)
     assert "the first is line 1 of" in fails(capsys, *arguments, "--prompts", str(path))
+    path.with_suffix(".jsonl").write_text('{"prompt": ""}')
+    empty = fails(capsys, *arguments, "--prompts", str(path.with_suffix(".jsonl")))
+    assert "with 0 tokens; replace or shorten them" in empty
 
 
 def train(checkpoint: str, tmp_path: Path, *argv: str) -> list[str]:
