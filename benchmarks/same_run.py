@@ -1,5 +1,5 @@
-"""Compare the same GRPO run on one, two and four GPUs, and test runs that lose a process or their
-server.
+"""Compare the same GRPO run on one, two and four GPUs, and test what happens when a run loses a
+process or its server.
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json
 

@@ -5,7 +5,7 @@ A draft's acceptance, sum_v min(p(v), q(v)), is exact, because verification has 
 Drafts read a cache written by the dense policy. In a lossy rollout, where the actor reads a cache
 that it wrote itself, acceptance is slightly lower.
 
-Shapes: T drafts, N length bins, counted from length 0.
+Shapes: T drafts, N length bins (the first starts at length 0).
 """
 
 from __future__ import annotations

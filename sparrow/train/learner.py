@@ -276,8 +276,8 @@ class Learner:
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            # Each loss is normalised by the tokens that it sums over: all tokens for the KL, and
-            # only those of responses that are trained on for the policy loss.
+            # Each loss is normalised by the number of tokens it sums over: for the KL, all tokens;
+            # for the policy loss, only those of the responses being trained on.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)

@@ -85,7 +85,7 @@ class DensePasses:
         # sequences in passes without drafts, and tokens that these passes read
         self._plain_rows = 0
         self._plain_tokens = 0
-        self._plain: list[np.ndarray] = []  # passes that are not yet added to the two sums above
+        self._plain: list[np.ndarray] = []  # passes not yet added to the two sums above
 
     def count(self, drafts: int) -> Tensor:
         """See ``Runtime.count_pass``."""

@@ -264,7 +264,9 @@ def train_logged(
             raise TimeoutError
 
     def recorded(experience: Any, schedule: Any) -> Any:
-        """Return the learner's assessment, and also record the other percentiles."""
+        """Return the learner's assessment, and also record ``PERCENTILES`` of acceptance, overall
+        and per length bin.
+        """
         result = assess(experience, schedule)
         lower = np.concatenate([a.lower for a in result[0].acceptances])
         # the length that the schedule uses, as in ``token_acceptance``
@@ -287,7 +289,7 @@ def train_logged(
 
 
 def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
-    """Return those metrics of a step that a study needs, and the other percentiles."""
+    """Return those metrics of a step that a study needs, and the recorded percentiles."""
     return {
         "step": metrics["step"],
         "reward": metrics["reward"]["mean"],

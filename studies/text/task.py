@@ -357,8 +357,8 @@ def write_problems(
 
 @dataclass(frozen=True)
 class Continue:
-    """The task, with the problems of a checkpoint. An epoch contains each problem once, in an order
-    that depends on the seed.
+    """The task, using the problems stored with a checkpoint. An epoch contains each problem once,
+    in an order that depends on the seed.
 
     Raises FileNotFoundError: the checkpoint has no problems, or it does not specify its tokenizer,
     in which case transformers would use Qwen's, which splits text differently. ValueError: there

@@ -98,7 +98,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times, in microseconds, of one layer's decode step that keeps a given number of pages by
+    """Times, in microseconds, for one layer's decode step when a given number of pages is kept by
     score.
     """
 

@@ -125,9 +125,7 @@ def _run_test_case(case: Any) -> None:
     import unittest
 
     class Result(unittest.TestResult):
-        """A result that keeps the first exception itself, of which ``TestResult`` keeps only the
-        text.
-        """
+        """A result that keeps the first exception itself; ``TestResult`` keeps only its text."""
 
         first: BaseException | None = None
 

@@ -22,7 +22,8 @@ MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
 MOST_DEPTH = 200
 MOST_DIGITS = 4300
-# maximum number of keys with the same hash, all of which building a set compares with each other
+# maximum number of keys with the same hash; building a set may compare each of them with all
+# the others
 MOST_ALIKE = 32
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
