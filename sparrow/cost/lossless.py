@@ -268,37 +268,45 @@ def predict_lossless(
     return LosslessPrediction(best, rollout, dense.seconds / rollout.seconds)
 
 
-def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
+def rows(lossy: Prediction, lossless: LosslessPrediction | None) -> list[tuple[str, str]]:
     """Compare dense, lossy and lossless rollouts in (name, value) pairs for printing, with a
-    verdict on which mode to use.
+    verdict on which mode to use. ``lossless`` is None for a model that lossless mode refuses.
     """
-    drafting = lossless.drafting
-    kept = (
-        drafting.schedule.top_k[0] + drafting.schedule.sink_pages + drafting.schedule.recent_pages
-    )
-    budget = f"{kept * drafting.schedule.page_size:,} tokens each"
-    step = (lossy.dense.seconds + lossy.train_s) / (lossless.rollout.seconds + lossy.train_s)
-    return [
-        ("dense rollout", str(lossy.dense)),
-        ("lossy rollout", str(lossy.sparse)),
-        ("lossless rollout", str(lossless.rollout)),
+    rollouts = [("dense rollout", str(lossy.dense)), ("lossy rollout", str(lossy.sparse))]
+    speedups = [
         (
             "lossy speed-up",
             f"{lossy.speedup:.2f}x on the rollout, {lossy.step_speedup:.2f}x on the step",
-        ),
-        ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
-        (
-            "drafts",
-            f"{drafting.tokens} that read {budget}; "
-            f"{drafting.tokens_per_cycle:.2f} tokens per cycle",
-        ),
-        ("verdict", verdict(lossy, lossless)),
+        )
     ]
+    if lossless is not None:
+        drafting = lossless.drafting
+        kept = drafting.schedule
+        pages = kept.top_k[0] + kept.sink_pages + kept.recent_pages
+        step = (lossy.dense.seconds + lossy.train_s) / (lossless.rollout.seconds + lossy.train_s)
+        rollouts.append(("lossless rollout", str(lossless.rollout)))
+        speedups += [
+            (
+                "lossless speed-up",
+                f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step",
+            ),
+            (
+                "drafts",
+                f"{drafting.tokens} that read {pages * kept.page_size:,} tokens each; "
+                f"{drafting.tokens_per_cycle:.2f} tokens per cycle",
+            ),
+        ]
+    return [*rollouts, *speedups, ("verdict", verdict(lossy, lossless))]
 
 
-def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
-    """Recommend a mode in one or two sentences."""
+def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
+    """Recommend a mode in one or two sentences; see ``rows``."""
     lossy_pays = lossy.speedup >= WORTHWHILE
+    if lossless is None:
+        gain = f"{lossy.speedup:.2f}x lossy; lossless mode refuses models with linear attention"
+        if lossy_pays:
+            return f"Sparse rollouts pay ({gain}) and need a schedule that holds p5."
+        return f"Sparse rollouts do not pay ({gain}): decode densely. {_limit(lossy)}"
     lossless_pays = lossless.speedup >= WORTHWHILE
     both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
     if not lossy_pays and not lossless_pays:

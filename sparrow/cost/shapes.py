@@ -90,6 +90,11 @@ class ModelShape:
         return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
+    def is_hybrid(self) -> bool:
+        """True if some layers have linear attention. Lossless mode refuses such models."""
+        return self.state_bytes > 0
+
+    @property
     def kv_width(self) -> int:
         """Number of cached elements per token, for keys and values of all layers together."""
         return 2 * self.kv_layers * self.cached_heads * self.head_dim

@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
+from sparrow.cli import main
 from sparrow.cost import (
     MACHINES,
     SHAPES,
@@ -196,3 +197,10 @@ def test_rows_recommend_the_fastest_mode():
     assert short.startswith("Neither pays (") and "decode densely" in short and "weights" in short
     lone = dict(rows(*predicted("qwen3-1.7b", np.full(2, 500))))["verdict"]
     assert lone.startswith("Neither pays (") and "fixed overheads: the batch is small" in lone
+
+
+def test_lossless_mode_is_not_predicted_for_a_model_that_it_refuses(capsys):
+    main(["cost", "--model", "qwen3-next-80b-a3b", "--schedule", "fixed:256", "--gpu", "b200"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "lossless mode refuses models with linear attention" in printed
+    assert "lossless rollout" not in printed and "drafts" not in printed

@@ -92,9 +92,8 @@ class Cost(Command):
         batching = (self.prompt, self.max_batch)
         if self.gpus > 1:
             gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
-            whole = cluster.plan(
-                shape, gpus, lengths, schedule, *batching, acceptance=self.acceptance
-            )
+            acceptance = None if shape.is_hybrid else self.acceptance
+            whole = cluster.plan(shape, gpus, lengths, schedule, *batching, acceptance=acceptance)
             steps = None
             if self.examples is not None:
                 steps = math.ceil(self.examples * self.samples / self.responses)
@@ -103,19 +102,21 @@ class Cost(Command):
             lossy = one_gpu.predict(
                 shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share
             )
-            stored = schedule.landmark_dtype
-            lossless = predict_lossless(
-                shape,
-                machine,
-                lengths,
-                lossy.dense,
-                self.acceptance,
-                *batching,
-                landmark_dtype=stored,
-                draft_weights=self.draft_weights,
-            )
+            lossless = None
+            if not shape.is_hybrid:
+                lossless = predict_lossless(
+                    shape,
+                    machine,
+                    lengths,
+                    lossy.dense,
+                    self.acceptance,
+                    *batching,
+                    landmark_dtype=schedule.landmark_dtype,
+                    draft_weights=self.draft_weights,
+                )
             rows = lossless_rows(lossy, lossless)
-            rows += drafters.rows(shape, machine, lengths, lossy.dense, lossless, self.prompt)
+            if lossless is not None:
+                rows += drafters.rows(shape, machine, lengths, lossy.dense, lossless, self.prompt)
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
