@@ -210,7 +210,7 @@ def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[st
     Args:
         out: the file; by default, ``benchmarks/results/NAME_SHAPE.json``.
 
-    Raises ValueError: the file has runs with another shape.
+    Raises ValueError if the file has runs with another shape.
     """
     path = (out or RESULTS / f"{name}_{shape}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -517,7 +517,7 @@ def tuned(limit: float) -> Row:
     """Measure Triton's kernels as shipped and as tuned, for the shapes that ``sparrow tune`` has
     tuned on this GPU.
 
-    Raises SystemExit: no shape has been tuned.
+    Raises SystemExit if no shape has been tuned.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []

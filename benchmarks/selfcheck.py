@@ -178,7 +178,7 @@ def checked_twice(result: dict[str, Any]) -> Iterator[None]:
 def start(folder: str, case: Case, result: dict[str, Any]) -> None:
     """Start an engine, and generate responses to three prompts.
 
-    Raises ConfigError: the self-check refuses the engine.
+    Raises ConfigError if the self-check refuses the engine.
     """
     from vllm import LLM, SamplingParams
 

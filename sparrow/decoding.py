@@ -171,8 +171,8 @@ class Decoding(LosslessSettings):
                   for lossy, and those in ``LOSSLESS_SETTINGS`` for lossless;
                 - a ``Decoding``.
 
-        Raises ConfigError: the mode or a setting is unknown, the mode is auto, or a schedule cannot
-        be read.
+        Raises ConfigError if the mode or a setting is unknown, the mode is auto, or a schedule
+        cannot be read.
         """
         if isinstance(value, cls):
             if value.mode == "auto":

@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 def check_folder(path: str | Path) -> Path:
     """Check that files can be written to a folder. If the folder is missing, create it.
 
-    Raises ConfigError: the path is a file, or nothing can be written there.
+    Raises ConfigError if the path is a file, or nothing can be written there.
     """
     path = Path(path)
     with _writing(path):
@@ -45,7 +45,7 @@ def check_file(path: str | Path) -> Path:
     """Check that a file, or a device such as /dev/stdout, can be written. If the file's folder is
     missing, create it.
 
-    Raises ConfigError: the path is a folder, or nothing can be written there.
+    Raises ConfigError if the path is a folder, or nothing can be written there.
     """
     path = Path(path)
     with _writing(path):
@@ -60,7 +60,7 @@ def check_file(path: str | Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to a file, either completely or not at all.
 
-    Raises ConfigError: the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     with _writing(path):
         if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced

@@ -21,7 +21,7 @@ from sparrow.errors import ConfigError, PromptError
 class Sampling:
     """Parameters of sampling.
 
-    Raises ConfigError: ``temperature``, ``top_k`` or ``top_p`` is out of range.
+    Raises ConfigError if ``temperature``, ``top_k`` or ``top_p`` is out of range.
     """
 
     max_new_tokens: int  # longer responses are cut, and their ``finish_reason`` is "length"
@@ -71,7 +71,7 @@ class Sampling:
         """Check that prompts are not empty and leave room for a response in a context of
         ``context`` tokens.
 
-        Raises PromptError: a prompt is empty or too long. The error names the first such prompt.
+        Raises PromptError if a prompt is empty or too long. The error names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):

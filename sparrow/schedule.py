@@ -40,7 +40,7 @@ the same fields.
 class SparsitySchedule:
     """The number of pages to keep by score at each sequence length, and the layout of these pages.
 
-    Raises ConfigError: the table is empty or decreases with length, or a field is out of range.
+    Raises ConfigError if the table is empty or decreases with length, or a field is out of range.
     """
 
     # number of pages kept by score in each length bin; the last entry also applies to all longer
@@ -205,7 +205,7 @@ class SparsitySchedule:
     def check_model(self, num_layers: int, kv_heads: int) -> None:
         """Check that this schedule fits a model.
 
-        Raises ConfigError: a dense layer is beyond the model's ``num_layers``, or the budgets are
+        Raises ConfigError if a dense layer is beyond the model's ``num_layers``, or the budgets are
         for a different number of layers or heads.
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
@@ -255,7 +255,7 @@ class SparsitySchedule:
     def preset(cls, model: str, target: float = 0.86) -> SparsitySchedule:
         """Load a published table by model name and p5 target.
 
-        Raises ConfigError: there is no such table. The message lists the known tables.
+        Raises ConfigError if there is no such table. The message lists the known tables.
         """
         published = _published()
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
@@ -280,7 +280,7 @@ class SparsitySchedule:
         """Read a schedule in one of the forms that a user may write: ``dense``, ``fixed:PAGES``,
         ``MODEL-TARGET``, the path of a JSON file, or the contents of such a file.
 
-        Raises ConfigError: ``spec`` is none of these, or its contents are not a valid schedule.
+        Raises ConfigError if ``spec`` is none of these, or its contents are not a valid schedule.
         """
         if isinstance(spec, Mapping):
             return cls.from_dict(spec)
@@ -328,7 +328,7 @@ class SparsitySchedule:
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
         """Build a schedule from the output of ``to_dict``.
 
-        Raises ConfigError: a field is unknown or missing, or has a value that a schedule cannot
+        Raises ConfigError if a field is unknown or missing, or has a value that a schedule cannot
         have.
         """
         known = {f.name for f in fields(cls)}
@@ -351,7 +351,7 @@ class SparsitySchedule:
 
     @classmethod
     def from_json(cls, text: str) -> SparsitySchedule:
-        """Build a schedule from the output of ``to_json``. Raises ConfigError: ``text`` is not
+        """Build a schedule from the output of ``to_json``. Raises ConfigError if ``text`` is not
         JSON, or not a schedule.
         """
         try:

@@ -42,7 +42,7 @@ def read_value(text: str) -> Any:
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Split ``name:key=value,key=value`` into name and options (see ``read_value``).
 
-    Raises ConfigError: an option is not ``key=value``, or occurs twice.
+    Raises ConfigError if an option is not ``key=value``, or occurs twice.
     """
     name, _, text = spec.partition(":")
     return name, parse_options(text, spec)
@@ -75,7 +75,7 @@ class Settings:
     """Base class of settings dataclasses. It checks that the value of every field has the field's
     type and is in the annotated range.
 
-    Annotations may be strings. Raises ConfigError: a field has any other value. The message names
+    Annotations may be strings. Raises ConfigError if a field has any other value. The message names
     the first such field.
     """
 
@@ -112,7 +112,7 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
-    """Check that the value of a field is compatible with the other fields. Raises ConfigError:
+    """Check that the value of a field is compatible with the other fields. Raises ConfigError if
     ``holds`` is false.
     """
     if not holds:
@@ -122,7 +122,7 @@ def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
 def choose(settings: Settings, name: str, other: str, default: Any) -> None:
     """Set ``name`` to its default if neither of two mutually exclusive settings is set.
 
-    Raises ConfigError: both are set.
+    Raises ConfigError if both are set.
     """
     if getattr(settings, other) is None and getattr(settings, name) is None:
         object.__setattr__(settings, name, default)

@@ -63,8 +63,8 @@ def decode(
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises ValueError: the number of query heads is not a multiple of the number of kv heads, or the
-    shapes do not match.
+    Raises ValueError if the number of query heads is not a multiple of the number of kv heads, or
+    the shapes do not match.
     """
     q_BHD, k_BKSD, v_BKSD, scale = _prepared(q_BHD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHD.device.type, enabled=False):  # autocast would round page scores
@@ -176,7 +176,7 @@ def paged_decode(
     Returns:
         ``out``, in the shape and dtype of ``q_BHD``.
 
-    Raises ValueError: the implementation is unknown or does not support the shapes, strides or
+    Raises ValueError if the implementation is unknown or does not support the shapes, strides or
     dtypes.
     """
     batch = DecodeBatch(
@@ -252,7 +252,7 @@ def choose(
     it would leave most multiprocessors idle. For such batches, the Triton kernels are faster,
     because they divide the ranking of a row among several programs.
 
-    Raises ConfigError: the requested implementation does not support the model or the device, or
+    Raises ConfigError if the requested implementation does not support the model or the device, or
     the choices that ``sparrow tune`` saved for it cannot be read.
     """
     if asked not in (None, *get_args(Implementation)):
@@ -301,7 +301,7 @@ def update_landmarks(
         layout: page size and dtype of landmarks.
         implementation: as in ``paged_decode``; ``cuda`` uses the Triton kernel.
 
-    Raises ValueError: the implementation is unknown or does not support the shapes, strides or
+    Raises ValueError if the implementation is unknown or does not support the shapes, strides or
     dtypes.
     """
     if implementation == "reference":
@@ -364,7 +364,7 @@ def teacher_forced(
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
 
-    Raises ValueError: the implementation is unknown or does not support the shapes, strides or
+    Raises ValueError if the implementation is unknown or does not support the shapes, strides or
     dtypes.
     """
     q_BHTD, k_BKTD, v_BKTD, scale = _prepared(q_BHTD, k_BKTD, v_BKTD, scale, head_budgets_K)

@@ -164,7 +164,7 @@ class DecodeWorkspace:
         device: device of the caches.
         tokens: maximum number of new tokens per sequence (T).
 
-    Raises ValueError: ``max_pages`` is more than the selection can rank.
+    Raises ValueError if ``max_pages`` is more than the selection can rank.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class CachedLayers:
             landmarks (as in ``DecodeBatch``) and, for int8 keys, their scales (as in
             ``CacheScales``); shapes, strides and dtypes are the same in all layers.
 
-    Raises ValueError: there are no layers; the layers differ; the distances between caches would
+    Raises ValueError if there are no layers; the layers differ; the distances between caches would
     make loads unaligned; or int8 keys have no scales.
     """
 

@@ -42,8 +42,8 @@ class Division:
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
     """Write the workspace's plan, which is valid for every layer with these lengths and budgets.
 
-    Raises ValueError: the number of extra programs is not a multiple of the number of kv heads, so
-    some programs would have no entry in the plan.
+    Raises ValueError if the number of extra programs is not a multiple of the number of kv heads,
+    so some programs would have no entry in the plan.
     """
     B = len(batch.length_B)
     K = batch.kv_heads

@@ -68,7 +68,7 @@ def run_audit(
         prompts: one prompt per response.
         listener: called at the start of each pass with the name of the pass.
 
-    Raises ConfigError: sampling is greedy. EngineError: a reported log-prob is NaN.
+    Raises ConfigError if sampling is greedy. Raises EngineError if a reported log-prob is NaN.
     """
     check(sampling)
 
@@ -129,7 +129,7 @@ class ListRanker(Ranker):
     ) -> list[Standing]:
         """Rank tokens as ``Ranker.rank`` does. Values that cannot be computed from a list are nan.
 
-        Raises ConfigError: no value can be computed from the lists at this temperature and top-k.
+        Raises ConfigError if no value can be computed from the lists at this temperature and top-k.
         """
         if sampling.top_k is None and sampling.temperature != 1:
             raise ConfigError(
@@ -182,7 +182,7 @@ def tokens_of(
 ) -> Tokens:
     """Concatenate the tokens of all rollouts.
 
-    Raises EngineError: a reported log-prob is NaN.
+    Raises EngineError if a reported log-prob is NaN.
     """
     assert logprobs in get_args(Logprobs), logprobs
 

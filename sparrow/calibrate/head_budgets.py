@@ -93,7 +93,7 @@ def find(
         top_k: the mean number of pages kept by score for which the budgets are optimised.
         listener: called at the start of every pass with the name of the pass.
 
-    Raises ConfigError: the layout has no sparse layer or already has budgets; ``top_k`` is less
+    Raises ConfigError if the layout has no sparse layer or already has budgets; ``top_k`` is less
     than ``UNITS``; no layer costs any acceptance when it is sparse; or the budgets do not raise p5
     at ``top_k``, as when the cost of a layer is not proportional to its unread mass.
     """

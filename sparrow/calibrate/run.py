@@ -66,7 +66,7 @@ def calibrate_engine(
             rollouts need them.
         listener: called at the start of every pass with the name of the pass.
 
-    Raises ConfigError: there are too few prompts for a confidence interval for p5; there are
+    Raises ConfigError if there are too few prompts for a confidence interval for p5; there are
     on-policy rounds but no passes to refine their first schedule; no budget meets the target in any
     length bin; or the lists of ``sampling.top_n`` tokens are too short to show that any budget
     meets it.

@@ -114,7 +114,7 @@ def calibrate(
         relative: whether the target applies to p5 relative to that ceiling (see ``mismatch.tau``)
             instead of p5 itself.
 
-    Raises ConfigError: there are no trials, the target is outside (0, 1), or there are too few
+    Raises ConfigError if there are no trials, the target is outside (0, 1), or there are too few
     tokens in total.
     """
     if not trials or not 0 < target < 1:

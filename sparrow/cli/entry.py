@@ -122,7 +122,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_shell(argv: Sequence[str]) -> None:
-    """Check that the given shell has completions. Raises ConfigError: it has none."""
+    """Check that the given shell has completions. Raises ConfigError if it has none."""
     for argument, following in itertools.pairwise([*argv, ""]):
         name, equals, value = argument.replace("_", "-").partition("=")
         if name not in ("--tyro-print-completion", "--tyro-write-completion"):
@@ -136,7 +136,7 @@ def _check_shell(argv: Sequence[str]) -> None:
 def _check_model(argv: Sequence[str]) -> None:
     """Check that ``--model`` is given if the command needs a model.
 
-    Raises ConfigError: ``--model`` is missing.
+    Raises ConfigError if ``--model`` is missing.
     """
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if (

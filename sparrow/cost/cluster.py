@@ -141,8 +141,8 @@ def fit(
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
 
-    Raises ConfigError: training, or a single response, does not fit in memory, or an engine's GPUs
-    cannot share the model's heads.
+    Raises ConfigError if training, or a single response, does not fit in memory, or an engine's
+    GPUs cannot share the model's heads.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
@@ -212,7 +212,7 @@ def engine_shape(shape: ModelShape, cluster: Cluster) -> ModelShape:
     """Return the model as one engine holds it. vLLM divides the KV heads among the engine's GPUs
     or, if there are more GPUs than KV heads, caches every KV head on several GPUs.
 
-    Raises ConfigError: the heads cannot be divided among the GPUs in this way.
+    Raises ConfigError if the heads cannot be divided among the GPUs in this way.
     """
     n = cluster.tensor_parallel
     if shape.heads % n or (shape.kv_heads % n and n % shape.kv_heads):

@@ -170,7 +170,7 @@ def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
     """Return the size in bytes of the fp8 copy of the weights that draft steps use: one byte for
     each weight outside the output layer, or 0 if there is no such copy.
 
-    Raises ConfigError: the model is a mixture of experts, for which fp8 copies are not supported.
+    Raises ConfigError if the model is a mixture of experts, for which fp8 copies are not supported.
     """
     if draft_weights != "auto" and shape.experts is not None:
         raise ConfigError(
@@ -239,7 +239,7 @@ def predict_lossless(
     cache. Choices are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length
     at which tokens are sampled.
 
-    Raises ValueError: the acceptance is outside [0, 1]. Also raises the errors of
+    Raises ValueError if the acceptance is outside [0, 1]. Also raises the errors of
     ``simulate_rollout``.
     """
     if not 0 <= acceptance <= 1:

@@ -107,8 +107,8 @@ def decode_step(
     Linear-attention layers read and write their state. KV writes, activations and logits are part
     of the overheads.
 
-    Raises ValueError: there are no sequences, or a sequence has no tokens. ConfigError: the
-    schedule is for a different model.
+    Raises ValueError if there are no sequences, or a sequence has no tokens. Raises ConfigError if
+    the schedule is for a different model.
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     if length.size == 0 or length.min() < 1:
@@ -214,8 +214,8 @@ def simulate_rollout(
     fewer pages does not make the cache smaller, so dense and sparse rollouts are batched alike.
     ``price`` maps lengths to the cost of a step, and is ``decode_step`` by default.
 
-    Raises ConfigError: a single response does not fit in memory. ValueError: there are no
-    responses, or a response is empty.
+    Raises ConfigError if a single response does not fit in memory. Raises ValueError if there are
+    no responses, or a response is empty.
     """
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if final.size == 0 or final.min() < 1:

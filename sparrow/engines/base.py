@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Sample one response per prompt, in order. To get several responses to a prompt, repeat
         the prompt.
 
-        Raises ConfigError: a prompt leaves no room for a response in the model's context.
+        Raises ConfigError if a prompt leaves no room for a response in the model's context.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -179,7 +179,7 @@ class PartVerifier(Protocol):
         including those of the prompt, is below ``length``. ``Rollout.verification`` contains the
         number of verified tokens.
 
-        Raises ConfigError: the engine was started in a mode other than auto.
+        Raises ConfigError if the engine was started in a mode other than auto.
         """
 
 
@@ -193,7 +193,7 @@ class DraftReplayer(Protocol):
         """Repeat these ``Counters.choices`` until ``counters`` is called. With the same seeds, the
         samples are then the same as well.
 
-        Raises ConfigError: one of the choices is not among those of this engine.
+        Raises ConfigError if one of the choices is not among those of this engine.
         """
 
 

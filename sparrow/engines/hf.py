@@ -73,8 +73,8 @@ class HFEngine(Engine, Scorer, Ranker):
     ``token_budget`` padded tokens are scored together, under autocast to the dtype ``autocast`` if
     it is given.
 
-    Raises UnsupportedModel, ConfigError: ``set_schedule`` rejects the model or the schedule, or the
-    settings ask for drafts with a copy of the weights.
+    Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule, or
+    the settings ask for drafts with a copy of the weights.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class HFEngine(Engine, Scorer, Ranker):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``; prompts of similar length are decoded together.
 
-        Raises ConfigError: a prompt leaves no room for a response, or ``meter_schedule`` is set,
+        Raises ConfigError if a prompt leaves no room for a response, or ``meter_schedule`` is set,
         which only vLLM can measure.
         """
         if self.decoding.meter_schedule is not None:
@@ -355,7 +355,7 @@ class HFEngine(Engine, Scorer, Ranker):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``. Tensors that the model already uses are not copied.
 
-        Raises ConfigError: the model has no parameter of that name or shape.
+        Raises ConfigError if the model has no parameter of that name or shape.
         """
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
@@ -487,8 +487,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError: there is no such model; its files are damaged or incomplete, or do not match
-    its config; or the hub cannot be reached.
+    Raises ConfigError if there is no such model; its files are damaged or incomplete, or do not
+    match its config; or the hub cannot be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
@@ -534,7 +534,7 @@ def load_model(
 def load_shape(name: str) -> PreTrainedModel:
     """Load a Hugging Face causal language model without its weights, by hub name or local path.
 
-    Raises ConfigError: there is no such model, or the hub cannot be reached.
+    Raises ConfigError if there is no such model, or the hub cannot be reached.
     """
     try:
         config = AutoConfig.from_pretrained(_find(name, "the config of"))
@@ -551,7 +551,7 @@ def _find(name: str, what: str) -> str:
     """Check that ``name`` is a local path or could be a hub name, without contacting the hub,
     because a failing request takes minutes to time out.
 
-    Raises ConfigError: ``name`` can only be a path, and that path does not exist.
+    Raises ConfigError if ``name`` can only be a path, and that path does not exist.
     """
     if os.path.exists(name):
         return name
@@ -577,7 +577,7 @@ def _reason(error: Exception) -> str:
 def load_config(name: str) -> dict[str, Any]:
     """Load the contents of a model's ``config.json``, by hub name.
 
-    Raises ConfigError: there is no such model, or the hub cannot be reached.
+    Raises ConfigError if there is no such model, or the hub cannot be reached.
     """
     try:
         return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()

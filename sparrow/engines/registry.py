@@ -89,7 +89,7 @@ class EngineSpec:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of the options, by name. Raises ConfigError: ``settings.parse_options``
+        """The values of the options, by name. Raises ConfigError if ``settings.parse_options``
         rejects them.
         """
         return parse_options(self.rest, self.written) if self.kind.takes == "options" else {}
@@ -108,7 +108,7 @@ class Asked:
     sleeps: bool = True  # whether the engine must free its memory between rollouts
 
     def start(self) -> Engine:
-        """Start the engine. Raises ConfigError: the engine does not support the options or the
+        """Start the engine. Raises ConfigError if the engine does not support the options or the
         model.
         """
         module, _, function = self.spec.kind.start.partition(":")
@@ -117,7 +117,7 @@ class Asked:
 
 
 def parse_engine(spec: str) -> EngineSpec:
-    """Find the engine that ``spec`` names. Raises ConfigError: no engine has this name."""
+    """Find the engine that ``spec`` names. Raises ConfigError if no engine has this name."""
     for kind in KINDS:
         if kind.claims(spec):
             return EngineSpec(spec, kind)

@@ -60,7 +60,7 @@ def respond(
 ) -> list[Rollout]:
     """Sample one response to each problem; a problem may occur several times.
 
-    Raises ConfigError: the engine does not accept a problem's prompt.
+    Raises ConfigError if the engine does not accept a problem's prompt.
     """
     prompts = [encode(tokenizer, problem.prompt, problem.rendered) for problem in problems]
     try:

@@ -39,7 +39,7 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
     The estimate is 1 - C(n - c, k) / C(n, k), where c of n responses are right (a reward of at
     least 1): Chen et al., arXiv 2107.03374, equation 1.
 
-    Raises ValueError: ``k`` is not between 1 and the number of responses per problem.
+    Raises ValueError if ``k`` is not between 1 and the number of responses per problem.
     """
     rewards = _rewards(rewards_Nk)
     n = rewards.shape[1]
@@ -54,7 +54,7 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
     """Score the most frequent answer to each problem. None never wins, and a tie is scored as the
     mean over the tied answers.
 
-    Raises ValueError: the number of answers differs from the number of rewards.
+    Raises ValueError if the number of answers differs from the number of rewards.
     """
     rewards = _rewards(rewards_Nk)
     if [len(a) for a in answers] != [rewards.shape[1]] * len(rewards):

@@ -44,8 +44,9 @@ def measured(
         top_n: number of top tokens per position from which the acceptance rate is bounded.
         seed: the seed of the samples.
 
-    Raises ConfigError: there are no prompts, a prompt leaves no room for a response, or the
-    schedule does not match the model. UnsupportedModel: the model cannot be decoded sparsely.
+    Raises ConfigError if there are no prompts, a prompt leaves no room for a response, or the
+    schedule does not match the model. Raises UnsupportedModel if the model cannot be decoded
+    sparsely.
     """
     if not len(prompts):
         raise ConfigError(

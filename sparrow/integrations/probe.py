@@ -65,7 +65,7 @@ class Probe:
         urls: addresses of servers with the same weights and the same settings.
         schedule: the servers' schedule; used only if the servers do not report their schedule.
 
-    Raises ConfigError: a server does not answer or decodes densely, or the servers do not report
+    Raises ConfigError if a server does not answer or decodes densely, or the servers do not report
     their schedule and ``schedule`` is missing.
     """
 
@@ -176,7 +176,7 @@ def probe(
         max_new_tokens: the maximum length of a response, in tokens.
         top_n: length of both lists; vLLM's default limit is 20.
 
-    Raises ConfigError: a server does not answer, or refuses a request.
+    Raises ConfigError if a server does not answer, or refuses a request.
     """
     served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 

@@ -38,7 +38,7 @@ def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:
         settings: names and values of vLLM's ``SamplingParams``; other names are ignored.
         place: a prefix for the setting's name in the message, such as ``"GRPOConfig."``.
 
-    Raises ConfigError: a setting changes the distribution.
+    Raises ConfigError if a setting changes the distribution.
     """
     for name, neutral in NEUTRAL.items():
         value = settings.get(name)

@@ -74,8 +74,8 @@ class SparseGRPOTrainer(Trainer):
         sequences: number of responses to measure per process, spread evenly over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError: TRL generates without vLLM; vLLM decodes densely or in another mode; or vLLM
-    does not sample from the whole softmax (see ``integrations.sampling``).
+    Raises ConfigError if TRL generates without vLLM; vLLM decodes densely or in another mode; or
+    vLLM does not sample from the whole softmax (see ``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -124,7 +124,7 @@ class SparseGRPOTrainer(Trainer):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Change the page counts from the next rollout on. Call this method on every process.
 
-        Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
+        Raises ConfigError if the page layout or the dense layers differ from those with which vLLM
         was started.
         """
         self._rpc("sparrow_set_schedule", schedule.to_json())
@@ -223,7 +223,7 @@ class SparseGRPOTrainer(Trainer):
 
 
 def _check_sampling(config: GRPOConfig) -> None:
-    """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError: a
+    """Check that TRL's settings make vLLM sample from the whole softmax. Raises ConfigError if a
     setting changes the distribution.
     """
     further: Any = config.generation_kwargs or {}  # these override the config's fields
@@ -280,8 +280,8 @@ class Recording:
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError: there are images, which the forward
-        pass of a measurement would not see.
+        """See ``VLLMGeneration.generate``. Raises ConfigError if there are images, which the
+        forward pass of a measurement would not see.
         """
         generation = self._generation
         if not self._wanted():

@@ -83,7 +83,7 @@ class SparsePPOTrainer(Trainer):
     ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
     ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError: there is no schedule; vLLM decodes densely or in another mode; or verl is
+    Raises ConfigError if there is no schedule; vLLM decodes densely or in another mode; or verl is
     not configured to compute the log-probs that are compared.
     """
 
@@ -118,7 +118,7 @@ class SparsePPOTrainer(Trainer):
     def on_sample_end(self) -> None:
         """See ``PPOTrainer``. Also reads the replicas' counts before the replicas go to sleep.
 
-        Raises ConfigError: in lossless mode, no replica has verified any token.
+        Raises ConfigError if in lossless mode, no replica has verified any token.
         """
         self._counts = self._counted()
         if self._is_lossless and not self._counts.cycles:
@@ -175,7 +175,7 @@ class SparsePPOTrainer(Trainer):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Change the page counts of every replica, which must be awake and idle.
 
-        Raises ConfigError: a replica decodes densely, or was started with a different page layout
+        Raises ConfigError if a replica decodes densely, or was started with a different page layout
         or different dense layers.
         """
         push_schedule(self.llm_server_manager.get_replicas(), schedule)
@@ -208,7 +208,7 @@ def requested(config: Mapping[str, Any]) -> Decoding:
     """Return vLLM's decoding settings from verl's configuration or, if there are none, from the
     environment.
 
-    Raises ConfigError: there is no schedule in either place; the log-probs of the policy or the
+    Raises ConfigError if there is no schedule in either place; the log-probs of the policy or the
     actor will not be computed; samples are truncated; or a probe is requested although the
     temperature is not 1.
     """
@@ -255,7 +255,7 @@ def call(replicas: Sequence[Any], method: str) -> list[Any]:
     """Call a method on every vLLM worker of verl's replicas, and return the workers' results for
     each replica. The servers' own ``collective_rpc`` cannot be used, because it returns nothing.
 
-    Raises ConfigError: a worker refuses the call.
+    Raises ConfigError if a worker refuses the call.
     """
     # The first server of a replica calls all of the replica's vLLM workers, on any machine.
     servers = [replica.servers[0] for replica in replicas]
@@ -296,7 +296,7 @@ def check_mode(described: Sequence[Any], mode: str) -> None:
     Args:
         described: the results of ``sparrow_describe``, for each replica.
 
-    Raises ConfigError: a worker decodes in another mode.
+    Raises ConfigError if a worker decodes in another mode.
     """
     for workers in described:
         for worker in workers:
@@ -312,7 +312,7 @@ def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
     """Set the schedule of verl's vLLM replicas, and drop their prefix caches, which were computed
     with different budgets.
 
-    Raises ConfigError: a replica decodes densely, or was started with a different page layout or
+    Raises ConfigError if a replica decodes densely, or was started with a different page layout or
     different dense layers.
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}

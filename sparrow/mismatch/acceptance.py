@@ -33,7 +33,7 @@ def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
     """Compute the exact acceptance rate of two full distributions [..., V]. The result is float64
     [...] in [0, 1], and is symmetric in the arguments.
 
-    Raises ValueError: shapes differ, or a row is not a probability distribution.
+    Raises ValueError if shapes differ, or a row is not a probability distribution.
     """
     p = np.asarray(p_TV, np.float64)
     q = np.asarray(q_TV, np.float64)
@@ -82,8 +82,8 @@ def acceptance_bounds(
     The bounds, float64 [...], are equal if the lists cover the vocabulary. They are as precise as
     the given log-probs: about 1e-6 for float32.
 
-    Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row;
-    a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
+    Raises ValueError if shapes do not match; ids are not integers, negative or repeated within a
+    row; a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
 

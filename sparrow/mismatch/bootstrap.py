@@ -154,7 +154,7 @@ def weighted_percentile(
     locate the block that contains it, and a search of that block finds the token. Memory: O(T + R
     (B + sqrt T)).
 
-    Raises ValueError: the percentile is out of range, or a resample contains no tokens.
+    Raises ValueError if the percentile is out of range, or a resample contains no tokens.
     """
     order = np.argsort(values)
     ordered = values[order]
@@ -218,7 +218,7 @@ def sequence_bootstrap(
     The interval contains the middle 95 % of the resampled statistics (the percentile bootstrap).
     With fewer than about 20 sequences, it is too narrow.
 
-    Raises ValueError: shapes differ, or there are no tokens.
+    Raises ValueError if shapes differ, or there are no tokens.
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
@@ -289,7 +289,7 @@ def percentile_by_bin_interval(
         percentile: the percentile, in 0..100.
         seed: an int, or a Generator to draw from.
 
-    Raises ValueError: shapes differ, or an argument is out of range.
+    Raises ValueError if shapes differ, or an argument is out of range.
     """
     statistic = partial(weighted_percentile, percentile=check_percentile(percentile))
     return interval_by_bin(alpha, position, sequence, bin_tokens, statistic, seed)
@@ -312,8 +312,8 @@ def mismatch_report(
             twice.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
-    Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or
-    an argument is out of range.
+    Raises ValueError if there are no tokens, shapes differ, a lower bound exceeds its upper bound,
+    or an argument is out of range.
     """
     low = check_acceptance(lower, upper=upper, position=position, sequence=sequence)
     high = check_acceptance(upper)

@@ -53,7 +53,7 @@ class DraftAcceptance:
     def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
         """Count drafts with acceptance rates ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
 
-        Raises ValueError: the acceptance is outside [0, 1], or the shapes differ.
+        Raises ValueError if the acceptance is outside [0, 1], or the shapes differ.
         """
         values = check_acceptance(alpha, position=position)
         bins = np.asarray(position, np.int64) // bin_tokens

@@ -30,7 +30,7 @@ def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) ->
     """Compute min(1, p/q) for sampled tokens, float64 in [0, 1]. Both log-probs are natural
     logarithms at the same temperature.
 
-    Raises ValueError: shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
+    Raises ValueError if shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
     """
     p = np.asarray(policy_logprobs, np.float64)
     q = np.asarray(actor_logprobs, np.float64)

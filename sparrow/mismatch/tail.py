@@ -21,7 +21,7 @@ DEFAULT_BIN_TOKENS = 2000
 def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArray:
     """Return acceptance rates as float64 [T].
 
-    Raises ValueError: a rate is outside [0, 1], or an array in `aligned` has a different shape.
+    Raises ValueError if a rate is outside [0, 1], or an array in `aligned` has a different shape.
     """
     values = np.asarray(alpha, np.float64)
     if values.ndim != 1:
@@ -64,7 +64,7 @@ def split_by_bin(
     """Return (bin, token indices) pairs for the bins that contain tokens, in ascending order. The
     bin of a token is position // bin_tokens.
 
-    Raises ValueError: positions are not integers or are negative, or bin_tokens is below 1.
+    Raises ValueError if positions are not integers or are negative, or bin_tokens is below 1.
     """
     positions = np.asarray(position)
     if bin_tokens < 1:

@@ -79,8 +79,8 @@ class _TeacherForcing:
     def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
         """Return the columns that contain each row's sequence.
 
-        Raises ConfigError: the prompt lengths do not match the sequences. Also raises the errors of
-        ``masks.forced``.
+        Raises ConfigError if the prompt lengths do not match the sequences. Also raises the errors
+        of ``masks.forced``.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
         is_same = self._mask is not None and self._mask[0] is mask and self._mask[1] == shape
@@ -117,9 +117,9 @@ def sparrow_attention(
     """Compute attention for the transformers attention interface. The inputs have the shape
     ``[B, H, T, D]``, and the output ``[B, T, H, D]``.
 
-    Raises ConfigError: a model without a schedule reaches a decode step; the mask does not allow
-    page selection; or ``generate`` reads several tokens in one pass after its prompt.
-    UnsupportedModel: the attention is not a plain softmax over keys.
+    Raises ConfigError if a model without a schedule reaches a decode step; the mask does not allow
+    page selection; or ``generate`` reads several tokens in one pass after its prompt. Raises
+    UnsupportedModel if the attention is not a plain softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -249,9 +249,9 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     Routing gives the model its own copies of its configs, since other models may share the
     originals. If the model is refused, it is left unchanged.
 
-    Raises UnsupportedModel: the attention cannot be routed, or is not full causal self-attention in
-    every layer. (The hybrid models in ``routing.HYBRIDS`` may have linear layers, which are not
-    changed.) ConfigError: the schedule does not match the model.
+    Raises UnsupportedModel if the attention cannot be routed, or is not full causal self-attention
+    in every layer. (The hybrid models in ``routing.HYBRIDS`` may have linear layers, which are not
+    changed.) Raises ConfigError if the schedule does not match the model.
     """
     _check_model(model)
     _check_schedule(schedule, model)
@@ -328,7 +328,7 @@ def _route(
     """Route the attention, and then compare the model's own attention with Sparrow's on a few
     tokens.
 
-    Raises UnsupportedModel: the results differ; a layer does not call Sparrow's attention exactly
+    Raises UnsupportedModel if the results differ; a layer does not call Sparrow's attention exactly
     once; or layers have a sliding window. If ``windowed`` already reports a window, windows are not
     checked again here.
     """
@@ -429,7 +429,7 @@ def teacher_forced(
         tokens: number of tokens per decode step, as in ``steps_of_several``; steps are counted from
             the end of the prompt.
 
-    Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number per
+    Raises ConfigError if the model has no schedule; the prompt lengths are not one whole number per
     row, or exceed the tokens of a row; sequences are packed, or a mask is not causal for another
     reason; or, at the end of the context, some layers were not part of any pass.
     """

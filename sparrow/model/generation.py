@@ -27,7 +27,7 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
     A loop that reads a prompt in chunks needs this context, because a final chunk of one token
     looks like a decode step.
 
-    Raises ConfigError: the model has no schedule.
+    Raises ConfigError if the model has no schedule.
     """
     actor = actor_of(model)
     if actor is None:
@@ -49,7 +49,7 @@ def steps_of_several(model: nn.Module) -> Iterator[None]:
     sparse decode step. In each layer, the query of a row's first new token selects the pages that
     all of the row's new tokens read.
 
-    Raises ConfigError: the model has no schedule.
+    Raises ConfigError if the model has no schedule.
     """
     actor = actor_of(model)
     if actor is None:
@@ -87,7 +87,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replacement for ``generate`` of a routed model. Check that decode steps read one token with a
     cache, and then call the model's own method.
 
-    Raises ConfigError: an option makes decode steps read several tokens, or disables the cache.
+    Raises ConfigError if an option makes decode steps read several tokens, or disables the cache.
     """
     generate = type(self).generate
     actor = actor_of(self)

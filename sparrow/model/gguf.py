@@ -43,8 +43,8 @@ def convert(path: Path, folder: Path) -> None:
     """Convert the model in the GGUF file ``path`` and its tokenizer, and write both into
     ``folder``.
 
-    Raises ConfigError: the file is damaged, or the model is not supported. ImportError: the package
-    ``gguf`` is missing.
+    Raises ConfigError if the file is damaged, or the model is not supported. Raises ImportError if
+    the package ``gguf`` is missing.
     """
     fields, tensors = _read(path)
     try:

@@ -43,7 +43,7 @@ class Rows:
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
     """Find the columns of ``key`` that each row's newest token sees in a decode step.
 
-    Raises ConfigError: the mask differs between heads, or adds a bias to scores.
+    Raises ConfigError if the mask differs between heads, or adds a bias to scores.
     """
     if mask is None:
         return _all_columns(key)
@@ -53,7 +53,7 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     """Find the columns of whole sequences, for teacher forcing.
 
-    Raises ConfigError: the numbers of queries and keys differ, or the mask is not the causal mask
+    Raises ConfigError if the numbers of queries and keys differ, or the mask is not the causal mask
     of a row's own tokens.
     """
     if query.shape[2] != key.shape[2]:

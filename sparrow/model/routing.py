@@ -48,7 +48,7 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is not a plain softmax over keys.
 
-    Raises UnsupportedModel: the ``kwargs`` of an attention call contain something that Sparrow's
+    Raises UnsupportedModel if the ``kwargs`` of an attention call contain something that Sparrow's
     attention would ignore.
     """
     extra = [name for name in EXTRAS if kwargs.get(name) is not None]
@@ -66,7 +66,7 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     Returns None, or an error that names a remedy. The caller should raise this error only if
     nothing else is wrong with the model, because the remedy would not help otherwise.
 
-    Raises UnsupportedModel: the model is an encoder-decoder, or has layers of other kinds that no
+    Raises UnsupportedModel if the model is an encoder-decoder, or has layers of other kinds that no
     change to the config can replace.
     """
     config = model.config.get_text_config()
@@ -252,7 +252,8 @@ class LayerPass:
     ) -> None:
         """Compare the outputs of ``layers``.
 
-        Raises UnsupportedModel: the outputs differ by more than the order of summation can explain.
+        Raises UnsupportedModel if the outputs differ by more than the order of summation can
+        explain.
         """
         for module in layers:
             own = self.found[module].float()

@@ -102,7 +102,7 @@ class TokenScorer(nn.Module):
     Pass this module to ``accelerator.prepare``, so that data-parallel wrappers see every forward
     pass.
 
-    Raises UnsupportedModel: the model changes its logits after the output embedding (for example
+    Raises UnsupportedModel if the model changes its logits after the output embedding (for example
     with a soft cap).
     """
 

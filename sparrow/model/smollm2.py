@@ -30,7 +30,7 @@ def checkpoint() -> Path:
     """Return the folder of the converted model in the cache. If it is not there yet, convert the
     model.
 
-    Raises ConfigError: a package is missing, or the cache is not writable.
+    Raises ConfigError if a package is missing, or the cache is not writable.
     """
     source = _source()
     with open(source, "rb") as file:

@@ -64,7 +64,8 @@ class Shape:
         """Compute the float64 probabilities to sample from. At temperature 0, the most likely token
         has all the mass.
 
-        Raises TrainingDiverged: logits are NaN or infinite. (Some logits may be -inf, but not all.)
+        Raises TrainingDiverged if logits are NaN or infinite. (Some logits may be -inf, but not
+        all.)
         """
         if not torch.isfinite(logits.amax(-1)).all():  # ``amax`` propagates NaN
             raise TrainingDiverged(

@@ -17,7 +17,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     """Draw a schedule from ``sparrow calibrate`` as a PNG, written to ``out`` or next to the
     schedule.
 
-    Raises ConfigError: the schedule has no measurements from a calibration.
+    Raises ConfigError if the schedule has no measurements from a calibration.
     """
     schedule = SparsitySchedule.load(schedule_file)
     evidence = schedule.provenance

@@ -34,7 +34,7 @@ def write_report(
         The path of the page: ``index.html``, or ``against-NAME.html``, where NAME is the second
         run.
 
-    Raises ConfigError: a folder is not a run directory, a run has no finished step, a file is
+    Raises ConfigError if a folder is not a run directory, a run has no finished step, a file is
     damaged, the two runs have different length bins, or a step is not in the log.
     """
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]

@@ -38,7 +38,7 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
     """Choose the steps whose responses are shown: those in ``wanted`` or, if that is empty, up to
     ``MOST_STEPS`` steps spread over the whole run.
 
-    Raises ConfigError: a step in ``wanted`` was not finished by any run.
+    Raises ConfigError if a step in ``wanted`` was not finished by any run.
     """
     steps = sorted({step for log in logs for step in log.steps.tolist()})
     if missing := sorted(set(wanted) - set(steps)):

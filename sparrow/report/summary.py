@@ -22,7 +22,7 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
     For sparse rollouts, the table includes the tail of acceptance by length bin; for dense
     rollouts, a hint on how to make them sparse.
 
-    Raises ConfigError: the folder is not a run directory, the run has no finished step, or a file
+    Raises ConfigError if the folder is not a run directory, the run has no finished step, or a file
     is damaged.
     """
     log = RunLog.load(run_dir)

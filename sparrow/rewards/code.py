@@ -119,8 +119,8 @@ def verify_code(
     Calls with the same limits and isolation together run at most as many programs at once as there
     are processors.
 
-    Raises RewardError: programs cannot be run on this machine with the requested isolation.
-    ValueError: the tests are of none of the three kinds.
+    Raises RewardError if programs cannot be run on this machine with the requested isolation.
+    Raises ValueError if the tests are of none of the three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

@@ -261,7 +261,7 @@ class MathVerifier:
         As in math-verify, units and percent signs are ignored: ``12 cm`` equals ``12``, and
         ``50\%`` equals both ``50`` and ``0.5``.
 
-        Raises RewardError: math-verify cannot be started.
+        Raises RewardError if math-verify cannot be started.
         """
         if (verdict := _quick(answer, reference)) is not None:
             return verdict
@@ -396,7 +396,7 @@ def verify_math(response: str, answer: str, *, last_number: bool = False) -> flo
     ``extract_answer`` defines what counts as an answer. The reference is plain text or LaTeX
     without a box.
 
-    Raises RewardError: math-verify cannot be started.
+    Raises RewardError if math-verify cannot be started.
     """
     with _lock:
         verifier = _shared(os.getpid())

@@ -78,8 +78,8 @@ class RunConfig:
 
     @classmethod
     def load(cls, run_dir: Path) -> RunConfig:
-        """Read ``config.json``. Raises ConfigError: ``run_dir`` is not a run directory, or the file
-        is damaged.
+        """Read ``config.json``. Raises ConfigError if ``run_dir`` is not a run directory, or the
+        file is damaged.
         """
         path = run_dir / CONFIG
         if not path.is_file():
@@ -118,7 +118,7 @@ class LoggedResponse:
 
     @classmethod
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
-        """Build a response from a line of ``rollouts.jsonl``. Raises ConfigError: a field is
+        """Build a response from a line of ``rollouts.jsonl``. Raises ConfigError if a field is
         missing.
         """
         names = [field.name for field in fields(cls)]
@@ -163,7 +163,7 @@ class TrainerState:
 class RunDir:
     """The files of one run.
 
-    Raises ConfigError: without ``resume``, the directory already contains a run; with ``resume``,
+    Raises ConfigError if without ``resume``, the directory already contains a run; with ``resume``,
     it has no checkpoint.
     """
 
@@ -196,8 +196,8 @@ class RunDir:
         """Lock the directory against other runs until ``release`` is called or this process ends,
         even if it is killed.
 
-        Raises ConfigError: another run is using the directory, or has used it since this object was
-        created.
+        Raises ConfigError if another run is using the directory, or has used it since this object
+        was created.
         """
         if self._lock is not None:
             return
@@ -239,7 +239,7 @@ class RunDir:
         """Log a step: add a line to ``metrics.jsonl``, and the step's responses to
         ``rollouts.jsonl``. The lines are on disk when this method returns.
 
-        Raises CheckpointError: the lines could not be written.
+        Raises CheckpointError if the lines could not be written.
         """
         assert set(metrics) >= RECORDED, (
             f"step {metrics.get('step')} lacks {RECORDED - set(metrics)}"
@@ -248,13 +248,13 @@ class RunDir:
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
     def append_evaluation(self, row: Row) -> None:
-        """Log an evaluation. Its line is on disk when this method returns. Raises CheckpointError:
-        the line could not be written.
+        """Log an evaluation. Its line is on disk when this method returns. Raises CheckpointError
+        if the line could not be written.
         """
         self._append(EVALUATIONS, [row])
 
     def evaluations(self) -> list[Row]:
-        """Read all logged evaluations. Raises ConfigError: the file is damaged."""
+        """Read all logged evaluations. Raises ConfigError if the file is damaged."""
         return [row for row, _ in read_rows(self.path / EVALUATIONS)]
 
     def _append(self, name: str, rows: Sequence[Row]) -> None:
@@ -339,7 +339,7 @@ class RunDir:
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
         """Enter a context that cleans up if writing a checkpoint or an export fails.
 
-        Raises CheckpointError: an OSError was raised inside the context. Earlier checkpoints are
+        Raises CheckpointError if an OSError was raised inside the context. Earlier checkpoints are
         not changed.
         """
         try:
@@ -373,7 +373,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
     Every object must have a step. The last line is skipped if it is incomplete, because it is still
     being written or the process that wrote it was killed.
 
-    Raises ConfigError: a line is damaged or has no step.
+    Raises ConfigError if a line is damaged or has no step.
     """
     if not path.is_file():
         return
@@ -392,7 +392,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def parse(text: bytes, where: str, remedy: str = "restore it from a copy, or remove it") -> Row:
-    """Read the JSON object in ``text``. Raises ConfigError: ``text`` is not a JSON object."""
+    """Read the JSON object in ``text``. Raises ConfigError if ``text`` is not a JSON object."""
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -63,7 +63,7 @@ class RunLog:
     def load(cls, run_dir: str | Path) -> RunLog:
         """Read a run directory.
 
-        Raises ConfigError: ``run_dir`` is not a run directory, no step is finished, or a file is
+        Raises ConfigError if ``run_dir`` is not a run directory, no step is finished, or a file is
         damaged.
         """
         path = Path(run_dir)
@@ -95,7 +95,7 @@ class RunLog:
         """Read the logged responses of ``steps``. Those of all steps may take many gigabytes, so
         they are not kept in memory.
 
-        Raises ConfigError: the file is damaged.
+        Raises ConfigError if the file is damaged.
         """
         rows = read_rows(self.run_dir / ROLLOUTS)
         return [LoggedResponse.from_row(row, where) for row, where in rows if row["step"] in steps]

@@ -42,7 +42,7 @@ class Task(Protocol):
 
 
 def check_text(text: str) -> None:
-    """Check that a text can be encoded. Raises ValueError: the text contains a lone surrogate."""
+    """Check that a text can be encoded. Raises ValueError if the text contains a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -55,7 +55,7 @@ def check_text(text: str) -> None:
 def draw(task: Task, index: int, seed: int) -> Problem:
     """Draw problem ``index`` of the stream ``seed``.
 
-    Raises TaskError: the task raised an error, or returned something other than a problem.
+    Raises TaskError if the task raised an error, or returned something other than a problem.
     """
     name = f"problem {index} of the task {type(task).__name__}"
     try:
@@ -97,8 +97,8 @@ class Mixture:
     ``tasks[i]``, shuffled in a way that depends only on the seed. The problems of each task come in
     the same order as if it were used alone.
 
-    Raises ConfigError: there is not one weight for each task, or a weight is not a whole number of
-    at least 1.
+    Raises ConfigError if there is not one weight for each task, or a weight is not a whole number
+    of at least 1.
     """
 
     tasks: Sequence[Task]
@@ -127,7 +127,7 @@ TASKS: dict[str, Callable[..., Task]] = {}
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
     """Register a task, so that ``load_task(name, **options)`` calls ``factory(**options)``. Raises
-    ConfigError: the name is taken.
+    ConfigError if the name is taken.
     """
     if name in TASKS:
         raise ConfigError(
@@ -139,7 +139,7 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 def load_task(name: str, **options: Any) -> Task:
     """Load the task ``name`` with ``options``, as in ``load_task("trace", lines=24)``.
 
-    Raises ConfigError: there is no such task, or the task does not accept the options.
+    Raises ConfigError if there is no such task, or the task does not accept the options.
     """
     if name not in TASKS:
         known = ", ".join(sorted(TASKS))
@@ -152,8 +152,8 @@ def load_task(name: str, **options: Any) -> Task:
 def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
     """Create a task with ``factory(**options)``.
 
-    Raises ConfigError: the factory does not accept the options. TaskError: the factory raised an
-    error, or did not return a task.
+    Raises ConfigError if the factory does not accept the options. Raises TaskError if the factory
+    raised an error, or did not return a task.
     """
     try:
         task = factory(**options)

@@ -70,7 +70,7 @@ class DatasetTask:
     Rows whose question differs from an earlier one only in spaces and case are dropped. The number
     of dropped rows is logged.
 
-    Raises ConfigError: a row has no question or no answer, or lacks a column that the verifier
+    Raises ConfigError if a row has no question or no answer, or lacks a column that the verifier
     needs; no row is left; or there is no verifier for ``format.kind``.
     """
 
@@ -251,7 +251,7 @@ def fingerprint_of(problems: Sequence[Problem]) -> Any:
 def load_rows(path: str | Path) -> Sequence[Row]:
     """Load the rows of a local ``.jsonl``, ``.json`` (a list of objects) or ``.parquet`` file.
 
-    Raises ConfigError: there is no such file, its type is not supported, or it does not contain
+    Raises ConfigError if there is no such file, its type is not supported, or it does not contain
     rows.
     """
     path = Path(path)
@@ -293,7 +293,7 @@ def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
     """Load the rows of one split of a format's dataset from the Hugging Face hub or its local
     cache.
 
-    Raises ConfigError: the hub cannot be reached, or has no such dataset, configuration or split.
+    Raises ConfigError if the hub cannot be reached, or has no such dataset, configuration or split.
     """
     import datasets
 
@@ -334,7 +334,7 @@ def load_dataset_task(
         options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens,
             max_tokens.
 
-    Raises ConfigError: there is no such format, or the rows cannot be loaded or used.
+    Raises ConfigError if there is no such format, or the rows cannot be loaded or used.
     """
     if name not in FORMATS:
         raise ConfigError(

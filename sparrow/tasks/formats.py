@@ -95,7 +95,7 @@ def text_of(row: Row, *names: str) -> str:
     """Return the text of the first of the fields ``names`` that is present and not empty, ignoring
     the case of field names.
 
-    Raises KeyError: all of these fields are missing or empty.
+    Raises KeyError if all of these fields are missing or empty.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
@@ -254,7 +254,7 @@ def _executed(test: str, candidate: bool) -> str:
     The code must contain a statement, a test function, a test class or, with a ``candidate``, the
     function ``check``.
 
-    Raises ValueError: the test code does not compile, or it executes nothing, so every program
+    Raises ValueError if the test code does not compile, or it executes nothing, so every program
     would pass.
     """
     try:

@@ -44,7 +44,7 @@ class Judge:
     def of(cls, function: Any, name: str) -> Judge:
         """Build a judge from a function.
 
-        Raises ConfigError: ``function`` is not a function, or has none of the three signatures.
+        Raises ConfigError if ``function`` is not a function, or has none of the three signatures.
         """
         if not callable(function):
             raise ConfigError(f"reward {name!r} is a {type(function).__name__}; {KNOWN}")
@@ -149,7 +149,7 @@ class Judge:
 def check_columns(judge: Judge, rows: Sequence[Mapping[str, Any]], source: str) -> None:
     """Check that every row has the columns that the judge's function needs.
 
-    Raises ConfigError: a row lacks a column; the message names the first such row.
+    Raises ConfigError if a row lacks a column; the message names the first such row.
     """
     for i, row in enumerate(rows):
         if name := judge.missing(row):

@@ -51,7 +51,7 @@ class ChatConfig(Settings):
     def values(self) -> dict[str, Any]:
         """Parse the template's arguments by name.
 
-        Raises ConfigError: an argument is not ``NAME=VALUE``, occurs twice, or is set by Sparrow
+        Raises ConfigError if an argument is not ``NAME=VALUE``, occurs twice, or is set by Sparrow
         itself.
         """
         found: dict[str, Any] = {}
@@ -74,7 +74,7 @@ class ChatConfig(Settings):
     def read_template(self) -> str | None:
         """Read the template's file. Return None if none is set.
 
-        Raises ConfigError: the file cannot be read.
+        Raises ConfigError if the file cannot be read.
         """
         if self.template is None:
             return None
@@ -94,7 +94,7 @@ class ChatTemplate:
     """Renders a question as a chat: the system prompt, the question as the user's message, and the
     start of the model's message.
 
-    Raises ConfigError: the template cannot be used, leaves out a message, or does not use an
+    Raises ConfigError if the template cannot be used, leaves out a message, or does not use an
     argument.
     """
 
@@ -122,7 +122,7 @@ class ChatTemplate:
     def __call__(self, question: str) -> str:
         """Render the text for the model to continue, including special tokens.
 
-        Raises ConfigError: the template fails on the messages.
+        Raises ConfigError if the template fails on the messages.
         """
         messages = [{"role": "user", "content": question}]
         if self._config.system is not None:
@@ -162,7 +162,7 @@ def chat_template(
     """Return a function that renders a question for the tokenizer's model, or None if it is not a
     chat model.
 
-    Raises ConfigError: chat settings are given, but the tokenizer has no template; see also
+    Raises ConfigError if chat settings are given, but the tokenizer has no template; see also
     ``ChatTemplate``.
     """
     if tokenizer.chat_template or config.template is not None:
@@ -194,7 +194,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
     No special tokens are added to a text that already has them, because a chat template has
     ``rendered`` it or because it begins with BOS.
 
-    Raises ConfigError: the tokenizer appends EOS to prompts.
+    Raises ConfigError if the tokenizer appends EOS to prompts.
     """
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     adds = not (rendered or has_bos)
@@ -211,7 +211,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
     """Log a warning if the tokenizer cannot read a noticeable share of the prompts' characters.
 
-    Raises ConfigError: it cannot read at least half of the characters.
+    Raises ConfigError if it cannot read at least half of the characters.
     """
     shares = [unread(tokenizer, prompt.text) for prompt in prompts]
     total = sum(len(prompt.text) for prompt in prompts)

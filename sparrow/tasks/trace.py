@@ -40,7 +40,7 @@ class Trace(Settings):
     """Random programs with ``lines`` lines. Up to ``lines // 4`` values (at least 2) may be waiting
     to be used at the same time.
 
-    Raises ConfigError: there are fewer than 2 lines, or ``slip`` is outside [0, 1).
+    Raises ConfigError if there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """
 
     # length of the program, which determines the difficulty; a response has about 10 tokens per

@@ -32,7 +32,7 @@ def verify_all(
     The limit applies to the time between two verdicts, not to a single verdict, because a verifier
     may have to wait for a processor.
 
-    Raises RewardError: a verifier raised an error, returned something other than a finite number,
+    Raises RewardError if a verifier raised an error, returned something other than a finite number,
     or hangs.
     """
     rewards: dict[int, float] = {}
@@ -72,7 +72,7 @@ def verify_all(
 def verify(problem: Problem, text: str) -> float:
     """Return the reward of one response.
 
-    Raises RewardError: the verifier raised an error, or did not return a number of absolute value
+    Raises RewardError if the verifier raised an error, or did not return a number of absolute value
     at most ``LARGEST_REWARD``.
     """
     verifier = f"the verifier of problem {problem.id!r}"
@@ -102,7 +102,7 @@ def verify(problem: Problem, text: str) -> float:
 def stated(problem: Problem, text: str) -> bool:
     """Return whether a response states an answer, right or wrong.
 
-    Raises RewardError: the problem's ``extract`` raised an error.
+    Raises RewardError if the problem's ``extract`` raised an error.
     """
     try:
         return problem.extract is not None and problem.extract(text) is not None

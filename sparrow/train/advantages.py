@@ -31,8 +31,8 @@ def compute_advantages(
         rewards_B: one reward per response, of any real dtype.
         groups_B: integer group ids.
 
-    Raises ValueError: shapes disagree, the batch is empty, group ids are not integers, or a reward
-    is not finite.
+    Raises ValueError if shapes disagree, the batch is empty, group ids are not integers, or a
+    reward is not finite.
     """
     if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape or not len(rewards_B):
         raise ValueError(

@@ -41,8 +41,8 @@ class Collector:
         replaced with groups for new problems, in at most ``resample`` rounds (dynamic sampling:
         DAPO, arXiv 2503.14476, section 3.2).
 
-        Raises RewardError: a verifier failed. TaskError: the task did not return a problem.
-        ConfigError: the engine cannot use a prompt.
+        Raises RewardError if a verifier failed. Raises TaskError if the task did not return a
+        problem. Raises ConfigError if the engine cannot use a prompt.
         """
         rollout = self.config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))

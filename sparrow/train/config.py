@@ -121,7 +121,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         """Build the decoding from these options and ``--schedule``; None or ``dense`` means no
         schedule.
 
-        Raises ConfigError: the options contradict each other, or a schedule cannot be read.
+        Raises ConfigError if the options contradict each other, or a schedule cannot be read.
         """
         chosen = None if schedule == "dense" else schedule
         start = re.fullmatch(r"auto(?::(.+))?", chosen or "")

@@ -192,7 +192,7 @@ def obrs(
 
     Source: Jackpot, arXiv 2602.06107. Its objective also truncates the weight, as cap does here.
 
-    Raises ValueError: z_BT or uniform_BT has a different shape from the mask, or a value outside
+    Raises ValueError if z_BT or uniform_BT has a different shape from the mask, or a value outside
     [0, 1].
     """
     for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
@@ -243,7 +243,7 @@ def compute_correction(
             temperature and over the full softmax.
         mask_BT: bool, true on response tokens; padding may have any values in the other tensors.
 
-    Raises ValueError: shapes disagree, there is no response token, or a response token has a
+    Raises ValueError if shapes disagree, there is no response token, or a response token has a
     log-prob that is not finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)

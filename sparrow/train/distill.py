@@ -50,7 +50,7 @@ class Adapter:
         config: the settings of the adapter.
         schedule: the schedule under which the actor decodes.
 
-    Raises ConfigError: the schedule is dense, so there is nothing to distil; the model lacks the
+    Raises ConfigError if the schedule is dense, so there is nothing to distil; the model lacks the
     target layers; or the adapter to start from cannot be read or belongs to a different model.
     """
 

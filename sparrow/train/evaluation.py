@@ -46,7 +46,8 @@ class Evaluator:
         The seed of a response depends only on its problem and its number, so ``sparrow eval`` with
         the run's seed uses the same seeds.
 
-        Raises RewardError: a verifier failed. ConfigError: the engine cannot use a prompt.
+        Raises RewardError if a verifier failed. Raises ConfigError if the engine cannot use a
+        prompt.
         """
         return {name: self._score(problems) for name, problems in self.benchmarks.items()}
 

@@ -55,7 +55,7 @@ class Learner:
         accelerator: this process's accelerator.
         ranks: the processes of the run.
 
-    Raises ConfigError: processes start from different weights, ``lora.r`` is set with FSDP, or
+    Raises ConfigError if processes start from different weights, ``lora.r`` is set with FSDP, or
     there is nothing to distil.
     """
 
@@ -255,7 +255,7 @@ class Learner:
         """Compute the correction, take the optimiser steps of training step ``step`` (counted from
         0), and then update the adapter if there is one.
 
-        Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds
+        Raises TrainingDiverged if a loss or gradient is not finite, or a log ratio exceeds
         ``loss.max_log_ratio``. That optimiser step is not taken.
         """
         config = self.config

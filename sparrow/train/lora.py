@@ -99,7 +99,7 @@ def check_lora(
 ) -> None:
     """Check that a LoRA fits the model. ``setting`` is the name of its rank on the command line.
 
-    Raises ConfigError: a name matches no linear layer, or the rank exceeds the largest that the
+    Raises ConfigError if a name matches no linear layer, or the rank exceeds the largest that the
     weight matrices of these layers can have.
     """
     # the head may be tied to the embeddings, which cannot have a LoRA

@@ -185,7 +185,7 @@ def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
 
     Call this before the optimiser step, while the weights are still those of the last good step.
 
-    Raises TrainingDiverged: a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
+    Raises TrainingDiverged if a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
     """
     for name, value in metrics.items():
         if not math.isfinite(value):

@@ -35,7 +35,7 @@ class Ranks:
     """This process's rank among the processes that ``accelerate launch`` started. A run with a
     single process has one rank.
 
-    Raises ConfigError: FSDP was requested, but this run cannot use it.
+    Raises ConfigError if FSDP was requested, but this run cannot use it.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -62,7 +62,7 @@ class Ranks:
         """Check that all processes start from the same weights. Call this before sharding, while
         each process still has all of them.
 
-        Raises ConfigError: the weights differ.
+        Raises ConfigError if the weights differ.
         """
         sums = [p.detach().double().sum().item() for p in model.parameters()]
         if any(other != sums for other in self.gather("start", lambda: sums)):
@@ -80,9 +80,9 @@ class Ranks:
         Args:
             phase: the name of the work in error messages and in ``seconds``.
 
-        Raises SparrowError, OSError: ``work`` raised one in some process (the one from the lowest
-        rank, if in several). ProcessLost: a process died, or had not finished ``PATIENCE_S``
-        seconds after this one.
+        Raises SparrowError or OSError if ``work`` raised one in some process (the one from the
+        lowest rank, if in several). Raises ProcessLost if a process died, or had not finished
+        ``PATIENCE_S`` seconds after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -115,8 +115,8 @@ class Ranks:
     def connected(self, phase: str) -> Iterator[None]:
         """Enter a context for work that needs all processes at once.
 
-        Raises ProcessLost: another process can no longer be reached, or is more than ``PATIENCE_S``
-        seconds behind.
+        Raises ProcessLost if another process can no longer be reached, or is more than
+        ``PATIENCE_S`` seconds behind.
         """
         try:
             yield
@@ -228,7 +228,7 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
 def mixed_precision(precision: str) -> str:
     """Convert ``optimizer.precision`` to accelerate's name for it.
 
-    Raises ConfigError: this process has already trained in another precision, which accelerate
+    Raises ConfigError if this process has already trained in another precision, which accelerate
     would keep.
     """
     wanted = "bf16" if precision == "bf16" else "no"

@@ -58,8 +58,9 @@ def resumed(
     The run has finished ``step`` steps. A setting that is missing from the record, because the run
     was started by an older version of Sparrow, is assumed to have had its default value.
 
-    Raises ConfigError: a fixed setting has changed, a recorded setting no longer exists, ``steps``
-    is below ``step``, or settings have changed although the run is finished and not extended.
+    Raises ConfigError if a fixed setting has changed, a recorded setting no longer exists,
+    ``steps`` is below ``step``, or settings have changed although the run is finished and not
+    extended.
     """
     recorded_settings = flat(recorded.train, ".")
     gone = [
@@ -118,7 +119,7 @@ def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
 
     Runs of older versions did not record their problems, so they are not checked.
 
-    Raises ConfigError: the training data or a benchmark has changed.
+    Raises ConfigError if the training data or a benchmark has changed.
     """
     if recorded.data is None or given.data is None:
         return

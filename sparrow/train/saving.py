@@ -28,7 +28,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
     """Write the checkpoint of ``state.step``, and delete all checkpoints except the newest
     ``keep``.
 
-    Raises CheckpointError: the checkpoint could not be written. Earlier checkpoints are not
+    Raises CheckpointError if the checkpoint could not be written. Earlier checkpoints are not
     changed.
     """
     ranks = learner.ranks
@@ -68,7 +68,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
     """Restore the weights, the optimiser and the random states from ``folder``, and return the
     trainer's state.
 
-    Raises CheckpointError: the files are damaged, or belong to a model of a different size.
+    Raises CheckpointError if the files are damaged, or belong to a model of a different size.
     """
     try:
         with (
@@ -140,7 +140,7 @@ class Exports:
         """Export the policy of ``step`` if an export is due and does not exist yet, and delete
         exports that are no longer kept.
 
-        Raises CheckpointError: the export could not be written. Earlier exports are not changed.
+        Raises CheckpointError if the export could not be written. Earlier exports are not changed.
         """
         if not (self.config.every or self.config.best):
             return

@@ -19,7 +19,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Check that the packages of all trackers are installed, because accelerate would silently skip
     a missing tracker.
 
-    Raises ConfigError: a package is not installed.
+    Raises ConfigError if a package is not installed.
     """
     installed = {str(tracker) for tracker in get_available_trackers()}
     if missing := [name for name in names if name not in installed]:

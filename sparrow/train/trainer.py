@@ -64,7 +64,7 @@ class Trainer:
     ``mode=auto``: responses are verified up to the length that the dial sets. ``benchmarks`` are
     evaluated according to ``config.eval``.
 
-    Raises ConfigError: the run directory is in use, a tracker is not installed, this process has
+    Raises ConfigError if the run directory is in use, a tracker is not installed, this process has
     trained in a different precision before, there are more processes than responses, processes
     start from different weights, or the engine does not support a dial.
     """
@@ -157,8 +157,8 @@ class Trainer:
         On a KeyboardInterrupt, a run with a single process saves a checkpoint of the last finished
         step before raising it again.
 
-        Raises SparrowError: a verifier, a loss or a checkpoint failed. The run can be resumed from
-        its last checkpoint.
+        Raises SparrowError if a verifier, a loss or a checkpoint failed. The run can be resumed
+        from its last checkpoint.
         """
         try:
             self._train()
@@ -443,8 +443,8 @@ class Trainer:
         """Load the last checkpoint. Return the configuration to record when the run is resumed with
         the settings ``given``.
 
-        Raises ConfigError: a setting that must not change has changed; see ``resumed``.
-        CheckpointError: the files are damaged, or belong to a model of a different size.
+        Raises ConfigError if a setting that must not change has changed; see ``resumed``. Raises
+        CheckpointError if the files are damaged, or belong to a model of a different size.
         """
         checkpoint = self.run_dir.last_checkpoint()
         assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"

@@ -507,7 +507,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     """Connect a layer to the runtime of its worker, and return the layer's KV cache spec, padded to
     make room for landmarks and int8 scales.
 
-    Raises ConfigError: KV blocks do not consist of whole pages, or vLLM already pads them for
+    Raises ConfigError if KV blocks do not consist of whole pages, or vLLM already pads them for
     another purpose.
     """
     decoding = config.requested(vllm_config)

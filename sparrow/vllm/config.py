@@ -32,7 +32,7 @@ def from_environment() -> Decoding | None:
     A schedule without a mode selects lossy mode. In lossless mode, it is the draft schedule. To set
     further options, write the mode as JSON, as in ``additional_config``.
 
-    Raises ConfigError: ``Decoding.load`` cannot read the values, or both a schedule and a mode in
+    Raises ConfigError if ``Decoding.load`` cannot read the values, or both a schedule and a mode in
     JSON are set.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
@@ -112,7 +112,7 @@ def kernels(vllm_config: Any) -> Implementation | None:
     """Return the decode kernels that were requested for an engine, from ``additional_config`` or
     else from the environment. None means the fastest kernels that support the model.
 
-    Raises ConfigError: there are no kernels with the requested name.
+    Raises ConfigError if there are no kernels with the requested name.
     """
     name: Any = (
         additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
@@ -130,8 +130,9 @@ def additional(vllm_config: Any, key: str) -> Any:
 def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Refuse models and vLLM features with which Sparrow would decode densely or incorrectly.
 
-    Raises UnsupportedModel: Sparrow does not support this kind of model or attention. ConfigError:
-    a feature of vLLM has to be switched off, or the schedule does not match the model.
+    Raises UnsupportedModel if Sparrow does not support this kind of model or attention. Raises
+    ConfigError if a feature of vLLM has to be switched off, or the schedule does not match the
+    model.
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -211,7 +212,7 @@ def check_layer(asked: Mapping[str, Any]) -> None:
     Args:
         asked: the arguments of vLLM's attention implementation.
 
-    Raises UnsupportedModel: Sparrow does not support the layer.
+    Raises UnsupportedModel if Sparrow does not support the layer.
     """
     dtype = asked["kv_cache_dtype"]
     window = asked["sliding_window"]

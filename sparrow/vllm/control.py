@@ -24,7 +24,7 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
     """Decode under another schedule from the next step on. The caller must reset the prefix cache
     afterwards.
 
-    Raises ConfigError: the schedule cannot be read, or it needs a new engine.
+    Raises ConfigError if the schedule cannot be read, or it needs a new engine.
     """
     _runtime(self).set_schedule(SparsitySchedule.load(schedule))
 
@@ -87,8 +87,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     An engine that quantises its weights (``quantization="fp8"``) also quantises the new ones, for
     which it needs all weights of a layer in the same call.
 
-    Raises ConfigError: the model has no weight with one of these names; weights that are quantised
-    together are incomplete; or vLLM has changed the layout of the experts.
+    Raises ConfigError if the model has no weight with one of these names; weights that are
+    quantised together are incomplete; or vLLM has changed the layout of the experts.
     """
     if self.vllm_config.quant_config is None:
         _check_experts(self.model_runner.model)
@@ -116,7 +116,7 @@ def _check_experts(model: Any) -> None:
     """Refuse new weights for experts whose layout vLLM changed for its kernel when it loaded them.
     vLLM would write the new weights as if the experts still had their original layout.
 
-    Raises ConfigError: the model has such experts.
+    Raises ConfigError if the model has such experts.
     """
     for layer in model.modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
@@ -132,7 +132,7 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
     """Yield ``weights``, and then check that no matrix is missing that vLLM quantises together with
     one of them.
 
-    Raises ValueError: a matrix is missing.
+    Raises ValueError if a matrix is missing.
     """
     given = set()
     for name, weight in weights:
@@ -156,7 +156,7 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     """Let the next prefill set the scales of an fp8 KV cache again, for use after loading new
     weights. The cache must be empty before that prefill.
 
-    Raises ConfigError: the engine has no fp8 KV cache, or vLLM sets its scales, as it does in
+    Raises ConfigError if the engine has no fp8 KV cache, or vLLM sets its scales, as it does in
     lossless mode.
     """
     runtime = _runtime(self)
@@ -183,7 +183,7 @@ def sparrow_renew_draft_weights(self: Any) -> None:
     """Renew the copy of the weights that drafts use before the next drafts. Call this only after
     writing to the model's parameters directly; vLLM's own updates renew the copy themselves.
 
-    Raises ConfigError: drafts do not use a copy of the weights.
+    Raises ConfigError if drafts do not use a copy of the weights.
     """
     runtime = _runtime(self)
     if runtime.drafting.weights is None:
@@ -236,8 +236,8 @@ def check(vllm_config: Any) -> None:
     """Check that every layer of an engine with a schedule follows the schedule, and log how the
     engine decodes.
 
-    Raises UnsupportedModel: an attention layer runs another backend. ConfigError: in lossless
-    mode, the speculator is not Sparrow's.
+    Raises UnsupportedModel if an attention layer runs another backend. Raises ConfigError if in
+    lossless mode, the speculator is not Sparrow's.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

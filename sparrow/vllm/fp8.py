@@ -49,7 +49,8 @@ class LayerScales:
         """Set the scales from the tokens that have a slot. This does nothing if the scales are
         already set, or if vLLM is warming up.
 
-        Raises ConfigError: the cache still contains tokens that were stored with different scales.
+        Raises ConfigError if the cache still contains tokens that were stored with different
+        scales.
         """
         if self.is_set or not self.cache.is_serving:
             return
@@ -104,7 +105,7 @@ class Fp8Cache:
             computed: number of tokens that each sequence had in the cache before the step.
             block_tokens: N.
 
-        Raises ConfigError: the scales are not set yet, and a prompt has only one token.
+        Raises ConfigError if the scales are not set yet, and a prompt has only one token.
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(

@@ -34,7 +34,7 @@ class Patch:
         """Return the owner of the name, the name itself, and the object to which it refers at
         present.
 
-        Raises ImportError, AttributeError: this vLLM has no such name.
+        Raises ImportError or AttributeError if this vLLM has no such name.
         """
         return selfcheck.locate(self.target)
 

@@ -21,8 +21,8 @@ def register() -> None:
     If there is no schedule in ``additional_config`` or in the environment, vLLM behaves as it does
     without the plugin.
 
-    Raises ConfigError: the schedule in the environment cannot be read, or this version of vLLM does
-    not support it.
+    Raises ConfigError if the schedule in the environment cannot be read, or this version of vLLM
+    does not support it.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -256,7 +256,7 @@ class Runtime:
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
-        Raises ConfigError: the schedule is not dense, and its page layout, dense layers or
+        Raises ConfigError if the schedule is not dense, and its page layout, dense layers or
         head_budgets differ from those of the running engine.
         """
         started_with = self.decoding.schedule
@@ -278,7 +278,7 @@ class Runtime:
     def check_metered(self, schedule: SparsitySchedule) -> None:
         """Check that a schedule can be measured alongside the drafts.
 
-        Raises ConfigError: the pages, landmarks or head_budgets of the schedule differ from those
+        Raises ConfigError if the pages, landmarks or head_budgets of the schedule differ from those
         of the drafts, or one of its sparse layers is dense in drafts.
         """
         ours = self.decoding.schedule

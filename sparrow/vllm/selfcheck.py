@@ -66,7 +66,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
     """Find ``module:name`` or ``module:Class.name``. Return the owner of the name, the name itself,
     and the object to which it refers.
 
-    Raises ImportError, AttributeError: this vLLM has no such name.
+    Raises ImportError or AttributeError if this vLLM has no such name.
     """
     module, _, path = target.partition(":")
     owner: Any = import_module(module)
@@ -77,7 +77,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def check_name(target: str, parameters: Iterable[str] = ()) -> None:
-    """Check that vLLM has a name. Raises ConfigError: the name or one of its parameters or fields
+    """Check that vLLM has a name. Raises ConfigError if the name or one of its parameters or fields
     is missing.
     """
     try:
@@ -230,7 +230,7 @@ def check_names(
         patches: the patches that the engine will apply (``patches.Patch``).
         has_adapters: whether the engine supports LoRA (``enable_lora``).
 
-    Raises ConfigError: a name or parameter is missing.
+    Raises ConfigError if a name or parameter is missing.
     """
     import vllm
 
@@ -275,7 +275,7 @@ def run(worker: Any, runtime: Any) -> Differences:
 
     The check clears the cache blocks that it used. The counters include the steps of the check.
 
-    Raises ConfigError: the engine computes a wrong result.
+    Raises ConfigError if the engine computes a wrong result.
     """
     from vllm.logger import init_logger
 
@@ -334,8 +334,8 @@ def _bytes_of(layer: Any) -> Tensor:
 
 
 def check_addresses(drafter: Drafter) -> None:
-    """Check the CUDA graphs of draft steps. Raises ConfigError: a graph was captured with a tensor
-    that has been moved since.
+    """Check the CUDA graphs of draft steps. Raises ConfigError if a graph was captured with a
+    tensor that has been moved since.
     """
     now = drafter.addresses()
     for name, address in drafter.captured_over.items():
@@ -390,7 +390,7 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
 
     Returns the largest error of any output, or 0 if there are no layers to check.
 
-    Raises ConfigError: a layer fails one of these checks.
+    Raises ConfigError if a layer fails one of these checks.
     """
     layers = [layer for layer in layers if layer.impl.has_landmarks]
     if not layers:
@@ -530,7 +530,7 @@ def _decode(
 
     Returns the largest difference between an output and the known output.
 
-    Raises ConfigError: an output differs from the known output by more than rounding explains.
+    Raises ConfigError if an output differs from the known output by more than rounding explains.
     """
     from sparrow.vllm.backend import Step
 
@@ -677,7 +677,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     Returns the largest distance (see ``distance``), or 0 if this worker has no log-probs to
     compare.
 
-    Raises ConfigError: the log-probs differ by more than rounding explains.
+    Raises ConfigError if the log-probs differ by more than rounding explains.
     """
     config = worker.vllm_config
     cache = worker.model_runner.kv_cache_config

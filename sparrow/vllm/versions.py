@@ -39,7 +39,7 @@ self-check passes.
 def check(on_cpu: bool) -> None:
     """Check that Sparrow supports the vLLM of this process.
 
-    Raises ConfigError: Sparrow does not support this version, or not on a CPU.
+    Raises ConfigError if Sparrow does not support this version, or not on a CPU.
     """
     import vllm
 
@@ -104,7 +104,7 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """Split the cache of a layer on a CPU into the same two views. There, vLLM stores the keys of a
     block transposed, ``[D, N]``.
 
-    Raises ConfigError: the kernels for this instruction set pack keys in another order.
+    Raises ConfigError if the kernels for this instruction set pack keys in another order.
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(

@@ -284,7 +284,7 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
     """Return the tokens per pass by history and number of guesses, for groups of the same kind and
     temperature.
 
-    Raises ValueError: no response is as long as a cycle.
+    Raises ValueError if no response is as long as a cycle.
     """
     tokens = [sum(map(len, group.responses)) for group in cell]
     shared = {
@@ -330,7 +330,7 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
 def main(options: Options) -> dict[str, Any]:
     """Simulate every history for every kind and temperature, and write the results.
 
-    Raises ValueError: a group has fewer than four responses, so that half of it would contain no
+    Raises ValueError if a group has fewer than four responses, so that half of it would contain no
     siblings.
     """
     cells: dict[tuple[str, float], list[Group]] = {}

@@ -104,7 +104,7 @@ def continued(
 def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, list[list[int]]]:
     """Return the token ids of the prompts of each kind.
 
-    Raises ValueError: there are fewer texts than prompts.
+    Raises ValueError if there are fewer texts than prompts.
     """
     drawn = random.Random(options.seed)
     kinds = {

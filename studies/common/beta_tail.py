@@ -59,7 +59,7 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all equal to
     within 1e-6.
 
-    Raises ValueError: alpha or cut is out of range.
+    Raises ValueError if alpha or cut is out of range.
     """
     values = check_acceptance(np.ravel(alpha))
     if not 0 < cut <= 1:

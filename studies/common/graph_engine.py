@@ -124,7 +124,7 @@ class GraphEngine(HFEngine):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Set the page counts; see ``Engine.set_schedule``.
 
-        Raises ConfigError: the schedule has budgets by head, which this engine does not support.
+        Raises ConfigError if the schedule has budgets by head, which this engine does not support.
         """
         if schedule.head_budgets:
             raise ConfigError(

@@ -96,7 +96,7 @@ def side_by_side(
             picklable.
         first: called once before any run, also in a separate process; must be picklable.
 
-    Raises RuntimeError: ``first`` failed.
+    Raises RuntimeError if ``first`` failed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.rewards"])
@@ -187,7 +187,7 @@ def calibrated(
     Responses longer than the trajectories, which have failed anyway, read as much as in the last
     bin.
 
-    Raises ConfigError: no budget meets a target.
+    Raises ConfigError if no budget meets a target.
     """
     from sparrow.calibrate import Acceptance, calibrate
     from sparrow.calibrate.trajectories import Trajectories
@@ -240,7 +240,7 @@ def train_logged(
         after: called with the trainer after each step, when its log has been written.
         judge_cut_off: whether to measure the held-out score if the deadline ends the run.
 
-    Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; the policy is
+    Raises TimeoutError if the deadline has passed. TrainingDiverged: see ``Trainer``; the policy is
     evaluated before the error is raised.
     """
     from sparrow.errors import TrainingDiverged

@@ -73,7 +73,7 @@ def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafte
     """Choose cycles whose tokens were all ``sampled`` ``[S, T]``, and return their first positions
     ``[S, R]``. Each bin between two edges has the same number of cycles, spread evenly.
 
-    Raises ValueError: a sequence has no such cycle in a bin.
+    Raises ValueError if a sequence has no such cycle in a bin.
     """
     S = len(sampled)
     # A draft at a position predicts the token after it.
@@ -165,7 +165,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
     """Return what an interrupted run has left in ``args.out``, or nothing if there is no such file.
 
-    Raises ValueError: the run had different settings.
+    Raises ValueError if the run had different settings.
     """
     if not args.out.exists():
         return {}

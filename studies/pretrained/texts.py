@@ -47,7 +47,7 @@ def cut(
 ) -> np.ndarray:
     """Concatenate the documents, and return sequences of consecutive tokens ``[S, T]``.
 
-    Raises ValueError: the documents are too short.
+    Raises ValueError if the documents are too short.
     """
     end = tokenizer.convert_tokens_to_ids(END)
     joined: list[int] = []

@@ -152,7 +152,7 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
     """Parse the name of an arm, and return its schedule, the closed loop's tau, whether the actor
     is distilled, and the correction.
 
-    Raises ValueError: the arm does not exist.
+    Raises ValueError if the arm does not exist.
     """
     match = ARM.fullmatch(arm)
     if not match:

@@ -168,7 +168,7 @@ def counted(path: Path) -> Run | None:
 def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
     """Return settings, rows and shortened runs, leaving out runs that ended early.
 
-    Raises ValueError: there are no runs.
+    Raises ValueError if there are no runs.
     """
     logs = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
     by_log = {path: counted(path) for path in logs}

@@ -55,7 +55,7 @@ def split(
     """Divide folders into those to train on and those that are held out, because their path
     contains a name in ``held_out``.
 
-    Raises ValueError: either part is empty.
+    Raises ValueError if either part is empty.
     """
     parts: tuple[list[list[Path]], list[list[Path]]] = ([], [])
     for files in folders:

@@ -65,8 +65,8 @@ class Cycles:
     Pages are selected at the first step of a cycle and then every ``reuse`` steps. Drafts of the
     cycle are always read.
 
-    Raises ValueError: cycles are so long that pages written in a cycle would be ranked in the same
-    cycle.
+    Raises ValueError if cycles are so long that pages written in a cycle would be ranked in the
+    same cycle.
     """
 
     cache: DenseCache

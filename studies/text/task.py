@@ -360,9 +360,9 @@ class Continue:
     """The task, using the problems stored with a checkpoint. An epoch contains each problem once,
     in an order that depends on the seed.
 
-    Raises FileNotFoundError: the checkpoint has no problems, or it does not specify its tokenizer,
-    in which case transformers would use Qwen's, which splits text differently. ValueError: there
-    are no problems of this kind.
+    Raises FileNotFoundError if the checkpoint has no problems, or it does not specify its
+    tokenizer, in which case transformers would use Qwen's, which splits text differently. Raises
+    ValueError if there are no problems of this kind.
     """
 
     checkpoint: Path

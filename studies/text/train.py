@@ -134,7 +134,7 @@ def fit(
 def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
     """Return ``count`` windows spread evenly over ``tokens``, int64 ``[count, context]``.
 
-    Raises ValueError: the windows would overlap.
+    Raises ValueError if the windows would overlap.
     """
     if len(tokens) < count * context:
         raise ValueError(

@@ -98,7 +98,7 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
     """Return an equivalent model with ``copies`` times as many query and kv heads, on the same
     device.
 
-    Raises ValueError: ``copies`` is not a power of 2, so dividing weights by it would round them.
+    Raises ValueError if ``copies`` is not a power of 2, so dividing weights by it would round them.
     """
     power = math.log2(copies)
     if power != int(power):

@@ -47,7 +47,7 @@ class Options:
 def arm(path: Path) -> dict[str, Any]:
     """Summarise a run: its seconds by phase, and its rewards against the clock.
 
-    Raises ValueError: the run has only one step, in which kernels were still being compiled.
+    Raises ValueError if the run has only one step, in which kernels were still being compiled.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]

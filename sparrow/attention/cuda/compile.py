@@ -26,8 +26,8 @@ class Kernel:
         shared_bytes: dynamic shared memory per launch, in bytes.
         device: a CUDA device.
 
-    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: the compiler or the
-    driver reports an error.
+    Raises ConfigError if NVRTC's Python bindings are missing. Raises RuntimeError if the compiler
+    or the driver reports an error.
     """
 
     def __init__(

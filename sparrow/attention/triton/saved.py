@@ -131,7 +131,7 @@ class Choices:
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 
     def save(self) -> Path:
-        """Write the file, and return its path. Raises ConfigError: it cannot be written."""
+        """Write the file, and return its path. Raises ConfigError if it cannot be written."""
         path = self.target.path
         check_folder(path.parent)
         write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
@@ -141,7 +141,7 @@ class Choices:
     def load(cls, target: Target) -> Choices | None:
         """Read the choices for ``target``, or return None if it was never tuned.
 
-        Raises ConfigError: the file cannot be read, is damaged, or is for another target.
+        Raises ConfigError if the file cannot be read, is damaged, or is for another target.
         """
         path = target.path
         if not path.exists():
@@ -172,7 +172,7 @@ class Choices:
 
 
 def _cell(record: Mapping[str, Any]) -> Cell:
-    """Read a cell. Raises ValueError, KeyError or TypeError: the cell is damaged."""
+    """Read a cell. Raises ValueError, KeyError or TypeError if the cell is damaged."""
     batch = record["batch"]
     if type(batch) is not int or batch < 1:
         raise ValueError(f"batch is {batch!r}, expected a whole number of at least 1")
@@ -210,7 +210,7 @@ def read(
     """Return the choices for a model of these sizes on ``device``, or None if there are none. Each
     file is read once per process.
 
-    Raises ConfigError: the file is damaged, or is for another target.
+    Raises ConfigError if the file is damaged, or is for another target.
     """
     if device.type != "cuda":
         return None

@@ -117,7 +117,7 @@ def tune(
             left out.
         pool_bytes: size of the keys and values in memory.
 
-    Raises ConfigError: the shape is not supported, or the shipped configuration does not run on
+    Raises ConfigError if the shape is not supported, or the shipped configuration does not run on
     this GPU or gives wrong results.
     """
     check_target(target, grid, device)
@@ -154,7 +154,7 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
         times: returns a variant's time for each number of pages, or None if the variant cannot be
             used.
 
-    Raises ConfigError: the shipped configuration cannot be used.
+    Raises ConfigError if the shipped configuration cannot be used.
     """
     shipped = times(Variant())
     if shipped is None:
@@ -323,7 +323,7 @@ class Problem:
     def check_result(self) -> None:
         """Check the result that the first step wrote to ``out``.
 
-        Raises WrongResult: the error is more than twice the reference's error in the same
+        Raises WrongResult if the error is more than twice the reference's error in the same
         precision, plus half a unit in the last place.
         """
         exact, reference_error = self.expected

@@ -15,7 +15,7 @@ from sparrow.settings import flat
 def from_toml(path: Path) -> list[str]:
     """Convert a TOML file's options to command-line form.
 
-    Raises ConfigError: the file cannot be read, or is not valid TOML.
+    Raises ConfigError if the file cannot be read, or is not valid TOML.
     """
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
@@ -29,7 +29,7 @@ def from_toml(path: Path) -> list[str]:
 def recorded(run_dir: Path, settings: type) -> list[str]:
     """Convert a run's recorded ``settings`` to command-line form.
 
-    Raises ConfigError: ``run_dir`` is not a run directory, or its record is damaged.
+    Raises ConfigError if ``run_dir`` is not a run directory, or its record is damaged.
     """
     from sparrow.run import RunConfig
 

@@ -135,7 +135,7 @@ class Audit(DecodingOptions, FromPrompts):
     def _adapter(self, dense: str | None) -> str | None:
         """Return the folder of the tested engine's LoRA adapter, or None.
 
-        Raises ConfigError: the dense engine has a different adapter.
+        Raises ConfigError if the dense engine has a different adapter.
         """
         adapter, theirs = (
             None if spec is None else parse_engine(spec).options.get("adapter")

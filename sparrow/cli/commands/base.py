@@ -13,7 +13,7 @@ class Command(Settings):
     def run(self) -> None:
         """Run the command and print its result on stdout.
 
-        Raises SparrowError: the command cannot run; the message says why in one sentence.
+        Raises SparrowError if the command cannot run; the message says why in one sentence.
         """
         raise NotImplementedError
 

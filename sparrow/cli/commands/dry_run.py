@@ -38,7 +38,7 @@ class Target(Settings):
 def dry_run(command: TrainOptions) -> None:
     """Check a run and print predictions. Only the data is loaded, and nothing is written.
 
-    Raises ConfigError: the run would fail; the message has one sentence for each problem.
+    Raises ConfigError if the run would fail; the message has one sentence for each problem.
     """
     from sparrow.cli.commands.cost import find_shape, is_known
     from sparrow.cli.loading import (
@@ -153,7 +153,7 @@ def dry_run(command: TrainOptions) -> None:
 def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     """Check the machine, the engine and the precision.
 
-    Raises ConfigError: this trainer does not run on the machine, or nothing can be predicted for
+    Raises ConfigError if this trainer does not run on the machine, or nothing can be predicted for
     the engine or the precision.
     """
     if cluster.gpus > cluster.host:
@@ -177,7 +177,7 @@ def _predicted(
 ) -> Rows:
     """Predict the memory needed, the seconds per step and the hours for the whole run.
 
-    Raises ConfigError: the run does not fit in memory.
+    Raises ConfigError if the run does not fit in memory.
     """
     from sparrow.cost import cluster as planning
     from sparrow.cost import response_lengths

@@ -53,7 +53,7 @@ def load_benchmark(
     a dataset (all if ``limit`` is None). ``option`` is the name of the limit on the command line,
     for messages.
 
-    Raises ConfigError: a task has no limit; see also ``load_problems``.
+    Raises ConfigError if a task has no limit; see also ``load_problems``.
     """
     if is_task(spec):
         task = load_task_spec(spec)

@@ -25,7 +25,7 @@ def load_engine(
 
     With ``audits``, engines without Sparrow are allowed too, and no engine can sleep.
 
-    Raises ConfigError: there is no such engine, or it does not accept the options or the model.
+    Raises ConfigError if there is no such engine, or it does not accept the options or the model.
     """
     parsed = parse_engine(spec)
     if parsed.kind.is_stock and not audits:

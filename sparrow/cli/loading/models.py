@@ -42,7 +42,7 @@ def load_model(
 def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """Apply a PEFT LoRA adapter to a model without merging it into the weights.
 
-    Raises ConfigError: the folder contains no adapter for this model.
+    Raises ConfigError if the folder contains no adapter for this model.
     """
     import peft  # imported here because it takes a second
 

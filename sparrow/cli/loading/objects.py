@@ -15,7 +15,7 @@ from sparrow.errors import ConfigError, place
 def load_object(spec: str, what: str) -> Any:
     """Load the object ``module:name``. The working directory is searched for the module, too.
 
-    Raises ConfigError: there is no such module or name, or importing the module raises an error.
+    Raises ConfigError if there is no such module or name, or importing the module raises an error.
     """
     module, _, name = spec.partition(":")
     if not re.fullmatch(r"[\w.]+:\w+", spec) or module.endswith(".py"):

@@ -55,7 +55,7 @@ def load_problems(
     tokens. ``reward``, if given, is a function (``module:function``, see ``tasks.judges.Judge``)
     that replaces the datasets' verifiers.
 
-    Raises ConfigError: task and datasets are both given or both missing, a name or option is
+    Raises ConfigError if task and datasets are both given or both missing, a name or option is
     unknown, or rows cannot be used.
     """
     if task is not None and datasets:
@@ -97,8 +97,8 @@ def load_task_spec(spec: str) -> Task:
     """Load a task as written on the command line: ``trace:lines=24``, or ``module:Class`` for the
     user's own class, with or without options.
 
-    Raises ConfigError: there is no such task, or it does not accept the options. TaskError: the
-    task itself raised an error.
+    Raises ConfigError if there is no such task, or it does not accept the options. Raises TaskError
+    if the task itself raised an error.
     """
     own = _OWN.fullmatch(spec)
     if own is None or spec.partition(":")[0] in TASKS:

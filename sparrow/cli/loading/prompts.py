@@ -23,7 +23,7 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
     """Return the longest prompt, in tokens, that leaves room for a response in the model's context,
     or in the engine's if that is smaller.
 
-    Raises ConfigError: there is no room for a prompt, or there is no such engine.
+    Raises ConfigError if there is no room for a prompt, or there is no such engine.
     """
     context = context or sys.maxsize
     spec = parse_engine(engine)
@@ -41,7 +41,7 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
 def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
     """Draw the first ``count`` prompts that training on the task with ``seed`` would draw.
 
-    Raises TaskError: the task raised an error.
+    Raises TaskError if the task raised an error.
     """
     return [prompt_of(draw(task, i, seed)) for i in range(count)]
 
@@ -53,7 +53,7 @@ def encode_prompts(
 
     Prompts with no tokens, or more than ``room``, are left out and counted.
 
-    Raises ConfigError: no prompt is left, or the tokenizer cannot read the prompts.
+    Raises ConfigError if no prompt is left, or the tokenizer cannot read the prompts.
     """
     encoded = [(prompt.name, encode(tokenizer, prompt.text, prompt.rendered)) for prompt in prompts]
     kept = [ids for _, ids in encoded if 0 < len(ids) <= room]
@@ -74,7 +74,7 @@ def encode_prompts(
 def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts in a file, unchanged.
 
-    Raises ConfigError: the file cannot be read, or contains no prompts.
+    Raises ConfigError if the file cannot be read, or contains no prompts.
     """
     if path.suffix in (".jsonl", ".json", ".parquet"):
         named = []

@@ -19,7 +19,7 @@ def take_adapter(options: dict[str, Any]) -> Any:
     Returns:
         vLLM's ``LoRARequest``, or None if the options name no adapter.
 
-    Raises ConfigError: the folder contains no LoRA adapter that vLLM can load.
+    Raises ConfigError if the folder contains no LoRA adapter that vLLM can load.
     """
     folder = options.pop("adapter", None)
     if folder is None:

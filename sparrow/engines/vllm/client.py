@@ -73,7 +73,7 @@ class Client(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``. A LoRA must first be merged into full weights.
 
-        Raises ConfigError: the model has no weight of that name.
+        Raises ConfigError if the model has no weight of that name.
         """
         for path in weight_files(weights, whole="weights" in self._described[0]):
             self.rpc("sparrow_load_weights", path)
@@ -82,7 +82,7 @@ class Client(ABC):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``. CUDA graphs are not captured again.
 
-        Raises ConfigError: the page layout or the dense layers differ from those with which vLLM
+        Raises ConfigError if the page layout or the dense layers differ from those with which vLLM
         was started.
         """
         self.rpc("sparrow_set_schedule", schedule.to_json())
@@ -101,7 +101,7 @@ class Client(ABC):
         """Drop cached prefixes, whose keys and values were computed with different weights or
         budgets.
 
-        Raises SparrowError: requests are running.
+        Raises SparrowError if requests are running.
         """
         if not self.reset_prefix_cache():
             raise SparrowError(
@@ -212,7 +212,7 @@ def rollout(
     """Build a rollout from ids and log-probs ``[T, 1 + n]``. In each row, the sampled token comes
     first, followed by the most likely tokens, best first.
 
-    Raises EngineError: a response ended for a reason other than its end-of-sequence token or the
+    Raises EngineError if a response ended for a reason other than its end-of-sequence token or the
     length limit, for example because it was aborted.
     """
     if end not in ("stop", "length"):

@@ -44,9 +44,9 @@ class VLLMEngine(Client):
             The option ``adapter`` is the folder of a LoRA adapter, which is applied to all
             requests.
 
-    Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model
-    under a schedule. EngineError: vLLM does not start, for example because there is too little
-    memory.
+    Raises ConfigError or UnsupportedModel if vLLM is missing or too old, or cannot decode this
+    model under a schedule. Raises EngineError if vLLM does not start, for example because there is
+    too little memory.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
@@ -153,7 +153,7 @@ class VLLMEngine(Client):
         """See ``Engine.update_weights``. If the model is in this process, weights are not copied
         through host memory.
 
-        Raises ConfigError: the model has no weight of that name.
+        Raises ConfigError if the model has no weight of that name.
         """
         if not self._in_process:
             return super().update_weights(weights)
@@ -234,7 +234,7 @@ def check_discoverable() -> None:
     """Check that vLLM's other processes will load the plugin, which they find only by its entry
     point.
 
-    Raises ConfigError: the other processes would not load the plugin.
+    Raises ConfigError if the other processes would not load the plugin.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (
@@ -274,7 +274,7 @@ def start(asked: Asked) -> VLLMEngine:
 
 def options_of(asked: Asked) -> dict[str, Any]:
     """Return the options for ``vllm.LLM``: the user's options, and the dtype that corresponds to
-    the precision. Raises ConfigError: the user's options include a dtype.
+    the precision. Raises ConfigError if the user's options include a dtype.
     """
     options = asked.spec.options
     if "dtype" in options:

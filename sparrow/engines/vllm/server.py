@@ -54,8 +54,8 @@ class VLLMServer(Client):
         controls: whether this client sets the server's schedule and weights; exactly one of the
             processes that share a server should do so.
 
-    Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in
-    another mode, has other settings of lossless mode, or cannot be controlled.
+    Raises EngineError if no server answers. Raises ConfigError if the server does not run Sparrow,
+    runs in another mode, has other settings of lossless mode, or cannot be controlled.
     """
 
     _prompts_path = "/inference/v1/generate"
@@ -83,7 +83,7 @@ class VLLMServer(Client):
     def _check_settings(self, decoding: Decoding) -> None:
         """Check that the server has every setting of lossless mode that differs from its default.
 
-        Raises ConfigError: the server has a different value.
+        Raises ConfigError if the server has a different value.
         """
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
             default = getattr(Decoding.lossless(), name)
@@ -99,8 +99,8 @@ class VLLMServer(Client):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
 
-        Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``
-        seconds.
+        Raises EngineError if the server died, refused a prompt, or generated nothing for
+        ``STALL_S`` seconds.
         """
         self.check(prompts, sampling)
         # The server puts the sampled token first, and then cuts the list to the requested length.
@@ -308,7 +308,7 @@ def start(asked: Asked) -> VLLMServer:
     """Connect to the server for this process. If there are fewer servers than processes, several
     processes share a server.
 
-    Raises ConfigError: there are more servers than processes.
+    Raises ConfigError if there are more servers than processes.
     """
     from accelerate import PartialState
 

@@ -29,7 +29,7 @@ class StockEngine(VLLMEngine):
     """An engine that samples with vLLM in this process, without Sparrow. It is started with the
     user's ``options`` for ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``).
 
-    Raises ConfigError: vLLM is missing. EngineError: vLLM does not start.
+    Raises ConfigError if vLLM is missing. Raises EngineError if vLLM does not start.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -66,7 +66,7 @@ class StockEngine(VLLMEngine):
         return Counters(0, 0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Refuse any schedule. Raises ConfigError: stock vLLM cannot follow a schedule."""
+        """Refuse any schedule. Raises ConfigError if stock vLLM cannot follow a schedule."""
         raise _no_schedule()
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
@@ -94,7 +94,7 @@ class StockServer(VLLMServer):
     """An engine that samples from a running vLLM server without Sparrow. Requests contain token
     ids.
 
-    Raises EngineError: no server answers.
+    Raises EngineError if no server answers.
     """
 
     _prompts_path = "/v1/completions"
@@ -110,7 +110,7 @@ class StockServer(VLLMServer):
         self._described = []
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Refuse any schedule. Raises ConfigError: stock vLLM cannot follow a schedule."""
+        """Refuse any schedule. Raises ConfigError if stock vLLM cannot follow a schedule."""
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
@@ -140,7 +140,7 @@ class StockServer(VLLMServer):
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
         """See ``ListScorer.top_lists``.
 
-        Raises EngineError: the server refuses the request, for example because it does not allow
+        Raises EngineError if the server refuses the request, for example because it does not allow
         such long lists.
         """
         bodies: list[dict[str, Any]] = [
@@ -170,7 +170,7 @@ class StockServer(VLLMServer):
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
     """Build a ``Rollout`` from one answer of the server.
 
-    Raises EngineError: the answer contains no token ids. Servers before vLLM 0.10.2 do not send
+    Raises EngineError if the answer contains no token ids. Servers before vLLM 0.10.2 do not send
     any.
     """
     tokens = choice.get("token_ids")
@@ -197,7 +197,7 @@ def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -
     """Build lists of the ``n`` most likely tokens at each position, and include the log-probs of
     the response.
 
-    Raises EngineError: a list has fewer than ``n`` tokens.
+    Raises EngineError if a list has fewer than ``n`` tokens.
     """
     best = [sorted(each.items(), key=lambda entry: -entry[1])[:n] for each in positions]
     shortest = min(map(len, best), default=n)

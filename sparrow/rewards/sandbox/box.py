@@ -114,7 +114,8 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
     """Check that the requested isolation works on this machine, and return it, with ``auto``
     resolved to bubblewrap. How programs are limited is logged once.
 
-    Raises RewardError: the isolation does not work here. ValueError: there is no such isolation.
+    Raises RewardError if the isolation does not work here. Raises ValueError if there is no such
+    isolation.
     """
     if isolation not in ("auto", "bwrap", "session", "none"):
         raise ValueError(f"isolation must be auto, bwrap, session or none, got {isolation!r}")
@@ -146,7 +147,7 @@ class Sandbox(Child):
         isolation: how the process is confined; see ``choose_isolation``.
         starts: number of attempts to start the process.
 
-    Raises RewardError: the process does not start.
+    Raises RewardError if the process does not start.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def make(group: Path, limits: Limits) -> Path:
-    """Create a subgroup of ``group`` with ``limits``. Raises OSError: it cannot be created."""
+    """Create a subgroup of ``group`` with ``limits``. Raises OSError if it cannot be created."""
     subgroup = Path(tempfile.mkdtemp(prefix="sparrow-", dir=group))
     most = limits.memory_bytes + limits.files_bytes + 3 * limits.output_bytes + _HARNESS_BYTES
     try:

@@ -83,8 +83,8 @@ class Child:
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Send an object.
 
-        Raises ChildTimeoutError: the process did not read the object by the deadline, given as a
-        time of ``time.monotonic``. ChildEndedError: the process no longer reads.
+        Raises ChildTimeoutError if the process did not read the object by the deadline, given as a
+        time of ``time.monotonic``. Raises ChildEndedError if the process no longer reads.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
         self._send_rest(deadline)
@@ -111,8 +111,8 @@ class Child:
         The reply may come from a hostile program. All that is checked is that it has the right form
         and is cheap to read.
 
-        Raises ChildTimeoutError: there was no reply by the deadline. ChildEndedError: the process
-        ended, or sent something else.
+        Raises ChildTimeoutError if there was no reply by the deadline. Raises ChildEndedError if
+        the process ended, or sent something else.
         """
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= most:
@@ -131,7 +131,7 @@ class Child:
         """Read the next reply of a program, counting the program's own time during the wait against
         ``time_limit``.
 
-        Raises ChildTimeoutError: the program has no time left. ChildEndedError: see ``receive``.
+        Raises ChildTimeoutError if the program has no time left. ChildEndedError: see ``receive``.
         """
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 

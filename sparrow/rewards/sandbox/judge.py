@@ -197,8 +197,8 @@ class Judge:
         """Run ``code`` against ``tests``. If ``stop_early`` is true, stop after the first test that
         fails.
 
-        Raises RewardError: programs cannot be run here with the requested isolation. ValueError:
-        the tests are of none of the three kinds.
+        Raises RewardError if programs cannot be run here with the requested isolation. Raises
+        ValueError if the tests are of none of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:

@@ -23,7 +23,7 @@ class Process(NamedTuple):
 
 
 def look(pid: int) -> Process:
-    """Read the state of one process. Raises OSError: no process has this id."""
+    """Read the state of one process. Raises OSError if no process has this id."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     ticks = sum(map(int, fields[11:15]))

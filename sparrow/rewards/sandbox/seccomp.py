@@ -217,7 +217,7 @@ def _one_of(values: Iterable[int | str], then: Instruction) -> list[Instruction]
 
 
 def program_filter() -> list[Instruction]:
-    """Build the filter for this machine's processor. Raises RewardError: it is neither x86-64 nor
+    """Build the filter for this machine's processor. Raises RewardError if it is neither x86-64 nor
     arm64.
     """
     machine = platform.machine()

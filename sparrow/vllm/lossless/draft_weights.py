@@ -121,7 +121,7 @@ class DraftWeights:
     The copy is made after the model is loaded and before the model is compiled. The tensors of the
     copy keep their addresses, because CUDA graphs refer to them.
 
-    Raises UnsupportedModel: no layer of the model can have a copy.
+    Raises UnsupportedModel if no layer of the model can have a copy.
     """
 
     def __init__(self, model: Any) -> None:

@@ -106,7 +106,7 @@ class LosslessScheduler(AsyncScheduler):
         """From the next step on, repeat these choices, until there are none left or
         ``take_choices`` is called.
 
-        Raises ConfigError: a number of drafts, a budget or a number of guesses is not among the
+        Raises ConfigError if a number of drafts, a budget or a number of guesses is not among the
         choices of this engine.
         """
         choices = list(choices)

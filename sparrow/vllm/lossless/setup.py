@@ -51,8 +51,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Complete vLLM's ``EngineArgs`` for lossless mode. Calling this again on the result has no
     effect.
 
-    Raises ConfigError: this version of vLLM does not support lossless mode, or an option conflicts
-    with lossless mode.
+    Raises ConfigError if this version of vLLM does not support lossless mode, or an option
+    conflicts with lossless mode.
     """
     versions.check(on_cpu)
     k = decoding.draft_tokens
@@ -128,7 +128,7 @@ def is_ours(speculative_config: Any) -> bool:
 def check_supported(vllm_config: Any) -> None:
     """Refuse an engine that would draft densely, with a second copy of the model, or not at all.
 
-    Raises ConfigError: lossless mode does not support the engine's configuration.
+    Raises ConfigError if lossless mode does not support the engine's configuration.
     """
     parallel = vllm_config.parallel_config
     cases = (
@@ -161,7 +161,7 @@ def check_supported(vllm_config: Any) -> None:
 def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
     """Refuse an engine that cannot draft with an fp8 copy of the weights.
 
-    Raises ConfigError: the engine does not support ``draft_weights`` "fp8".
+    Raises ConfigError if the engine does not support ``draft_weights`` "fp8".
     """
     import torch
     from vllm import envs
@@ -195,7 +195,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
 def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
     """Refuse an engine that does not support guesses from history.
 
-    Raises ConfigError: the engine does not support ``guess_tokens``.
+    Raises ConfigError if the engine does not support ``guess_tokens``.
     """
     from sparrow.attention.decode import MAX_COLUMNS
 
@@ -269,7 +269,7 @@ def check_request(sampling: Any) -> None:
     """Refuse a request (vLLM's ``SamplingParams``) with options that lossless mode does not
     support.
 
-    Raises ValueError: the request has such an option. vLLM's server then answers with HTTP 400.
+    Raises ValueError if the request has such an option. vLLM's server then answers with HTTP 400.
     """
     for name, reason in REFUSED_OPTIONS.items():
         value = getattr(sampling, name, None)

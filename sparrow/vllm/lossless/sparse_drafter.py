@@ -240,7 +240,7 @@ class SparseDrafter:
     def load(self, model: Any) -> None:
         """Use this model for drafts.
 
-        Raises UnsupportedModel: ``draft_weights`` is "fp8", but no layer can have an fp8 copy.
+        Raises UnsupportedModel if ``draft_weights`` is "fp8", but no layer can have an fp8 copy.
         """
         self._model = model
         # vLLM counts a copy made here towards the model's memory, and treats it like the weights in
@@ -252,7 +252,7 @@ class SparseDrafter:
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
 
-        Raises ConfigError: ``meter_schedule`` does not work with this cache.
+        Raises ConfigError if ``meter_schedule`` does not work with this cache.
         """
         self._graphs.clear()
         self.captured_over = {}

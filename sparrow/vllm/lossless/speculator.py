@@ -68,7 +68,7 @@ class SparseSpeculator(DraftModelSpeculator):
         """Use the target model for drafting. The speculator lists no attention layers of its own,
         because vLLM would allocate a second cache for them.
 
-        Raises UnsupportedModel: the drafter does not support the model.
+        Raises UnsupportedModel if the drafter does not support the model.
         """
         self.model = target_model
         self.drafter.load(target_model)
@@ -81,7 +81,7 @@ class SparseSpeculator(DraftModelSpeculator):
         CUDA graphs with a small cache, and then frees that cache. A graph captured with that cache
         would read and write freed memory.
 
-        Raises ConfigError: the layers have different kinds of cache, or a setting does not work
+        Raises ConfigError if the layers have different kinds of cache, or a setting does not work
         with this cache.
         """
         if len(kv_cache_config.kv_cache_groups) != 1:

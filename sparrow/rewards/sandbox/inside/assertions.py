@@ -44,7 +44,7 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
     """Find the built-in function that the program redefines: the one that the tests call, if they
     use no other name of the program. Return a set with its name, or an empty set if there is none.
 
-    Raises ValueError: the tests call several built-ins, so it is unknown which one is tested.
+    Raises ValueError if the tests call several built-ins, so it is unknown which one is tested.
     """
     nodes = list(ast.walk(tree))
     bound = defined | {

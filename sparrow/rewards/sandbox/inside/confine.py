@@ -48,7 +48,7 @@ _PATH_BENEATH = 1
 
 
 def confine(request: Mapping[str, Any], cpu_s: int) -> None:
-    """Confine this process permanently. Raises OSError: the kernel refuses a restriction."""
+    """Confine this process permanently. Raises OSError if the kernel refuses a restriction."""
     pid = os.getpid()
     limits = request["limits"]
     for kind, value in (

@@ -148,8 +148,8 @@ class Exchange:
         """Call a function of the other side. ``owner`` is the copy whose method the function is, if
         any.
 
-        Raises RemoteError: the function raised an error. CannotCrossError: an argument or the
-        result cannot be sent.
+        Raises RemoteError if the function raised an error. Raises CannotCrossError if an argument
+        or the result cannot be sent.
         """
         self._settle()
         self._give_back(owner)
@@ -166,7 +166,7 @@ class Exchange:
                 self._renew(copy)
 
     def look(self, name: str) -> Any:
-        """Return the value of a global of the other side. Raises RemoteError: there is none."""
+        """Return the value of a global of the other side. Raises RemoteError if there is none."""
         return self.ask({"look": name})
 
     def require(self) -> None:
@@ -323,7 +323,7 @@ class Exchange:
     def _settable(self, key: int | str, name: str) -> Any:
         """Return the object ``key`` if the other side may set its attribute ``name``.
 
-        Raises AttributeError: it may not, because this could change what code does.
+        Raises AttributeError if it may not, because this could change what code does.
         """
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
@@ -366,7 +366,7 @@ class Exchange:
         return items, False
 
     def _crossing(self, value: Any) -> Any:
-        """Pack ``value`` for the other side. Raises CannotCrossError: it cannot be sent."""
+        """Pack ``value`` for the other side. Raises CannotCrossError if it cannot be sent."""
         try:
             packed = self._pack(value)
         except TypeError as error:

@@ -246,8 +246,8 @@ class Program:
         """Return a function or any other global that the program itself defines, or a method of its
         class ``Solution``.
 
-        Raises NameError: the program does not define the name, even if the prelude or Python does.
-        If loading the program failed, raises the error with which it failed.
+        Raises NameError if the program does not define the name, even if the prelude or Python
+        does. If loading the program failed, raises the error with which it failed.
         """
         self.loaded()
         value = self._namespace.get(name)

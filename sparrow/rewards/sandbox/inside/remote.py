@@ -152,7 +152,7 @@ class Remote:
     def _renew(self, way: str | None = None) -> None:
         """Discard the values that were read if anything may have changed on the other side since.
 
-        Raises CannotCrossError: the object has already been read in the other way.
+        Raises CannotCrossError if the object has already been read in the other way.
         """
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):

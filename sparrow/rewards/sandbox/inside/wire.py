@@ -45,7 +45,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
     ``other`` converts a value of any other type, or returns None if it does not support the type.
 
-    Raises TypeError: the type of a value is not supported.
+    Raises TypeError if the type of a value is not supported.
     """
     if value is None or value is True or value is False:
         return value
@@ -80,7 +80,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-    """Restore the value that ``pack`` converted. Raises ValueError: ``value`` was not made by
+    """Restore the value that ``pack`` converted. Raises ValueError if ``value`` was not made by
     ``pack``.
     """
     if isinstance(value, list):
@@ -107,7 +107,7 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """Check the hashes of ``keys``, and return ``keys``. Raises ValueError: so many of them have
+    """Check the hashes of ``keys``, and return ``keys``. Raises ValueError if so many of them have
     the same hash that building a set would take too long.
     """
     alike: dict[int, int] = {}
@@ -123,7 +123,7 @@ def parse(line: bytes) -> dict[str, Any]:
     """Read an object from a line of JSON that may be hostile, after checking how expensive it is to
     read.
 
-    Raises ValueError: the line is not JSON or not an object, has too many values, containers,
+    Raises ValueError if the line is not JSON or not an object, has too many values, containers,
     strings or digits, or is nested too deeply.
     """
     if (strings := (line.count(b'"') - line.count(b'\\"')) // 2) > MOST_STRINGS:
