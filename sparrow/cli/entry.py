@@ -27,15 +27,15 @@ from sparrow.cli.commands.train import Train
 from sparrow.cli.commands.tune import Tune
 from sparrow.errors import ConfigError, SparrowError
 
-COMPLETED = ("bash", "zsh", "fish")  # shells whose completions need no other package
+COMPLETED = ("bash", "zsh", "fish")  # shells with completions that need no other package
 COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Tune | Audit | Report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    After a SparrowError or OSError, print one sentence and exit with status 1 (2 in ``audit``,
-    where 1 is a verdict). After Ctrl-C, exit with status 130.
+    On a SparrowError or OSError, print one sentence and exit with status 1 (2 for ``audit``, where
+    1 is a verdict). On Ctrl-C, exit with status 130.
     """
     # Keep idle OpenMP threads from spinning, which on a shared CPU costs several times as much as
     # the work itself.
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SparrowError as error:
         _stop(error, code=failure)
     except BrokenPipeError:
-        # The reader of the output has closed it. Redirect stdout, or Python would report the error
-        # again at exit.
+        # Whoever was reading our output has closed it. Redirect stdout, or Python would report the
+        # error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(failure)
     except OSError as error:
@@ -93,8 +93,8 @@ def parse(argv: list[str]) -> Command:
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == [
         "--resume"
     ]:
-        # Settings that are not given on the command line keep their recorded values, but a given
-        # ``tau`` replaces a recorded ``relative_tau``, and vice versa.
+        # Settings not given on the command line keep their recorded values, but a given ``tau``
+        # replaces a recorded ``relative_tau``, and vice versa.
         given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
         other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
         before = [
@@ -151,7 +151,7 @@ def _check_model(argv: Sequence[str]) -> None:
 
 
 def _run_dir(argv: Sequence[str]) -> Path:
-    """Find the run directory in the arguments of ``train``."""
+    """Find the run directory in ``train``'s arguments."""
     run_dir = Train.run_dir
     for argument, following in itertools.zip_longest(argv, argv[1:]):
         name, equals, value = argument.partition("=")

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from sparrow.mismatch import BinMismatch, MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
-QUIET_S = 30.0  # the phases of steps that take longer than this are shown too
+QUIET_S = 30.0  # if steps take longer than this, show their phases too
 
 
 class Progress:
-    """A ``trainer.Listener`` that prints one line of progress per step, and one per phase if steps
-    are long.
+    """A ``trainer.Listener`` that prints a progress line per step, plus one per phase if steps are
+    long.
     """
 
     def __init__(self, steps: int) -> None:
@@ -57,8 +57,8 @@ class Progress:
 
 
 def step_line(metrics: dict[str, Any]) -> str:
-    """Summarise a step in one line: reward, response length, speed, the share of the KV cache that
-    was read and, if rollouts were sparse, the tail of acceptance.
+    """Summarise a step in one line: reward, response length, speed, the share of the KV cache read
+    and, for sparse rollouts, the acceptance tail.
     """
     seconds = metrics["seconds"]
     response = metrics["response"]
@@ -71,15 +71,15 @@ def step_line(metrics: dict[str, Any]) -> str:
 
 
 def _acceptance(metrics: dict[str, Any]) -> str:
-    """Format the acceptance of a step: the exact value for drafts, bounds on the lowest p5 for a
-    sparse actor, and an empty string for dense rollouts.
+    """Format a step's acceptance: the exact value for drafts, bounds on the lowest p5 for a sparse
+    actor, or an empty string for dense rollouts.
     """
     if "drafts" in metrics and metrics["dense_up_to"] is None:
         exact = metrics["drafts"].get("acceptance")
         return "" if exact is None else f"drafts accepted {exact:.3f}  "
     up_to = metrics["dense_up_to"]
     bins = [b for b in metrics["mismatch"]["bins"] if up_to is not None and b["end"] > up_to]
-    # Leave out bins that few responses reach, whose p5 is noisy.
+    # Skip bins that few responses reach, since their p5 is noisy.
     tails = [b for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"]]
     if not tails:
         return ""
@@ -104,7 +104,7 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
         title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
     )
     for heading in headings:
-        # The first cell of a row is not wrapped.
+        # Don't wrap the first column.
         table.add_column(heading, justify="right", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*row)
@@ -150,7 +150,7 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
-    """Print the results of ``sparrow measure`` for a sparse actor that reads everything up to the
+    """Print the results of ``sparrow measure`` for a sparse actor that reads everything up to
     length ``dense_up_to``.
     """
 
@@ -177,7 +177,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
     """Print the results of ``sparrow measure`` for samples of the dense policy. ``off_policy_T``
-    contains, for each sampled token, the difference between the actor's log-prob and the policy's.
+    holds the difference between actor and policy log-probs for each sampled token.
     """
     _print_columns(
         f"samples of the dense policy, {report.n_sequences} responses, {report.n_tokens} tokens",
@@ -207,9 +207,7 @@ def print_ceiling(bins: Iterable[BinMismatch]) -> None:
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print p5, its ceiling and the relative p5 of each bin. A bin is a tuple of start, end, p5 and
-    ceiling.
-    """
+    """Print p5, its ceiling and the relative p5 of each bin, given as (start, end, p5, ceiling)."""
     from sparrow.mismatch import relative_span
 
     def columns(span: Span) -> tuple[str, str]:
@@ -228,7 +226,7 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
 
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
-    """Print the acceptance of lossless drafts; ``counts`` is the entry ``drafts`` of
+    """Print the acceptance of lossless drafts; ``counts`` is the ``drafts`` entry of
     ``Counters.to_dict``.
     """
     for title, measured in (
@@ -252,8 +250,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     """Print a table that compares the modes.
 
     Args:
-        rows: for each mode, its name, the mean difference between the tokens' log-probs and the
-            dense policy's, and counts as in ``Counters.to_dict``.
+        rows: for each mode, its name, the mean difference between token log-probs and the dense
+            policy's, and the counts from ``Counters.to_dict``.
     """
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:

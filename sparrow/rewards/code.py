@@ -21,10 +21,10 @@ def extract_code(response: str) -> str | None:
     """Extract the last fenced block after the reasoning, preferring blocks marked as Python; None
     if there is no block.
 
-    Fences are those of Markdown: backticks or tildes, possibly indented in a list, in which case
-    the fence's indentation is removed from the code. A block that is never closed ends with the
-    response. A closing fence may also end a line of code. If there are no fences, the last block
-    that is indented by four spaces or a tab is used.
+    Fences are as in Markdown: backticks or tildes. If they're indented, say in a list, the code is
+    dedented to match. An unclosed block runs to the end of the response, and a closing fence may
+    come at the end of a line of code. Without any fences, the last block indented by four spaces or
+    a tab is used.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None
@@ -67,7 +67,7 @@ def extract_code(response: str) -> str | None:
 
 
 def _unindented(line: str, indent: str) -> str:
-    """Remove the fence's indentation from a line, or all of its own if that is less."""
+    """Remove the fence's indentation from a line, or as much of it as the line has."""
     return line[min(len(indent), len(line) - len(line.lstrip())) :]
 
 
@@ -95,7 +95,7 @@ def _indented(text: str) -> str | None:
 
 
 class CodeVerifier(Judge):
-    """A ``Judge`` that extracts the program from a response. Its arguments are those of ``Judge``."""
+    """A ``Judge`` that first extracts the program from a response. Takes the same arguments."""
 
     def __call__(self, response: str, answer: Tests) -> float:
         """Return 1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""
@@ -116,11 +116,10 @@ def verify_code(
 ) -> float:
     """Return 1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
 
-    Calls with the same limits and isolation together run at most as many programs at once as there
-    are processors.
+    Calls with the same limits and isolation share one pool of workers, one per CPU.
 
     Raises RewardError if programs cannot be run on this machine with the requested isolation.
-    Raises ValueError if the tests are of none of the three kinds.
+    Raises ValueError if the tests aren't one of the three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

@@ -1,11 +1,11 @@
 r"""Extract mathematical answers from responses, and compare them with reference answers.
 
 Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in worker processes,
-because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}`` and can then only be stopped
-by killing its process. A worker (``math_worker``) is a fresh interpreter: it never imports torch,
+because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}`` and the only way to stop it
+is to kill its process. A worker (``math_worker``) is a fresh interpreter: it never imports torch,
 shares nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
-``multiprocessing`` would. The worker forks a process to do the comparing. When the kernel kills
-that process at its limit, the next fork does not have to import anything.
+``multiprocessing`` would. The worker does its comparisons in a forked process, so that when the
+kernel kills that process at its limit, the next fork has everything imported already.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ from sparrow.errors import RewardError
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
-"""Seconds that a worker may take to import its libraries: a generous limit, because imports are
-slow on a busy machine.
+"""Seconds a worker gets to import its libraries. Generous, since imports are slow on a busy
+machine.
 """
-# number of comparisons after which a worker is replaced, because its libraries' caches grow without
-# bound
+# replace a worker after this many comparisons, since its libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# number of characters at the end of a response that are searched for a cut-off box command
+# how many characters at the end of a response to search for a cut-off box command
 CUT_OFF_CHARS = 40
-PATIENCE_S = 0.5  # seconds after which a comparison stops keeping others waiting
-# A comparison is abandoned after this many times its limit in wall-clock time, even if it got no
-# processor time.
+PATIENCE_S = 0.5  # seconds before a slow comparison stops holding up others
+# Give up on a comparison after this many times its limit in wall-clock time, even if it got no CPU
+# time.
 WALL_LIMITS = 2.5
-GRACE_S = 0.5  # extra seconds for a process to end by itself at its limit before it is killed
+GRACE_S = 0.5  # extra seconds for a process to end on its own at its limit before we kill it
 BUDGET_S = 20.0
-"""Processor seconds that comparisons without a result may use within ``WINDOW_S``. While they use
-more, every comparison gets only a quarter of its limit, so that a step with many hanging answers
-still makes progress.
+"""CPU seconds that comparisons without a result may burn within ``WINDOW_S``. Beyond that, every
+comparison only gets a quarter of its limit, so that a step with many hanging answers still makes
+progress.
 """
 WINDOW_S = 60.0
 HUNG_PAIRS = 1000  # number of hanging comparisons to remember
@@ -63,7 +62,7 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Marks around the thinking in the output of Qwen, DeepSeek and others (tags), Magistral, Kimi and
+# Thinking delimiters: the tags of Qwen, DeepSeek and others, then those of Magistral, Kimi and
 # Sky-T1.
 _THOUGHT = re.compile(
     r"(<(?:think|thinking|thought|reasoning|seed:think)>"
@@ -80,8 +79,8 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]] | None:
-    """Find the start, end and content of every outermost box in one pass, even if braces are badly
-    nested; None if the last box is incomplete.
+    """Find all outermost boxes, as (start, end, content), in one pass and even with badly nested
+    braces. Return None if the last box is incomplete.
     """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
@@ -108,7 +107,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
-    """Join the last box with those before it that are separated only by commas, "and" or "or"."""
+    """Join the last box with any boxes right before it, separated only by commas, "and" or "or"."""
     parts: list[str] = []
     after = len(text)
     for start, end, content in reversed(boxes):
@@ -121,15 +120,15 @@ def _boxed(boxes: list[tuple[int, int, str]], text: str) -> str | None:
 
 
 def extract_answer(response: str, *, last_number: bool = False) -> str | None:
-    r"""Extract the final answer that a response states, as text, or None if it states none.
+    r"""Extract a response's final answer as text, or None if it doesn't give one.
 
     The answer is the last ``\boxed{...}``; several boxes joined by commas, "and" or "or" are one
     answer with several parts. If there is no box, the answer is the rest of the line after the last
     ``####``, as in GSM8K. If there is no ``####`` either and ``last_number`` is true, the answer is
     the last number in the response.
 
-    A response that was cut off during the thinking or in the middle of a box has no answer. An
-    answer stated after the thinking takes precedence over one stated during it.
+    A response cut off mid-thinking or mid-box has no answer. An answer after the thinking takes
+    precedence over one inside it.
     """
     marks = list(_THOUGHT.finditer(response))
     if marks and marks[-1][1]:
@@ -142,7 +141,7 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _stated(response: str, *, last_number: bool) -> str | None:
-    """Extract the answer from a text, ignoring any marks of thinking."""
+    """Extract the answer from a text, ignoring thinking delimiters."""
     boxes = _boxes(response)
     if boxes is None:
         return None
@@ -155,8 +154,8 @@ def _stated(response: str, *, last_number: bool) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """Normalise the spaces in an answer, and remove what does not affect its meaning: dollar signs,
-    sizes of brackets, and a full stop.
+    """Normalise spaces and strip whatever doesn't affect the meaning: dollar signs, bracket sizing
+    and a trailing full stop.
     """
     text = answer.replace("{,}", ",")
     text = _THIN.sub(" ", text)
@@ -165,9 +164,7 @@ def _unmarked(answer: str) -> str:
 
 
 def _squeezed(answer: str) -> str:
-    """Remove spaces from an unmarked answer, except between digits, and use one command for all
-    fractions.
-    """
+    """Strip spaces from an unmarked answer, except between digits, and unify the fraction commands."""
     return _SPACE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
@@ -176,8 +173,8 @@ def _number(plain: str) -> Fraction:
 
 
 def _quick(answer: str, reference: str) -> bool | None:
-    """Judge answers that need no algebra: identical answers, answers that are too long, and pairs
-    of plain numbers. Return None for all others.
+    """Judge the easy cases that need no algebra: identical answers, overlong answers and pairs of
+    plain numbers. Return None for anything else.
     """
     a = _unmarked(answer)
     b = _unmarked(reference)
@@ -194,8 +191,8 @@ class _Worker(Child):
     asked = 0
 
     def __init__(self) -> None:
-        # The worker is imported from this folder, without the packages that contain it. The folder
-        # is last on the path, or its math.py would hide Python's own.
+        # Import the worker straight from this folder, bypassing its parent packages. The folder
+        # goes last on the path, or its math.py would shadow Python's own.
         start = (
             f"import sys; sys.path.append({str(WORKER.parent)!r}); "
             f"from {WORKER.name}.main import main; sys.exit(main())"
@@ -210,7 +207,7 @@ class _Worker(Child):
             ) from error
 
     def kill(self) -> None:
-        """Kill the worker and the process that it forked."""
+        """Kill the worker and its forked process."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -218,23 +215,21 @@ class _Worker(Child):
 
 
 class MathVerifier:
-    """Compares responses with reference answers in worker processes, which start when they are
-    first needed.
+    """Compares responses with reference answers in worker processes, started on first use.
 
     Args:
-        workers: number of processes that run at once, each of which takes about 100 MB. A thread
-            that finds no free process waits for one. A comparison that takes longer than half a
-            second makes room for another process, so threads wait for hanging answers only if more
-            of them hang than there are workers.
-        limit_s: limit on the processor seconds of one comparison; the limit on its wall-clock time
-            is 2.5 times that. A comparison that is stopped at a limit counts as wrong, is logged
-            and counted in ``lost``, and is not tried again. Once ``BUDGET_S`` seconds have been
-            lost within a minute, both limits are cut to a quarter, so n answers that all hang take
-            at most ``BUDGET_S + n * limit_s / 4`` processor seconds, plus those of comparisons that
-            had already started.
+        workers: number of processes to run at once, at about 100 MB each. If none is free, threads
+            wait for one. A comparison that takes longer than half a second gives up its slot to
+            another process, so threads only get stuck behind hanging answers if there are more of
+            those than workers.
+        limit_s: CPU time limit per comparison, in seconds; the wall-clock limit is 2.5 times that.
+            A comparison that hits a limit counts as wrong, is logged and counted in ``lost``, and
+            isn't retried. Once ``BUDGET_S`` seconds have been lost within a minute, both limits
+            drop to a quarter, so n hanging answers take at most ``BUDGET_S + n * limit_s / 4`` CPU
+            seconds, plus whatever was already running.
 
-    This class is thread-safe. Close the verifier, or use it in a ``with`` block, to end its
-    processes without delay.
+    Thread-safe. Close the verifier, or use it in a ``with`` block, to stop its processes right
+    away.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 2.0) -> None:
@@ -245,9 +240,9 @@ class MathVerifier:
         self.limit_s = limit_s
         self.lost = 0
         self._pid = os.getpid()
-        # for each hanging comparison, the limit at which it was stopped
+        # hanging pair -> the limit that stopped it
         self._hung: dict[tuple[str, str], float] = {}
-        # (time, seconds lost) for each comparison without a result
+        # (time, seconds lost) per comparison without a result
         self._losses: deque[tuple[float, float]] = deque()
         self._losing = threading.Lock()
         self._slow = threading.BoundedSemaphore(workers)
@@ -256,7 +251,7 @@ class MathVerifier:
             self._slots.put(None)
 
     def equal(self, answer: str, reference: str) -> bool:
-        r"""Return whether two answers are equivalent, as ``\frac12`` and ``0.5`` are.
+        r"""Return whether two answers are equivalent, like ``\frac12`` and ``0.5``.
 
         As in math-verify, units and percent signs are ignored: ``12 cm`` equals ``12``, and
         ``50\%`` equals both ``50`` and ``0.5``.
@@ -277,7 +272,7 @@ class MathVerifier:
             return False
 
     def _limit(self) -> float:
-        """Return how many processor seconds a comparison may currently take."""
+        """Return the current CPU time limit per comparison, in seconds."""
         with self._losing:
             while self._losses and self._losses[0][0] < time.monotonic() - WINDOW_S:
                 self._losses.popleft()
@@ -303,8 +298,8 @@ class MathVerifier:
             self._slots.put(worker)
             return False
 
-        fresh = False  # whether the worker may be used again
-        # whether the worker has given up its place, so that other threads need not wait for it
+        fresh = False  # whether the worker can be reused
+        # whether the worker has given up its slot, so that other threads don't wait for it
         slow = False
         try:
             worker = worker or _Worker()
@@ -345,7 +340,7 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker that has given up its place if another is free, or close it."""
+        """Put a worker that gave up its slot back into an empty one, or close it if there is none."""
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)
@@ -359,9 +354,7 @@ class MathVerifier:
         return float(stated is not None and self.equal(stated, answer))
 
     def close(self) -> None:
-        """Kill the idle workers; a later comparison starts new ones. Does nothing in a forked
-        process.
-        """
+        """Kill the idle workers; later comparisons start new ones. No-op in a forked process."""
         if os.getpid() != self._pid:
             return
         for _ in range(self._slots.qsize()):
@@ -381,8 +374,8 @@ _lock = threading.Lock()
 
 @cache
 def _shared(pid: int) -> MathVerifier:
-    """Return the verifier of process ``pid``. Every process has its own, because a forked process
-    must not use its parent's pipes.
+    """Return the verifier for process ``pid``. Each process needs its own, because a fork must not
+    use its parent's pipes.
     """
     verifier = MathVerifier()
     atexit.register(verifier.close)
@@ -393,7 +386,7 @@ def verify_math(response: str, answer: str, *, last_number: bool = False) -> flo
     """Return 1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0. All
     calls in a process share two workers.
 
-    ``extract_answer`` defines what counts as an answer. The reference is plain text or LaTeX
+    See ``extract_answer`` for what counts as an answer. The reference is plain text or LaTeX,
     without a box.
 
     Raises RewardError if math-verify cannot be started.

@@ -14,16 +14,15 @@ from sparrow.errors import ConfigError, SparrowError, TaskError, place
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and a function that judges a response to it."""
+    """A prompt and a function that judges responses to it."""
 
-    id: str  # a stable name: the same problem has the same name in every run
+    id: str  # stable: the same problem has the same id in every run
     prompt: str  # text given to the model, after the tokenizer's special tokens (BOS)
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
-    # optional: response text -> the answer that the response states, right or wrong; None if it
-    # states none
+    # optional: response text -> its stated answer, right or wrong, or None
     extract: Callable[[str], str | None] | None = None
-    # the problem's task or dataset; rewards are also reported for each one separately
+    # task or dataset the problem comes from; rewards are also reported per source
     source: str = ""
     solution: str | None = None  # a reference response, if one is known
     # the expected answer, only for display; ``verify`` is what judges responses
@@ -91,14 +90,13 @@ def draw(task: Task, index: int, seed: int) -> Problem:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Problems of several tasks in fixed proportions.
+    """Mixes the problems of several tasks in fixed proportions.
 
-    Each block of ``sum(weights)`` problems contains the next ``weights[i]`` problems of every
-    ``tasks[i]``, shuffled in a way that depends only on the seed. The problems of each task come in
-    the same order as if it were used alone.
+    Each block of ``sum(weights)`` problems has the next ``weights[i]`` problems of every
+    ``tasks[i]``, shuffled by seed. Each task's problems come in the same order as if it were used
+    alone.
 
-    Raises ConfigError if there is not one weight for each task, or a weight is not a whole number
-    of at least 1.
+    Raises ConfigError if there isn't one weight per task, or a weight isn't a positive integer.
     """
 
     tasks: Sequence[Task]

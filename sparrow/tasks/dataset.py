@@ -1,7 +1,6 @@
-"""A task whose problems are the rows of a dataset, from a local jsonl, json or parquet file or from
-the Hugging Face hub.
+"""Tasks backed by a dataset, from a local jsonl, json or parquet file or from the Hugging Face hub.
 
-This package does not import ``sparrow.rewards``, so the caller passes the verifiers, by kind::
+This package does not import ``sparrow.rewards``, so callers pass in the verifiers, by kind::
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
@@ -35,7 +34,7 @@ Verifier = Callable[..., float] | Judge
 answer=answer)``. A ``Judge`` also receives the row's other columns.
 """
 
-# response -> the answer that it states, or None if it states none
+# response -> its stated answer, or None
 Extractor = Callable[[str], str | None]
 
 
@@ -47,11 +46,11 @@ def _order(size: int, name: str, seed: int, epoch: int) -> list[int]:
 
 
 class DatasetTask:
-    """A task with one problem per row. Every epoch contains each problem once, in an order
-    determined by the seed and the epoch.
+    """A task with one problem per row. Every epoch goes through all problems once, shuffled by seed
+    and epoch.
 
     Args:
-        name: the prefix of the problems' ids.
+        name: prefix for the problems' ids.
         rows: the dataset. Every row is checked up front, and read again when its problem is
             requested.
         format: how to read a row.
@@ -62,16 +61,15 @@ class DatasetTask:
         render: maps a prompt to the text for the tokenizer, including special tokens, as a chat
             template does. By default, the prompt is sent unchanged, after the tokenizer's special
             tokens.
-        max_length: rows whose rendered prompt has more characters than this are dropped.
-        tokens: a function that counts tokens. With ``max_tokens``, rows whose rendered prompt has
-            no tokens, or more than ``max_tokens``, are dropped.
+        max_length: drop rows whose rendered prompt is longer than this, in characters.
+        tokens: function that counts a text's tokens. With ``max_tokens``, drop rows whose rendered
+            prompt has no tokens, or more than ``max_tokens``.
         source: where the rows come from, for error messages.
 
-    Rows whose question differs from an earlier one only in spaces and case are dropped. The number
-    of dropped rows is logged.
+    Duplicate questions are dropped, ignoring spaces and case. The number of dropped rows is logged.
 
-    Raises ConfigError if a row has no question or no answer, or lacks a column that the verifier
-    needs; no row is left; or there is no verifier for ``format.kind``.
+    Raises ConfigError if a row has no question or answer or lacks a column that the verifier needs,
+    if no rows are left, or if there is no verifier for ``format.kind``.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class DatasetTask:
                 content.update(_bytes(prompt, question.answer))
             seen.add(key)
 
-        # digest of the prompts and answers that are kept, in order
+        # digest of the kept prompts and answers, in order
         self.digest = content.hexdigest()[:16]
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if not self._kept:
@@ -150,8 +148,8 @@ class DatasetTask:
             return "too long"
         if max_tokens is None:
             return None
-        # Every token that is not special covers at least one byte, so this is an upper bound. It is
-        # low enough to spare most prompts from being tokenized.
+        # Every non-special token covers at least one byte, so this is an upper bound. It's low
+        # enough that most prompts needn't be tokenized.
         most = len(prompt.encode(errors="replace")) + tokens("")
         if prompt.strip() and most <= max_tokens:
             return None
@@ -164,12 +162,12 @@ class DatasetTask:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Problem]:
-        """Iterate over the problems once, in the order of the rows, for evaluation."""
+        """Iterate over the problems once, in row order, for evaluation."""
         return map(self._problem, self._kept)
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return problem ``index`` of the stream ``seed``. An index beyond the dataset's length
-        falls in a later epoch.
+        """Return problem ``index`` of the stream ``seed``. Indices past the end of the dataset fall
+        in later epochs.
         """
         epoch, position = divmod(index, len(self))
         order = _order(len(self), self.name, seed, epoch)
@@ -228,8 +226,8 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """Identify a task's data, in JSON types, by the number of problems and a digest of their
-    prompts and answers in order.
+    """Identify a task's data, as plain JSON types, by problem count and a digest of the prompts and
+    answers in order.
 
     For a mixture, return the fingerprints of its parts; for an endless task, None.
     """
@@ -290,8 +288,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
-    """Load the rows of one split of a format's dataset from the Hugging Face hub or its local
-    cache.
+    """Load one split of a format's dataset from the Hugging Face hub or its local cache.
 
     Raises ConfigError if the hub cannot be reached, or has no such dataset, configuration or split.
     """
@@ -343,7 +340,7 @@ def load_dataset_task(
         )
     format = FORMATS[name]
     if path is not None:
-        # a mixture may contain several files, which need different names
+        # a mixture may have several files, which need distinct names
         name = Path(path).stem if name == "qa" else name
         return DatasetTask(name, load_rows(path), format, verifiers, source=str(path), **options)
     if format.hub is None:

@@ -3,7 +3,7 @@ r"""Formats of public datasets: where to find the datasets, and how to read thei
 A format turns a row into a ``Question`` and names the kind of verifier that its answers need:
 
 - ``math``: the answer is text;
-- ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.
+- ``code``: the answer is a mapping of tests; see ``sparrow.rewards.sandbox.judge``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IMPORTS = "".join(
         "builtins",
     )
 )
-"""Imports that programming sites provide where a function is called. Solutions use ``List`` or
+"""Imports that programming sites provide for solutions that are functions, which use ``List`` or
 ``deque`` as if they were built in.
 """
 
@@ -65,7 +65,7 @@ _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after 
 
 @dataclass(frozen=True)
 class Question:
-    """The question in a row of a dataset."""
+    """A question from a dataset row."""
 
     text: str  # the question as the model receives it
     # what the verifier needs to judge a response: text for mathematics, tests for code; None if the
@@ -76,26 +76,25 @@ class Question:
 
 @dataclass(frozen=True)
 class Format:
-    """Where a dataset is, and the function that reads its rows."""
+    """Where to find a dataset, and how to read its rows."""
 
-    hub: str | None  # the name on the Hugging Face hub; None if there are only local files
-    # maps a row to its question, or to None if the row is known to be unusable; raises KeyError or
-    # ValueError if the row lacks something
+    hub: str | None  # name on the Hugging Face hub; None if only local files are supported
+    # reads a row's question, or returns None if the row is known to be unusable; raises KeyError or
+    # ValueError if something is missing
     read: Callable[[Row], Question | None]
-    kind: str = "math"  # the kind of verifier for the answers, ``math`` or ``code``
+    kind: str = "math"  # kind of verifier the answers need, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
-    config: str | None = None  # the name of the dataset's configuration on the hub
+    config: str | None = None  # the dataset's configuration on the hub
     split: str = "train"  # the default split
-    # patterns of file names in the hub repository, if the dataset cannot be loaded by name;
-    # ``{split}`` stands for the split
+    # file name patterns in the hub repository, if the dataset can't be loaded by name; ``{split}``
+    # stands for the split
     files: tuple[str, ...] = ()
 
 
 def text_of(row: Row, *names: str) -> str:
-    """Return the text of the first of the fields ``names`` that is present and not empty, ignoring
-    the case of field names.
+    """Return the text of the first non-empty field among ``names``, ignoring case in field names.
 
-    Raises KeyError if all of these fields are missing or empty.
+    Raises KeyError if they're all missing or empty.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
@@ -108,8 +107,8 @@ def text_of(row: Row, *names: str) -> str:
 def question_answer(row: Row) -> Question:
     r"""Read a question and its final answer from two fields.
 
-    If there is no answer, the one that the solution states in ``\boxed{...}`` is used. AIME, AMC,
-    MATH, MATH-500, DeepScaleR, Polaris and most other datasets have this format.
+    If there is no answer field, the answer is taken from the solution's ``\boxed{...}``. AIME, AMC,
+    MATH, MATH-500, DeepScaleR, Polaris and most other datasets look like this.
     """
     question = text_of(row, "question", "problem", "prompt")
     try:
@@ -125,7 +124,7 @@ def question_answer(row: Row) -> Question:
 
 
 def gsm8k(row: Row) -> Question:
-    """Read a row of GSM8K. Its answer is a worked solution that ends in ``#### n``."""
+    """Read a row of GSM8K. The answer is a worked solution ending in ``#### n``."""
     solution = text_of(row, "answer")
     _, mark, answer = solution.rpartition("####")
     if not mark or not answer.strip():
@@ -151,9 +150,8 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
 def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
-    In many rows of TACO, each result is wrapped in a list of length one, and nothing marks these
-    rows. The return type in the starter code, if there is one, tells whether results are wrapped.
-    Otherwise, both wrapped and unwrapped results are accepted.
+    Many TACO rows wrap each result in a list of length one, without saying so. If the starter code
+    has a return type, it tells us whether they do. Otherwise, both forms are accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -179,7 +177,7 @@ def taco(row: Row) -> Question | None:
     question = text_of(row, "question")
     try:
         tests = json.loads(row.get("input_output") or "{}")
-    except ValueError:  # broken JSON, or an integer that is too long for Python to read
+    except ValueError:  # broken JSON, or an integer too long for Python to parse
         return None
     name = tests.get("fn_name")
     inputs = tests.get("inputs")
@@ -249,12 +247,12 @@ def livecodebench(row: Row) -> Question:
 
 
 def _executed(test: str, candidate: bool) -> str:
-    """Check that test code executes something, and return it.
+    """Check that test code actually does something, and return it.
 
-    The code must contain a statement, a test function, a test class or, with a ``candidate``, the
-    function ``check``.
+    It must have a statement, a test function, a test class or, with a ``candidate``, a ``check``
+    function.
 
-    Raises ValueError if the test code does not compile, or it executes nothing, so every program
+    Raises ValueError if the test code does not compile, or does nothing, so that every program
     would pass.
     """
     try:
@@ -289,7 +287,7 @@ def humaneval(row: Row) -> Question:
     entry_point = text_of(row, "entry_point")
     if not prompt:
         raise KeyError("prompt")
-    # Both the program and the tests can use the imports and helpers that the prompt defines.
+    # The prompt's imports and helpers are available to both the program and the tests.
     answer = {
         "prelude": prompt,
         "setup": prompt,
@@ -302,8 +300,8 @@ def humaneval(row: Row) -> Question:
 
 
 def mbpp(row: Row) -> Question:
-    """Read a row of MBPP, its sanitized version or MBPP+: a sentence and assertions, the first few
-    of which are shown in the prompt, as is usual.
+    """Read a row of MBPP, its sanitized version or MBPP+: a sentence and assertions. As usual, the
+    prompt shows the first few.
     """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")

@@ -1,8 +1,7 @@
-"""User-defined reward functions, which replace a dataset's verifier.
+"""User-defined reward functions that replace a dataset's verifier.
 
-Three signatures are supported and are told apart by the names of the parameters. A row's columns
-are passed to the parameters of the same names, and a function with ``**columns`` receives all of
-them:
+Three signatures are supported, told apart by their parameter names. A row's columns are passed to
+the parameters of the same name, and ``**columns`` receives all of them:
 
 - ``f(response, answer=..., **columns) -> number``: Sparrow's own;
 - ``f(completions, prompts=..., **columns) -> [number]``: as in TRL, where every argument is a
@@ -34,10 +33,10 @@ class Judge:
     """A user's reward function, called as its signature requires."""
 
     function: Callable[..., Any]
-    name: str  # the name as the user wrote it, for messages
+    name: str  # the name as the user wrote it, for error messages
     style: Style
-    takes: tuple[str, ...]  # names of the parameters that are passed by name
-    needs: tuple[str, ...]  # parameters in ``takes`` that have no default
+    takes: tuple[str, ...]  # parameters passed by name
+    needs: tuple[str, ...]  # parameters in ``takes`` without a default
     takes_all: bool  # whether it takes ``**columns``
 
     @classmethod
@@ -53,7 +52,7 @@ class Judge:
             raise ConfigError(f"reward {name!r} is asynchronous; make it a plain function: {KNOWN}")
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # a function written in C, whose signature cannot be read
+        except ValueError:  # a C function without a readable signature
             return cls(function, name, "sparrow", ("answer",), (), False)
 
         named = {p.name: p for p in parameters if p.kind in _NAMED}
@@ -88,7 +87,7 @@ class Judge:
         return cls(function, name, style, tuple(named), tuple(p.name for p in required), takes_all)
 
     def missing(self, row: Mapping[str, Any]) -> str | None:
-        """Return the first required parameter for which ``row`` has no value, or None."""
+        """Return the first required parameter missing from ``row``, or None."""
         given = self._arguments("", None, "", row, "").keys()
         return next((name for name in self.needs if name not in given), None)
 

@@ -1,5 +1,5 @@
-"""Convert questions to token ids, with chat templates and special tokens, and token ids to text;
-and detect text that a tokenizer cannot read.
+"""Turn questions into token ids, with chat templates and special tokens, and token ids back into
+text. Also detect text that a tokenizer can't read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNREAD = 0.5
-"""Prompts are rejected if this share of their characters cannot be read, because the model would
-not see the questions.
+"""Prompts are rejected if the tokenizer can't read this share of their characters, because the
+model wouldn't see the questions.
 """
-NOTABLE = 0.01  # a warning is logged if this share of the characters cannot be read
+NOTABLE = 0.01  # log a warning if the tokenizer can't read this share of the characters
 _PROBE = "7 + 5"  # a question for testing a chat template
 
 
@@ -49,7 +49,7 @@ class ChatConfig(Settings):
         return any(getattr(self, field.name) != field.default for field in fields(self))
 
     def values(self) -> dict[str, Any]:
-        """Parse the template's arguments by name.
+        """Parse the template arguments into a dict.
 
         Raises ConfigError if an argument is not ``NAME=VALUE``, occurs twice, or is set by Sparrow
         itself.
@@ -72,7 +72,7 @@ class ChatConfig(Settings):
         return found
 
     def read_template(self) -> str | None:
-        """Read the template's file. Return None if none is set.
+        """Read the template file, or return None if none is set.
 
         Raises ConfigError if the file cannot be read.
         """
@@ -106,7 +106,7 @@ class ChatTemplate:
         if self._template is None:
             try:
                 self._template = tokenizer.get_chat_template()
-            # The tokenizer has several templates, and none is the default.
+            # The tokenizer has several templates, but no default.
             except ValueError as error:
                 raise ConfigError(
                     f"the tokenizer has no default chat template ({error}); set chat.template"
@@ -178,21 +178,21 @@ def chat_template(
 class Prompt(NamedTuple):
     """A text for a model to continue."""
 
-    name: str  # how messages refer to the prompt
+    name: str  # how error messages refer to the prompt
     text: str
     rendered: bool = False  # whether the text already has the special tokens that the model expects
 
 
 def prompt_of(problem: Problem) -> Prompt:
-    """Return the prompt of a problem."""
+    """Return a problem's prompt."""
     return Prompt(f"problem {problem.id!r}", problem.prompt, problem.rendered)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False) -> list[int]:
     """Encode a prompt with the tokenizer, including special tokens such as BOS.
 
-    No special tokens are added to a text that already has them, because a chat template has
-    ``rendered`` it or because it begins with BOS.
+    Special tokens aren't added if the text already has them, either because a chat template
+    ``rendered`` it or because it starts with BOS.
 
     Raises ConfigError if the tokenizer appends EOS to prompts.
     """
@@ -211,7 +211,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
     """Log a warning if the tokenizer cannot read a noticeable share of the prompts' characters.
 
-    Raises ConfigError if it cannot read at least half of the characters.
+    Raises ConfigError if half of them or more are unreadable.
     """
     shares = [unread(tokenizer, prompt.text) for prompt in prompts]
     total = sum(len(prompt.text) for prompt in prompts)
@@ -232,11 +232,10 @@ def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) ->
 
 
 def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
-    """Compute the share of a text's characters, apart from spaces, that the tokenizer drops or maps
-    to its unknown token.
+    """Return the share of a text's non-space characters that the tokenizer drops or maps to its
+    unknown token.
 
-    If the tokenizer does not report the positions of tokens, return the share of unknown tokens
-    instead.
+    For a tokenizer without token offsets, return the share of unknown tokens instead.
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
@@ -256,11 +255,11 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return the text of each token in context, so that the texts joined are the decoded response.
+    """Return each token's text in context, so that joining them gives the decoded response.
 
-    The text of a token is what it adds to the text of the tokens before it. Decoded on its own,
-    half a character would be garbage, and a SentencePiece token would lose its space. A character
-    that spans several tokens is the text of the first.
+    A token's text is what it adds to the text before it. Decoded on its own, half a character would
+    be garbage, and a SentencePiece token would lose its space. A character that spans several
+    tokens goes to the first one.
     """
     texts = [""] * len(ids)
     # ``ids[begin:read]`` is enough context to decode the next token.
@@ -269,7 +268,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[begin:end]))
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            continue  # more tokens of this character follow
+            continue  # the rest of this character is still to come
         texts[read] = text[len(str(tokenizer.decode(ids[begin:read]))) :]
         begin = read
         read = end

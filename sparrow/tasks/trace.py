@@ -1,8 +1,8 @@
-"""A task: trace a straight-line program in which each line needs earlier values, which can be found
-only by the content of the text.
+"""A task: trace a straight-line program where each line needs earlier values, which can only be
+looked up by content.
 
-The prompt is a program over single digits. For each of its lines in order, the response quotes the
-values of the operands and writes the result, in about ten tokens::
+The prompt is a program over single digits. The response goes through it line by line, quoting the
+operands' values and writing the result, in about ten tokens each::
 
     program:            trace:
      7 -> ba             7 then ba 7
@@ -14,11 +14,11 @@ values of the operands and writes the result, in about ten tokens::
 Every value is used exactly once, so the program is an expression tree in random order, and one
 wrong value makes the answer wrong. Arithmetic is modulo 10.
 
-Two kinds of tokens depend on the distant past, as in natural text. Quoted values must be looked up,
-and are wrong if the model reads too little. Linking words (such as *then* and *thus*) are a matter
-of habit: for each of the two places in a line, a word is drawn in proportion to how often it was
-used there before (a Polya urn). If the model reads less, the distribution of linking words drifts
-gradually, which does no harm.
+As in natural text, two kinds of tokens depend on distant context. Quoted values have to be looked
+up, and come out wrong if the model reads too little. Linking words (such as *then* and *thus*) are
+a matter of habit: in each of a line's two slots, a word is drawn in proportion to how often it was
+used there before (a Polya urn). If the model reads less, the distribution of linking words drifts a
+bit, which does no harm.
 """
 
 from __future__ import annotations
@@ -37,24 +37,20 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs with ``lines`` lines. Up to ``lines // 4`` values (at least 2) may be waiting
-    to be used at the same time.
+    """Random programs of ``lines`` lines, with up to ``lines // 4`` values (at least 2) waiting to
+    be used at any time.
 
     Raises ConfigError if there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """
 
-    # length of the program, which determines the difficulty; a response has about 10 tokens per
-    # line
+    # program length, which sets the difficulty; responses take about 10 tokens per line
     lines: Annotated[int, Field(ge=2)] = 24
-    # probability that the reference solution miscalculates a line and continues with the wrong
-    # digit. Demonstrations with such slips teach the skill but leave reinforcement learning room to
-    # improve it.
+    # probability that the reference solution gets a line wrong and carries on with the wrong digit.
+    # Demonstrations with such slips teach the skill but leave RL room to improve it.
     slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return program ``index`` of the stream ``seed``, whose answer is the value of its last
-        line.
-        """
+        """Return program ``index`` of the stream ``seed``. The answer is the last line's value."""
         rng = random.Random(f"trace/{self.lines}/{seed}/{index}")
         true: dict[str, int] = {}
         written: dict[str, int] = {}
@@ -68,8 +64,8 @@ class Trace(Settings):
 
         for lines_left in range(self.lines, 0, -1):
             if not names:
-                # Programs with more lines than names reuse names, except those whose values are
-                # still waiting.
+                # Programs with more lines than there are names reuse names, except for values still
+                # waiting.
                 free = [name for name in NAMES if name not in waiting]
                 names = rng.sample(free, len(free))
             name = names.pop()

@@ -1,5 +1,5 @@
-"""Judge responses with their problems' verifiers, several at once. If a verifier raises an error,
-the message says where.
+"""Judge responses with their problems' verifiers, several at once. If a verifier fails, the error
+says where.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-# largest absolute value of a reward; larger values would make the spread of a group's rewards
-# meaningless
+# largest reward allowed, in absolute value; any larger, and the spread of a group's rewards would
+# be meaningless
 LARGEST_REWARD = 1e6
-TIME_LIMIT = 300.0  # seconds after which a verifier that has returned no verdict is assumed to hang
+TIME_LIMIT = 300.0  # seconds without a verdict before a verifier is assumed to hang
 VERIFYING = 64
-"""Number of responses verified at once. Verifiers that need a processor queue for it in pools of
-their own, so a bad program delays only its own verdict.
+"""Number of responses to verify at once. CPU-bound verifiers queue in pools of their own, so a bad
+program only delays its own verdict.
 """
 
 
 def verify_all(
     problems: Sequence[Problem], texts: Sequence[str], time_limit: float = TIME_LIMIT
 ) -> list[float]:
-    """Return the reward of each response to its problem.
+    """Return each response's reward.
 
-    The limit applies to the time between two verdicts, not to a single verdict, because a verifier
-    may have to wait for a processor.
+    The limit is on the time between two verdicts rather than on each one, because a verifier may
+    have to wait for a CPU.
 
     Raises RewardError if a verifier raised an error, returned something other than a finite number,
     or hangs.
@@ -40,14 +40,14 @@ def verify_all(
 
     def work(i: int) -> None:
         if i > min(failed, default=i):
-            # skip responses after one that failed, as only the earliest error is raised
+            # only the earliest error is raised, so skip any responses after a failed one
             return
         try:
             rewards[i] = verify(problems[i], texts[i])
-        except BaseException as error:  # otherwise, the pool's thread would end without a message
+        except BaseException as error:  # or the pool's thread would die silently
             failed[i] = error
 
-    # The pool's threads are daemons: a hanging thread cannot be ended, and must not keep the
+    # The pool's threads are daemons: a hanging thread can't be killed, and must not keep the
     # process alive.
     with ThreadPool(min(VERIFYING, len(texts)) or 1) as pool:
         ended = pool.imap_unordered(work, range(len(texts)))
@@ -72,8 +72,8 @@ def verify_all(
 def verify(problem: Problem, text: str) -> float:
     """Return the reward of one response.
 
-    Raises RewardError if the verifier raised an error, or did not return a number of absolute value
-    at most ``LARGEST_REWARD``.
+    Raises RewardError if the verifier raised an error, or didn't return a number of at most
+    ``LARGEST_REWARD`` in absolute value.
     """
     verifier = f"the verifier of problem {problem.id!r}"
     try:

@@ -1,7 +1,7 @@
-"""The words of the synthetic task, its tokenizer (fewer than 200 tokens, one per word), and
-functions that find answers in responses.
+"""The synthetic task's vocabulary, its tokenizer (under 200 tokens, one per word), and functions
+that find answers in responses.
 
-As in most subword vocabularies, a word includes its leading space, so decoding tokens one by one
+As in most subword vocabularies, words include their leading space, so decoding tokens one by one
 and joining them restores the original text.
 """
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 _NUCLEI = ("a", "e", "i", "o", "u", "ai", "oi", "ou")
 NAMES = tuple(onset + nucleus for onset in "bdfghjklmnprstvz" for nucleus in _NUCLEI)
-"""128 pronounceable names of variables."""
+"""128 pronounceable variable names."""
 
 LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
-"""Words between the parts of a line; none is a variable's name."""
+"""Words between the parts of a line; none is also a variable name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 # No task uses map, ask or walk any more, but they are in the bundled checkpoint's vocabulary.
@@ -27,10 +27,10 @@ _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the word-level tokenizer of the synthetic task, in Hugging Face format.
+    """Build the synthetic task's word-level tokenizer, in Hugging Face format.
 
-    The tokenizer adds no special tokens, maps words outside the vocabulary to ``<unk>``, and
-    restores the task's texts exactly when decoding.
+    It adds no special tokens, maps unknown words to ``<unk>``, and round-trips the task's texts
+    exactly.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

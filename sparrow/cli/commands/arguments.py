@@ -50,8 +50,8 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Select the recorded settings that were set and still exist, as those of an older version of
-    Sparrow may not.
+    """Pick out the recorded settings that were set and still exist, since an older Sparrow may have
+    had others.
     """
     known = {}
     for setting in fields(settings):

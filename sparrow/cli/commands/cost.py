@@ -135,11 +135,11 @@ def _short(model: str) -> str:
 
 
 def find_shape(model: str) -> ModelShape:
-    """Return the shape of a model. ``model`` is the model's folder or ``config.json``, a name in
+    """Return a model's shape. ``model`` is the model's folder or ``config.json``, a name in
     ``SHAPES``, ``reasoner``, ``smollm2``, or a name on the hub.
 
-    Raises the errors of ``ModelShape.from_config`` and ``model_path``. ConfigError: the hub cannot
-    be reached.
+    Raises the same errors as ``ModelShape.from_config`` and ``model_path``, and ConfigError if the
+    hub can't be reached.
     """
     from sparrow.cost import SHAPES, ModelShape
 

@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine for which a dry run makes predictions, and values that it must assume."""
+    """The machine to predict for, and values that a dry run has to assume."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
@@ -61,7 +61,7 @@ def dry_run(command: TrainOptions) -> None:
             f"dry_run is {command.dry_run!r}, expected a GPU with options, "
             "such as h200:gpus=8,median=9000"
         ) from error
-    # Raise early for an unknown engine, which every later check would otherwise report again.
+    # Raise early for an unknown engine, or every later check would report it again.
     parse_engine(command.engine)
     problems: list[str] = []
     rows: Rows = []
@@ -153,8 +153,8 @@ def dry_run(command: TrainOptions) -> None:
 def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     """Check the machine, the engine and the precision.
 
-    Raises ConfigError if this trainer does not run on the machine, or nothing can be predicted for
-    the engine or the precision.
+    Raises ConfigError if this trainer can't run on the machine, or there are no predictions for the
+    engine or precision.
     """
     if cluster.gpus > cluster.host:
         raise ConfigError(
@@ -175,7 +175,7 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
 def _predicted(
     command: TrainOptions, target: Target, decoding: Decoding, shape: ModelShape, cluster: Cluster
 ) -> Rows:
-    """Predict the memory needed, the seconds per step and the hours for the whole run.
+    """Predict memory, step times and hours for the whole run.
 
     Raises ConfigError if the run does not fit in memory.
     """

@@ -97,9 +97,7 @@ class WithLists(FromPrompts):
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
-        """Load the engine that the command samples with, a transformers scorer, and the prompts as
-        token ids.
-        """
+        """Load the engine to sample with, a transformers scorer, and the prompts as token ids."""
         from sparrow.cli import loading
         from sparrow.cli.terminal import note
 

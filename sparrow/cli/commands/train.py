@@ -53,14 +53,14 @@ class Train(TrainOptions):
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
         self.check_loras()
         files.check_folder(self.run_dir)
-        # Check the run directory now, because the trainer would report errors only after the model
-        # and the engine are loaded.
+        # Check the run directory now, since the trainer would only report errors after the model
+        # and engine are loaded.
         RunDir(self.run_dir, self.resume)
         # Treat SIGTERM like Ctrl-C, so that the run is saved. Cluster schedulers send it to end a
         # run, and launchers when another of their processes has died.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # Every process creates its shards from weights that it has loaded itself, whereas
-        # transformers would by default load them in only one process.
+        # Every process creates its shards from weights it has loaded itself; by default,
+        # transformers would load them in only one process.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         tell: Any = note if main_process else lambda text: None
@@ -111,8 +111,8 @@ class Train(TrainOptions):
         from sparrow.train.ranks import asked_to_shard
 
         # The actor shares the policy's weights unless it is distilled, a LoRA is merged for it, or
-        # the policy's weights are sharded, because sharded weights can be used only by all
-        # processes together.
+        # the policy's weights are sharded, as sharded weights can only be used by all processes
+        # together.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = (
             copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model

@@ -45,7 +45,7 @@ class TrainOptions(TrainConfig, Command):
     def check_loras(self) -> None:
         """Check that every LoRA fits the model without loading the model's weights.
 
-        Raises ConfigError: see ``sparrow.train.lora.check_lora``.
+        Raises ConfigError if one doesn't fit; see ``sparrow.train.lora.check_lora``.
         """
         from sparrow.cli.loading import model_path
         from sparrow.engines.hf import load_shape

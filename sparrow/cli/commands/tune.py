@@ -24,7 +24,7 @@ DTYPES = {
     "fp8": "float8_e4m3fn",
     "int8_per_token_head": "int8",
 }
-"""Torch's names for the formats in which vLLM stores keys and values."""
+"""Torch's names for vLLM's KV cache dtypes."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ class Tune(Command):
         self._say_where_used(target, device)
 
     def _heads(self) -> tuple[int, int, int]:
-        """Return kv heads, group and head dim on each GPU of an engine.
+        """Return kv heads, group and head dim per GPU of an engine.
 
-        Raises the errors of ``find_shape``. ConfigError: the heads cannot be divided among the GPUs.
+        Raises the same errors as ``find_shape``, and ConfigError if the heads can't be split across
+        the GPUs.
         """
         if self.shape is not None:
             kv_heads, group, head_dim = map(int, self.shape.split(","))

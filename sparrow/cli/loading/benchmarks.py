@@ -28,8 +28,8 @@ def load_benchmarks(
     option: str = "--eval.limit",
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
-    """Load the benchmark that each spec describes, and return them by name. The name is the spec
-    without its options, or the stem of a file's name. If two names clash, the whole specs are used.
+    """Load the benchmark for each spec, and return them by name. The name is the spec without its
+    options, or a file's stem. If names clash, the full specs are used.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
@@ -50,8 +50,8 @@ def load_benchmark(
     chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
     """Load the first ``limit`` problems of a task's held-out stream, or the first ``limit`` rows of
-    a dataset (all if ``limit`` is None). ``option`` is the name of the limit on the command line,
-    for messages.
+    a dataset (all if ``limit`` is None). ``option`` is the limit's command-line option, for error
+    messages.
 
     Raises ConfigError if a task has no limit; see also ``load_problems``.
     """

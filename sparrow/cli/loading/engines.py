@@ -40,8 +40,8 @@ def load_scorer(
     decoding: Decoding,
     precision: Precision,
 ) -> hf.HFEngine:
-    """Start the transformers engine with ``model``. It can score under any schedule, and samples as
-    ``decoding`` says.
+    """Start the transformers engine with ``model``. It can score under any schedule, and samples
+    with ``decoding``.
     """
     asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)
     return hf.start(asked)

@@ -19,9 +19,7 @@ Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 SMOLLM2 = "smollm2"
 OWN_NAMES = (REASONER, SMOLLM2)
-"""Names of models that Sparrow provides: the first is bundled, and the second is in another
-package.
-"""
+"""Models that Sparrow provides: the first is bundled, the second comes in a separate package."""
 
 
 def load_model(
@@ -30,7 +28,7 @@ def load_model(
     """Load a model onto this process's device. ``name`` is a name on the hub, a path or one of
     ``OWN_NAMES``.
 
-    Raises the errors of ``model_path`` and ``hf.load_model``.
+    Raises the same errors as ``model_path`` and ``hf.load_model``.
     """
     disable_progress_bar()  # Sparrow shows its own progress
     # Silence a warning about tied weights, which are intentionally saved only once.
@@ -57,9 +55,9 @@ def with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 def model_path(name: str) -> str:
-    """Return the path of one of ``OWN_NAMES``; return any other name or path unchanged.
+    """Resolve one of ``OWN_NAMES`` to its path; return any other name or path unchanged.
 
-    Raises ConfigError: see ``smollm2.checkpoint``.
+    Raises the same errors as ``smollm2.checkpoint``.
     """
     if name == REASONER:
         return str(resources.files("sparrow") / REASONER)
@@ -69,7 +67,5 @@ def model_path(name: str) -> str:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return the model's maximum sequence length in tokens, or None if its config does not specify
-    one.
-    """
+    """Return the model's maximum sequence length in tokens, or None if its config doesn't say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

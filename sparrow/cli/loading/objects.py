@@ -13,7 +13,7 @@ from sparrow.errors import ConfigError, place
 
 
 def load_object(spec: str, what: str) -> Any:
-    """Load the object ``module:name``. The working directory is searched for the module, too.
+    """Load the object ``module:name``. The working directory is searched too.
 
     Raises ConfigError if there is no such module or name, or importing the module raises an error.
     """
@@ -45,7 +45,7 @@ def load_object(spec: str, what: str) -> Any:
 
 
 def _by_path(spec: str) -> str:
-    """If ``spec`` is a path, return a hint, to append to an error message, on how to write it as
+    """If ``spec`` is a path, return a hint for the error message on how to write it as
     ``module:name``. Otherwise, return an empty string.
     """
     path, _, name = spec.partition(":")

@@ -34,9 +34,9 @@ class DatasetOptions(Settings):
     template: str | None = None  # the prompt, with {question} in place of the question
     max_length: Count | None = None  # rows whose prompt has more characters than this are dropped
     isolation: Isolation = "auto"  # how programs are isolated while they run against tests
-    # the maximum number of bytes that a program may write
+    # maximum number of bytes a program may write
     output_bytes: Count = Limits().output_bytes
-    weight: Count = 1  # how often its problems are drawn, relative to those of other datasets
+    weight: Count = 1  # how often its problems are drawn, relative to other datasets
 
 
 def load_problems(
@@ -49,11 +49,11 @@ def load_problems(
 ) -> Task:
     """Load the given task, or mixture of datasets. A task is given by name or as ``module:Class``.
 
-    The questions of a dataset are rendered with the tokenizer's chat template, if it has one,
-    according to ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped and
-    counted. Without a tokenizer, no template is applied and no row is dropped for its length in
-    tokens. ``reward``, if given, is a function (``module:function``, see ``tasks.judges.Judge``)
-    that replaces the datasets' verifiers.
+    A dataset's questions are rendered with the tokenizer's chat template, if it has one, using the
+    settings in ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped and
+    counted. Without a tokenizer, no template is applied, and no rows are dropped for their token
+    count. ``reward`` is an optional function (``module:function``, see ``tasks.judges.Judge``) to
+    use instead of the datasets' verifiers.
 
     Raises ConfigError if task and datasets are both given or both missing, a name or option is
     unknown, or rows cannot be used.
@@ -114,7 +114,7 @@ def _load_dataset(
     judge: Judge | None,
     chat: ChatConfig,
 ) -> tuple[Task, int]:
-    """Load a dataset as written on the command line, and return it with its weight in a mixture."""
+    """Load a dataset as written on the command line, and return it with its mixture weight."""
     dressing: dict[str, Any] = {}
     if tokenizer is not None:
         render = chat_template(tokenizer, chat)

@@ -1,9 +1,9 @@
 r"""Compare two mathematical answers with math-verify.
 
 There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser can read,
-``wording.misread`` rejects an answer that math-verify would misread, and ``same`` calls
-math-verify's comparison. ``docs/math-verify/`` lists, with examples, changes that should be made in
-math-verify and its parser, each of which would make a rule here unnecessary.
+``wording.misread`` rejects answers that math-verify would misread, and ``same`` runs math-verify's
+comparison. ``docs/math-verify/`` lists, with examples, upstream fixes to math-verify and its parser
+that would each make a rule here unnecessary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
 
 
 def same_choice(answer: str, reference: str) -> bool | None:
-    """Compare multiple-choice answers by their letters and texts; None if they have no letters."""
+    """Compare multiple-choice answers by letter and text; None if they have no letters."""
     given, text = choice(answer)
     expected, wanted = choice(reference)
     if given and re.fullmatch("[A-J]", words(reference)):
@@ -45,20 +45,20 @@ def chain(answer: str) -> str | None:
     """Shorten ``x = 40 + 2 = 42`` to ``x = 42``, and turn ``5 = x`` into ``x = 5``. Return None if
     the last number differs from the first.
 
-    Errors between these two numbers are ignored, as in math-verify's own tests.
+    Mistakes in between are ignored, as in math-verify's own tests.
     """
     if match := _FLIPPED.fullmatch(answer):
         return f"{match[2]} = {match[1]}"
     answer, *approximations = (part.strip() for part in _APPROXIMATELY.split(answer))
     if not answer and len(approximations) == 1:
-        return approximations[0]  # the answer states only an approximation
+        return approximations[0]  # the answer is just an approximation
 
     parts = [part.strip() for part in _EQUALS.split(answer)]
     last = parts[-1]
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # for example, x is about 3
-    # Check approximations only if the answer is a single number. After an equation, they are mere
-    # remarks, and math-verify's labels ignore errors in them.
+    # Only check approximations of a single number. After an equation, they're just remarks, and
+    # math-verify's labels ignore mistakes in them.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -82,13 +82,13 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """Return whether ``decimal`` is ``exact`` rounded to the places that ``decimal`` has."""
+    """Return whether ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
 
 
 def _approximate(exact: str, rounded: str) -> bool:
-    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to the places that
+    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to as many places as
     ``rounded`` has.
     """
     match = re.fullmatch(r"-?(\d*)(?:\.(\d+))?", rounded)
@@ -106,7 +106,7 @@ def _near(exact: str, decimal: str, place: float) -> bool:
 @lru_cache(maxsize=256)
 def parse(answer: str) -> list[Any]:
     """Parse an answer into its readings: an expression, if it can be read as one, and the text.
-    They are cached, because all responses to a problem have the same reference.
+    Cached, because all responses to a problem share one reference.
     """
     if found := region(answer):
         return [found[1], answer]
@@ -169,10 +169,9 @@ _ALSO = re.compile(rf",|{TEXT}\{{\s*and\s*\}}|\\land(?![a-z])|\\wedge(?![a-z])|\
 @lru_cache(maxsize=256)
 def region(answer: str) -> tuple[str, Any] | None:
     """Read several inequalities in one variable, joined by *or*, *and* or commas. Return the
-    variable and the set of real numbers that satisfy them, or None for other answers.
+    variable and the set of real solutions, or None for other answers.
 
-    Inequalities separated by commas must all be satisfied, or just one of them if no number
-    satisfies all.
+    Commas mean *and*, or *or* if no number satisfies all the inequalities.
     """
     from sympy import Intersection, Union
 
@@ -264,11 +263,11 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def smallest(*readings: Any) -> int:
-    """Return the decimal place of the first digit of the smallest number in the expressions, or 0
-    if all numbers are at least 1.
+    """Return the decimal place of the smallest number's first digit, or 0 if all numbers are at
+    least 1.
 
-    math-verify compares a fixed number of decimal places, which adding this many places turns into
-    a fixed number of significant digits.
+    math-verify compares a fixed number of decimal places; adding this many turns that into a fixed
+    number of significant digits.
     """
     from sympy import Basic, preorder_traversal
 
@@ -299,8 +298,8 @@ def components(expression: Any) -> list[Any]:
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """Return the values of a tuple, which the parser may have read as an open interval if there are
-    two; empty for other expressions.
+    """Return the values of a tuple, or of an open interval, which is how the parser may read a
+    pair; empty for other expressions.
     """
     from sympy import Interval, Tuple
 
@@ -344,7 +343,7 @@ def irrational(expression: Any) -> bool:
 
 
 def exact(expression: Any) -> Any:
-    """Replace each decimal in an expression with the fraction that equals it."""
+    """Replace the decimals in an expression with the equivalent fractions."""
     from sympy import Basic, Float, Rational
 
     if not isinstance(expression, Basic):
@@ -356,8 +355,8 @@ def exact(expression: Any) -> Any:
 def equal(answer: str, reference: str) -> bool:
     """Return whether two answers are the same mathematical object or the same words.
 
-    A reference in words is compared as text, because as algebra, *Evelyn* would be a product of
-    letters in any order.
+    References in words are compared as text. As algebra, *Evelyn* would be a product of letters in
+    any order.
     """
     answer = plain(answer)
     reference = plain(reference)

@@ -1,7 +1,7 @@
 """The worker process that compares answers, started by ``sparrow.rewards.math``.
 
-It answers each line of JSON with another line. The comparison itself runs in a forked process. When
-that process is killed at its limit, a new fork replaces it without importing the libraries again.
+It answers each line of JSON with another. The comparison itself runs in a forked process. When that
+is killed at its limit, a new fork takes over without importing the libraries again.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from .comparison import equal
 
 # limit on a worker's address space, because sympy can be tricked into writing out huge numbers
 MEMORY_BYTES = 4 << 30
-PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> int:
-    """Fork a process that answers requests, and another whenever it is killed at its limit.
+    """Fork a process to answer requests, and another whenever it's killed at its limit.
 
-    A fork inherits the libraries and their caches. Return the exit status.
+    Forks inherit the libraries and their caches. Return the exit status.
     """
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.dup(1)
-    equal("\\frac{1}{2}", "0.25 + 0.25")  # the first comparison fills caches and builds parsers
-    # Whatever a library prints must not be taken for a reply.
+    equal("\\frac{1}{2}", "0.25 + 0.25")  # warm-up: fills caches and builds parsers
+    # Don't let anything a library prints be mistaken for a reply.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    busy = mmap.mmap(-1, 1)  # shared with the forked process: 1 while a request awaits its reply
+    busy = mmap.mmap(-1, 1)  # shared with the forked process: 1 while a request is in flight
     os.write(replies, b'{"ready": true}\n')
     while True:
         busy[0] = 0
@@ -52,9 +52,9 @@ def main() -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends for any reason.
+    """Have the kernel kill this process when its parent ends for any reason.
 
-    It would otherwise keep the pipe open, and the caller would wait until its limit.
+    Otherwise, it would keep the pipe open, and the caller would wait until its time limit.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -64,8 +64,8 @@ def serve(replies: int, busy: mmap.mmap) -> None:
     """Answer requests until standard input ends. Each request contains an answer, a reference and
     limits.
 
-    Neither timer has a handler, so the kernel kills this process when a comparison has used up its
-    processor time or its wall-clock time.
+    The timers have no handlers, so the kernel kills this process when a comparison runs out of CPU
+    or wall-clock time.
     """
     for line in sys.stdin:
         request = json.loads(line)

@@ -54,8 +54,7 @@ _INVISIBLE = re.compile(
     r"(?![a-zA-Z])"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
-# Asterisks around words are emphasis in Markdown; between two operands, they denote powers in
-# Python.
+# Asterisks around words are Markdown emphasis; between operands, they're powers in Python.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*\\])(\*{1,3})(?=[^\s*])(.+?)(?<=[^\s*])\1(?![\w({\\*])")
 _LAST_POWER = re.compile(
     r"\s*\*\*\s*([-+]?(?:\d+(?:\.\d+)?|\\?[a-zA-Z]+)(?:\^\{.*?\}+)?|(?=\(|\\))(?!.*\*\*)", re.DOTALL
@@ -151,7 +150,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
     (re.compile(r"\\[ij]math(?![a-z])"), "i"),
     (re.compile(r"(?<=\d)j(?![a-zA-Z])"), "i"),  # the imaginary unit in engineering and in Python
-    # The mantissa is taken to be exact, so 6.02 \times 10^{23} is compared as a whole number.
+    # Treat the mantissa as exact, so that 6.02 \times 10^{23} is compared as a whole number.
     (re.compile(r"(?<![\d.])(\d+\.\d+)\s*\\(?:times|cdot)\s*(?=10\s*\^)"), _mantissa),
     (re.compile(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ "),
@@ -199,7 +198,7 @@ def plain(answer: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Rewrite Unicode superscripts, subscripts, fractions and symbols in LaTeX."""
+    """Rewrite Unicode superscripts, subscripts, fractions and symbols as LaTeX."""
 
     def plain_digits(sign: re.Match[str]) -> str:
         return unicodedata.normalize("NFKC", sign[0])
@@ -224,7 +223,7 @@ def _numbers_of_text(command: re.Match[str]) -> str:
 
 
 def _keyed(text: str) -> str:
-    """Rewrite keyboard notation such as ``x**2``, ``sqrt(2)`` or ``pi/4`` in LaTeX."""
+    """Rewrite keyboard notation such as ``x**2``, ``sqrt(2)`` or ``pi/4`` as LaTeX."""
     text = _EMPHASIS.sub(r"\2", text)
     while match := _LAST_POWER.search(text):  # from right to left, because 2**3**2 is 2**9
         exponent = f"^{{{match[1]}}}" if match[1] else "^"
@@ -232,7 +231,7 @@ def _keyed(text: str) -> str:
     text = _NAMED.sub(r"\\\1 ", text)
 
     parts = _PROSE.split(text)
-    # the parts with odd indices are commands that contain words
+    # odd-indexed parts are commands with words in them
     for place in range(0, len(parts), 2):
         part = _INVERSE.sub(r"\\arc\1", parts[place])
         part = _CALLED.sub(r"\\\1 ", part)
@@ -257,7 +256,7 @@ def _bracketed(text: str, opening: re.Pattern[str], before: str, after: str) -> 
 
 
 def _without_lead(text: str) -> str:
-    """Remove the words that introduce an answer, as in *The answer is 5*."""
+    """Remove the lead-in to an answer, as in *The answer is 5*."""
     if match := _LED.match(text):
         text = (match[1] or "") + text[match.end() :]
     return text
@@ -284,7 +283,7 @@ def _ongoing(decimal: re.Match[str]) -> str:
 
 
 def _without_brace(text: str) -> str:
-    """Remove the closing brace whose opening brace is before ``text``."""
+    """Remove the brace that closes the one opened before ``text``."""
     place = _closing(text, "{", "}")
     if place is None:
         return text
@@ -292,7 +291,7 @@ def _without_brace(text: str) -> str:
 
 
 def _closing(text: str, opening: str, closing: str) -> int | None:
-    """Return the index of the closing bracket whose opening bracket is before ``text``."""
+    """Return the index of the bracket that closes the one opened before ``text``."""
     depth = 1
     for place, sign in enumerate(text):
         depth += (sign == opening) - (sign == closing)

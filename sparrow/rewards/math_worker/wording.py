@@ -1,5 +1,5 @@
-"""Compare answers that are judged by their words: texts, multiple-choice letters, times of day, and
-numerals with a base. Also detect words in an answer that a comparison of numbers would miss.
+"""Compare answers by their words: text, multiple-choice letters, times of day, and numerals with a
+base. Also catch words in an answer that a numeric comparison would miss.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ _SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\
 
 
 def words(answer: str) -> str:
-    """Return an answer in words without the LaTeX commands and parentheses around it, or an empty
-    string if it is not in words.
+    """Strip the LaTeX commands and parentheses around an answer in words. Return an empty string if
+    it isn't in words.
     """
     text = " ".join(COMMAND.sub(r" \1 ", answer).strip(" $.").split())
     return text.strip("()") if _WORD.fullmatch(text) else ""
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a text consists of whole words, which algebra would read as products of
+    """Return whether a text is made up of whole words, which algebra would read as products of
     letters.
     """
     return _WORDS.fullmatch(text.casefold()) is not None
@@ -109,7 +109,7 @@ def _same_word(a: str, b: str) -> bool:
 
 
 def misread(answer: str, reference: str) -> bool:
-    """Return whether the answer says something that a comparison of numbers would miss."""
+    """Return whether the answer says something that a numeric comparison would miss."""
     said = _said(answer)
     expected = _said(reference)
     if (said - expected) & _HEDGES:
@@ -140,8 +140,8 @@ _NUMERALS = re.compile(r"(?<![\w\\}])\d[0-9A-F]*_\{?(\d+)\}?")
 
 
 def choice(answer: str) -> tuple[str, str]:
-    """Return the letter and the text of a multiple-choice answer such as ``C: text``. The letter is
-    empty if the answer has another form or its text names a second letter.
+    """Split a multiple-choice answer such as ``C: text`` into its letter and text. The letter is
+    empty if the answer looks different or its text names a second letter.
     """
     text = COMMAND.sub(r" \1 ", answer.replace("\\ ", " ").replace("$", " ")).strip()
     match = _CHOICE.fullmatch(text)
@@ -155,9 +155,9 @@ def choice(answer: str) -> tuple[str, str]:
 
 
 def same_time(answer: str, reference: str) -> bool | None:
-    """Compare two times of day; None if an answer is not a time, or if neither has a.m. or p.m.
+    """Compare two times of day. Return None if either isn't a time, or if neither has a.m. or p.m.
 
-    A time without a.m. or p.m. may be in the morning, in the afternoon, or on the 24-hour clock.
+    Without a.m. or p.m., a time may mean the morning, the afternoon or the 24-hour clock.
     """
     times = []
     for side in (answer, reference):
@@ -181,7 +181,7 @@ def _minutes_of_day(minutes: int, half: str) -> set[int]:
 
 
 def same_bases(answer: str, reference: str) -> tuple[str, str] | None:
-    """Remove the base of a numeral if the other answer states no base; None if the bases differ."""
+    """Drop a numeral's base if the other answer has none. Return None if the bases differ."""
     given = _NUMERAL.fullmatch(answer)
     wanted = _NUMERAL.fullmatch(reference)
     if _NUMERALS.search(answer) and _NUMERALS.search(reference):

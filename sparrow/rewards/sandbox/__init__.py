@@ -1,4 +1,4 @@
-"""A sandbox that limits the access, resources and output of untrusted programs, and judges them by
+"""Sandbox untrusted programs, limiting their access, resources and output, and judge them by
 running tests.
 """
 

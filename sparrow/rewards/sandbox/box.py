@@ -28,10 +28,9 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-# seconds that a sandbox may take to start, generous because the machine may be busy
+# seconds a sandbox gets to start; generous, in case the machine is busy
 _START_S = 60.0
-# number of attempts to start a sandbox, because the machine may be briefly out of processes or
-# memory
+# attempts at starting a sandbox, in case the machine is briefly out of processes or memory
 _STARTS = 4
 _log = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ _INSTALL = (
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Find out, by running a program, whether ``wall`` can confine programs on this machine. Return
-    the reason if it cannot, or None if it can.
+    """Run a test program to see whether ``wall`` works on this machine. Return what's wrong, or
+    None if it works.
     """
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
@@ -71,8 +70,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """Return the wall of the kind ``held`` for this machine: one that gives each sandbox its own
-    user id if that works here, and a plain one otherwise.
+    """Return the wall of kind ``held`` for this machine: with a separate user id per sandbox if
+    that works here, otherwise a plain one.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -81,7 +80,7 @@ def _wall(held: Held) -> Wall:
 
 @cache
 def _announce(held: Held) -> None:
-    """Log how programs are confined, and how each of their limits is enforced."""
+    """Log how programs are confined and how each limit is enforced."""
     wall = _wall(held)
     grouped = cgroup.parent() is not None
     if grouped or wall.counted_by_kernel:
@@ -112,7 +111,7 @@ def _announce(held: Held) -> None:
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
     """Check that the requested isolation works on this machine, and return it, with ``auto``
-    resolved to bubblewrap. How programs are limited is logged once.
+    resolved to bubblewrap. Also log, once, how programs are confined and limited.
 
     Raises RewardError if the isolation does not work here. Raises ValueError if there is no such
     isolation.
@@ -139,11 +138,11 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
 
 
 class Sandbox(Child):
-    """A sandboxed process, which leaves nothing on the machine once it is closed.
+    """A sandboxed process that leaves nothing behind once it's closed.
 
     Args:
-        request: says which program to run; see ``inside.main``.
-        limits: the resources that the process may use.
+        request: what to run; see ``inside.main``.
+        limits: the process's resource limits.
         isolation: how the process is confined; see ``choose_isolation``.
         starts: number of attempts to start the process.
 
@@ -210,20 +209,18 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """Whether the kernel ended the process at its limit on processor time, as opposed to
-        ``kill``.
-        """
+        """Whether the kernel ended the process at its CPU time limit, rather than us with ``kill``."""
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
 
     def kill(self) -> None:
-        """End every process in the sandbox, and wait until they have ended."""
+        """Kill every process in the sandbox and wait for them to exit."""
         if self.process.returncode is not None:
             return
         if self._report is not None and (first := self._first_process()):
-            # Killing the first process of the namespace ends all others in it. Killing bubblewrap
-            # would, too, but would leave the first process to be reaped by process 1 of this
-            # machine or container, which might never do so.
+            # Killing the namespace's first process takes all the others down with it. Killing
+            # bubblewrap would too, but would leave the first process for the machine's or
+            # container's init to reap, which might never happen.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
@@ -236,7 +233,7 @@ class Sandbox(Child):
         self.process.wait()
 
     def _first_process(self) -> int | None:
-        """Return the id of process 1 of the namespace, or None if there is none or it has been
+        """Return the id of the namespace's first process, or None if there is none or it has been
         reaped.
         """
         assert self._report is not None
@@ -247,8 +244,8 @@ class Sandbox(Child):
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
-        """End every process in the sandbox and remove its files. Failures are only logged, because
-        they should not stop a run.
+        """Kill every process in the sandbox and remove its files. Best effort: failures are only
+        logged, so that they don't stop a run.
         """
         try:
             self._undo.close()

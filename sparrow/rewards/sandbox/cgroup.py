@@ -1,5 +1,5 @@
-"""Put sandboxes in control groups (version 2), if this process may create them. A group limits a
-program's total resources, including the kernel memory used on its behalf.
+"""Put sandboxes in control groups (cgroups v2) if this process may create them. A cgroup limits a
+program's total resources, including kernel memory used on its behalf.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 @cache
 def parent() -> Path | None:
-    """Find a group in which subgroups with limits on memory and tasks can be created: this
-    process's own group, or the parent of that group. Return None if there is no such group.
+    """Find a group where we can create subgroups with memory and task limits: this process's own
+    group or its parent. Return None if neither works.
     """
     groups = (line for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
     own = next((line[3:].strip() for line in groups), None)
@@ -41,7 +41,7 @@ def parent() -> Path | None:
 
 
 def _works(group: Path) -> bool:
-    """Return whether a subgroup can be created and a process can be started in it."""
+    """Return whether a subgroup can be created and a process started in it."""
     try:
         subgroup = make(group, Limits())
     except OSError:
@@ -80,7 +80,7 @@ def enter(group: Path, command: list[str]) -> list[str]:
 
 
 def remove(group: Path) -> None:
-    """Kill the remaining processes in the group and remove it, with a warning if that fails."""
+    """Kill any processes left in the group and remove it, logging a warning if that fails."""
     deadline = time.monotonic() + _REMOVAL_S
     while True:
         try:

@@ -1,6 +1,4 @@
-"""A child process that receives objects and replies with objects, each as one line of JSON. Every
-wait for it has a limit.
-"""
+"""A child process that takes and returns objects as lines of JSON. Every wait for it has a limit."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from sparrow.rewards.sandbox import processes
 from sparrow.rewards.sandbox.inside.clock import OwnTime
 from sparrow.rewards.sandbox.inside.wire import parse
 
-MOST_BYTES = 64 << 20  # maximum size of a reply, unless the caller sets a smaller one
+MOST_BYTES = 64 << 20  # default maximum reply size
 _LOOK_S = 0.25  # seconds between checks of a process that does not reply
-_ENDING_S = 1.0  # seconds that a process may take to end after it has closed its pipes
+_ENDING_S = 1.0  # seconds a process gets to exit after closing its pipes
 
 
 T = TypeVar("T")
 
 
 def _queued_here() -> float:
-    """Return how many seconds this thread has waited for a processor, or 0 if the kernel does not
-    report it.
+    """Return how many seconds this thread has waited for a CPU, or 0 if the kernel doesn't report
+    it.
     """
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
@@ -44,12 +42,12 @@ class ChildEndedError(Exception):
 
 
 class Child:
-    """A process and its pipes. The process has a session of its own, so that interrupts from the
-    trainer's terminal do not reach it.
+    """A process and its pipes. The process gets its own session, so that Ctrl-C in the trainer's
+    terminal doesn't reach it.
 
     Args:
         command: the command to run.
-        options: further arguments of ``subprocess.Popen``.
+        options: further arguments for ``subprocess.Popen``.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
@@ -72,9 +70,8 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # As of the last check of the child's processes: the processor time that they had used, how
-        # long each of their threads and this one had waited for a processor; and the time since
-        # then.
+        # As of the last check on the child's processes: the CPU time they had used, how long each
+        # of their threads and this one had waited for a CPU; and the time since then.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
@@ -83,8 +80,8 @@ class Child:
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Send an object.
 
-        Raises ChildTimeoutError if the process did not read the object by the deadline, given as a
-        time of ``time.monotonic``. Raises ChildEndedError if the process no longer reads.
+        Raises ChildTimeoutError if the process hasn't read the object by ``deadline`` (a
+        ``time.monotonic()`` value), or ChildEndedError if it has stopped reading.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
         self._send_rest(deadline)
@@ -98,9 +95,10 @@ class Child:
                 raise self._ended() from error
 
     def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
-        """Send an object to a program, counting the program's own time until it has read all of it.
+        """Send an object to a program, counting the program's own time until it has read
+        everything.
 
-        Raises the errors of ``receive_within``.
+        Raises the same errors as ``receive_within``.
         """
         self._unsent = memoryview(json.dumps(message).encode() + b"\n")
         self._within(time_limit, self._send_rest)
@@ -108,11 +106,11 @@ class Child:
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
         """Read the next reply.
 
-        The reply may come from a hostile program. All that is checked is that it has the right form
-        and is cheap to read.
+        The reply may come from a hostile program. It's only checked to be well-formed and cheap to
+        read.
 
-        Raises ChildTimeoutError if there was no reply by the deadline. Raises ChildEndedError if
-        the process ended, or sent something else.
+        Raises ChildTimeoutError if there is no reply by ``deadline``, or ChildEndedError if the
+        process ended or sent something else.
         """
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= most:
@@ -128,16 +126,17 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """Read the next reply of a program, counting the program's own time during the wait against
+        """Read a program's next reply, counting its own time during the wait against
         ``time_limit``.
 
-        Raises ChildTimeoutError if the program has no time left. ChildEndedError: see ``receive``.
+        Raises ChildTimeoutError if the program runs out of time, or ChildEndedError as in
+        ``receive``.
         """
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """Call ``attempt`` with a short deadline, repeatedly while the program has time left, and
-        return its result.
+        """Keep calling ``attempt`` with short deadlines while the program has time left, and return
+        its result.
         """
         if self._seen is None and not self._uncounted_s:
             self._queued_here_s = _queued_here()
@@ -159,9 +158,8 @@ class Child:
     def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
         """Count the time since ``began``.
 
-        At first, all of it counts as the program's own. Once enough has accumulated, in one wait or
-        in many short ones, the processes are checked for how much of it they spent waiting for a
-        processor.
+        At first, all of it counts as the program's own. Once enough has built up, in one long wait
+        or many short ones, we check how much of it the processes spent waiting for a CPU.
         """
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s
@@ -181,11 +179,11 @@ class Child:
         self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """Return how many seconds the processes, or this thread as their reader, have waited for a
-        processor since the last check; None if the kernel does not report this.
+        """Return how many seconds the processes, and this thread as their reader, have waited for a
+        CPU since the last check, or None if the kernel doesn't report it.
 
-        Only the thread that waited longest counts, or a program could gain time by starting many
-        threads.
+        Of the processes' threads, only the one that waited longest counts, or a program could gain
+        time by starting lots of them.
         """
         now: dict[int, float] = {}
         for process in family:
@@ -200,7 +198,7 @@ class Child:
         return max(0.0, longest) + max(0.0, here_s - before_s)
 
     def receive_bytes(self, count: int, deadline: float) -> bytes:
-        """Read the next ``count`` bytes. Raises the errors of ``receive``."""
+        """Read the next ``count`` bytes. Raises the same errors as ``receive``."""
         while len(self._unread) < count:
             self._read(deadline)
         data = bytes(memoryview(self._unread)[:count])
@@ -208,7 +206,7 @@ class Child:
         return data
 
     def skip(self, count: int, deadline: float) -> None:
-        """Discard the next ``count`` bytes. Raises the errors of ``receive``."""
+        """Discard the next ``count`` bytes. Raises the same errors as ``receive``."""
         while (left := count - len(self._unread)) > 0:
             self._unread.clear()
             self._read(deadline)
@@ -217,7 +215,7 @@ class Child:
 
     def _read(self, deadline: float) -> None:
         self._await(self._output, select.POLLIN, deadline)
-        data = os.read(self._output, 1 << 16)  # 64 KiB is the capacity of a pipe
+        data = os.read(self._output, 1 << 16)  # 64 KiB is a pipe's capacity
         if not data:
             raise self._ended()
         self._unread += data
@@ -229,7 +227,7 @@ class Child:
             raise ChildTimeoutError("no reply in time")
 
     def _ended(self) -> ChildEndedError:
-        by_itself = self._ends_by_itself()  # it may be running with its pipes closed
+        by_itself = self._ends_by_itself()  # it may still be running with its pipes closed
         self.kill()
         self.status = self.process.returncode if by_itself else None
         os.set_blocking(self._errors, False)
@@ -240,9 +238,9 @@ class Child:
         return ChildEndedError(said[-1] if said else f"ended with status {self.status}")
 
     def _ends_by_itself(self) -> bool:
-        """Wait a moment for the process to end, and return whether it did.
+        """Give the process a moment to exit, and return whether it did.
 
-        The process is not reaped, so that no other can get its id before its group is killed.
+        The process isn't reaped, so that its id can't be reused before its group is killed.
         """
         deadline = time.monotonic() + _ENDING_S
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -258,7 +256,7 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """Kill the process, and wait until it has ended."""
+        """Kill the process and wait for it to exit."""
         self.process.kill()
         self.process.wait()
 

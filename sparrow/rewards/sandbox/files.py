@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that no process uses any more, or warn that it cannot be removed.
+    """Remove a folder no longer used by any process, or log a warning if that fails.
 
-    A program may have nested folders too deeply for any path or recursion, so the subfolders of a
-    folder are moved to the top before it is removed.
+    A program may have nested folders too deeply for any path or recursion, so subfolders are moved
+    to the top before their parent is removed.
     """
     number = 0
     mark = secrets.token_hex(8)
@@ -30,7 +30,8 @@ def remove(folder: str) -> None:
                         inner = [entry.path for entry in entries]
                     for below in inner:
                         if not _unlinked(below):
-                            os.chmod(below, 0o700)  # moving a folder needs write permission for it
+                            # moving a folder requires write permission on it
+                            os.chmod(below, 0o700)
                             os.rename(below, f"{folder}/{mark}-{number}")
                             number += 1
                     os.rmdir(path)

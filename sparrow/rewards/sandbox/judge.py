@@ -1,6 +1,6 @@
 """Judge programs by running tests.
 
-The tests of a problem are a plain mapping, so they can be stored in datasets. There are three
+A problem's tests are a plain mapping, so that they can be stored in datasets. There are three
 kinds:
 
 - ``{"inputs": [...], "outputs": [...]}``: the standard input and the expected standard output of
@@ -12,7 +12,7 @@ kinds:
   and MBPP. ``setup`` runs before the test code. If there is an ``entry_point``, the test code's
   function ``check`` is called with the program's function of that name.
 
-In all three kinds, ``"prelude"`` is code that runs before the program, such as imports.
+All three kinds can have a ``"prelude"``: code to run before the program, such as imports.
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds, this process compares the
 outputs, and the expected outputs never enter the sandbox. For assertions, the test code runs in
@@ -57,21 +57,21 @@ _WORD = re.compile(r"\S+|\n")
 _EXPONENT = r"[eE][-+]?\d{1,3}"
 _DECIMAL = re.compile(rf"[-+]?(?:\d+\.?\d*|\.\d+)(?:{_EXPONENT})?", re.ASCII)
 _WHOLE = re.compile(r"[-+]?\d+(?:\.0*)?", re.ASCII)
-# The forms in which programs print numbers. ``007``, ``+7`` and ``1e5`` may be names, codes or
-# parts of words, and are compared as text.
+# Numbers the way programs print them. ``007``, ``+7`` and ``1e5`` may be names, codes or parts of
+# words, so they're compared as text.
 _PLAIN_WHOLE = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 _PLAIN_DECIMAL = re.compile(
     rf"-?(?:(?:0|[1-9]\d*)?\.\d+(?:{_EXPONENT})?|[1-9][eE][-+]\d{{1,3}})", re.ASCII
 )
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
-"""The sandbox enforces a test's limits itself; this process waits this many seconds longer."""
+"""The sandbox enforces a test's limits itself; we wait this many seconds longer."""
 _ROOM_BYTES = 1 << 16
 _ROOM_TIMES = 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output, plus
 ``_ROOM_BYTES``.
 """
-_SHARE = 8  # a result sent to test code may have at most ``output_bytes / _SHARE`` bytes
+_SHARE = 8  # results sent to test code are limited to ``output_bytes / _SHARE`` bytes
 _TESTS_BYTES = 64 << 20  # maximum size of a message from test code, which is trusted
 _RELAYED = (
     "value",
@@ -93,7 +93,7 @@ _RELAYED = (
     "content",
     "next",
 )
-"""The keys of a program's reply that are passed on to the tests. Verdicts are not among them."""
+"""Keys of a program's reply that are passed on to the tests. Verdicts are deliberately left out."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class Judgement:
     """The verdicts on one program."""
 
     verdicts: tuple[Verdict, ...]  # one per test that was run, in order
-    tests: int  # number of all tests, whether run or not
+    tests: int  # total number of tests, run or not
     detail: str  # what went wrong in the first failed test; empty if no test failed
-    wall_s: float  # seconds that judging took
+    wall_s: float  # seconds taken
 
     @property
     def passed(self) -> bool:
-        """Whether the program passed all tests, of which there must be at least one."""
+        """Whether the program passed all tests, and there was at least one."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 
@@ -134,12 +134,12 @@ def _close(actual: float, expected: float) -> bool:
 def same_output(actual: str, expected: str) -> bool:
     """Compare two outputs line by line and word by word, ignoring spaces.
 
-    Words are compared as numbers if the expected one is a number in plain form, which ``0011``, for
-    example, is not. Whole numbers must be equal and must not have an exponent; decimals are
-    compared within a tolerance.
+    Words are compared as numbers if the expected one is written plainly (``0011``, for example,
+    isn't). Whole numbers must be equal and must not have an exponent; decimals are compared within
+    a tolerance.
     """
-    # Compare one word at a time: for a hostile output, a list of words could take a hundred times
-    # as much memory as the output itself.
+    # Go one word at a time: for hostile output, a list of words could take a hundred times as much
+    # memory as the output itself.
     words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
     return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
 
@@ -172,14 +172,14 @@ class Judge:
     """Runs a limited number of programs at once; further callers wait.
 
     Args:
-        limits: the resources that a program may use.
-        isolation: ``auto`` and ``bwrap`` use bubblewrap, without which they raise an error.
-            ``session`` uses Landlock and a system-call filter, which is weaker. ``none`` leaves
-            this user's files and memory unprotected from programs.
-        workers: number of programs that run at once; by default, the number of processors that this
-            process may use.
+        limits: resource limits per program.
+        isolation: ``auto`` and ``bwrap`` use bubblewrap, and raise an error without it. ``session``
+            uses Landlock and a system-call filter, which is weaker. ``none`` leaves this user's
+            files and memory unprotected from programs.
+        workers: number of programs to run at once; defaults to the number of CPUs available to this
+            process.
 
-    This class is thread-safe, and keeps no process between programs.
+    Thread-safe. No process is kept around between programs.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class Judge:
         self._free = threading.BoundedSemaphore(self.workers)
 
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
-        """Run ``code`` against ``tests``. If ``stop_early`` is true, stop after the first test that
-        fails.
+        """Run ``code`` against ``tests``. If ``stop_early`` is true, stop at the first failing
+        test.
 
         Raises RewardError if programs cannot be run here with the requested isolation. Raises
-        ValueError if the tests are of none of the three kinds.
+        ValueError if the tests aren't one of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -220,8 +220,8 @@ class Judge:
 
 
 class _Readings:
-    """The expected results of calls. Several lists of results may be acceptable, and each actual
-    result rules out those that do not match it.
+    """The expected results of calls. Several lists may be acceptable, and each actual result rules
+    out the ones it doesn't match.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -229,14 +229,12 @@ class _Readings:
         self._at = -1
 
     def next(self) -> Any:
-        """Return the expected result of the next test, from the first list that is still possible."""
+        """Return the expected result of the next test, from the first remaining list."""
         self._at += 1
         return self._left[0][self._at]
 
     def met_by(self, actual: Any) -> bool:
-        """Return whether a list that is still possible expects ``actual``. If so, rule out the
-        lists that do not.
-        """
+        """Return whether any remaining list expects ``actual``. If so, rule out those that don't."""
         met = [outputs for outputs in self._left if same_value(actual, outputs[self._at])]
         self._left = met or self._left
         return bool(met)
@@ -244,13 +242,13 @@ class _Readings:
 
 @dataclass
 class _Run:
-    """A program under test, and the time that it has used."""
+    """A program under test and the time it has used."""
 
     prelude: str
     code: str
     limits: Limits
     held: Held
-    spent_s: float = 0.0  # the program's own time (``OwnTime``) in all tests so far
+    spent_s: float = 0.0  # the program's own time (``OwnTime``) across all tests so far
 
     def _sandbox(self, mode: Literal["stdio", "serve", "exchange"]) -> Sandbox:
         request = {"mode": mode, "prelude": self.prelude, "code": self.code}
@@ -265,8 +263,8 @@ class _Run:
             box.send_within(message, time_limit)
 
     def _receive(self, box: Sandbox, most: int, limit_s: float | None = None) -> dict[str, Any]:
-        """Receive the next answer of a sandbox, within ``limit_s`` seconds of its own time
-        (``wall_s`` by default).
+        """Receive a sandbox's next answer within ``limit_s`` seconds of its own time (``wall_s`` by
+        default).
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
@@ -275,8 +273,8 @@ class _Run:
 
     @contextmanager
     def _time(self, limit_s: float) -> Iterator[OwnTime]:
-        """Enter a context with a time limit of ``limit_s``, or less if less is left for all tests,
-        and count the time spent inside it.
+        """Open a context with a time limit of ``limit_s``, or whatever is left for all tests if
+        that's less, and count the time spent in it.
         """
         time_limit = OwnTime(min(limit_s, self.limits.program_s - self.spent_s))
         try:
@@ -285,7 +283,7 @@ class _Run:
             self.spent_s += time_limit.spent_s
 
     def each(self, tests: Tests, stop_early: bool) -> list[tuple[Verdict, str]]:
-        """Return the verdicts of tests with inputs and outputs."""
+        """Return the verdicts for tests with inputs and outputs."""
         name = tests.get("fn_name")
         results: list[tuple[Verdict, str]] = []
         box: Sandbox | None = None
@@ -323,13 +321,13 @@ class _Run:
         return self._feed(box, given, expected)
 
     def _most(self, expected: str) -> int:
-        """Return the size in bytes above which a reply cannot be correct and is not read, because
-        malloc would not return the memory that it takes.
+        """Return the size in bytes beyond which a reply can't be correct. Such replies aren't read,
+        because malloc wouldn't give the memory back.
         """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
-        """Run the program on one standard input, and compare its output."""
+        """Run the program on one test's standard input and compare its output."""
         self._send(box, {"stdin": given})
         reply = self._receive(box, self.limits.output_bytes, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
@@ -367,12 +365,12 @@ class _Run:
                 f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}",
             )
         except Exception as error:
-            # Whatever the program returned, a result that cannot be read must not stop the run.
+            # An unreadable result must not stop the run, whatever the program returned.
             detail = f"the result cannot be read: {type(error).__name__}: {error}"
             return "wrong", detail[:_DETAIL_CHARS]
 
     def assertions(self, tests: Tests) -> tuple[Verdict, str]:
-        """Return the verdict of test code."""
+        """Run test code and return its verdict."""
         judge_request = {
             "mode": "judge",
             "setup": tests.get("setup") or "",

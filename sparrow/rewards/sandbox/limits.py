@@ -1,4 +1,4 @@
-"""Limits on the resources of one program."""
+"""Resource limits for a single program."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the resources of one program."""
+    """Resource limits for a single program."""
 
-    cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    # seconds per test that the program may run and sleep (``OwnTime``)
+    cpu_s: float = 6.0  # CPU seconds per test, rounded up to whole seconds
+    # seconds of running and sleeping per test (see ``OwnTime``)
     wall_s: float = 12.0
-    # seconds for all tests of a program; if the tests call the program, also the limit on its
-    # processor seconds, rounded up
+    # seconds for all of a program's tests together; if the tests call the program, also its CPU
+    # time limit, rounded up
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # maximum address space
-    # maximum size of the output and of each file; a result sent to test code may have an eighth of
-    # this size
+    # maximum size of the output and of each file; results sent to test code get an eighth of this
     output_bytes: int = 8 << 20
     files_bytes: int = 64 << 20  # maximum total size of all files
     files: int = 1000  # maximum number of files, folders and links at once

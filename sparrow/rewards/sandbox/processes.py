@@ -1,5 +1,5 @@
-"""Read the state of processes, the processor time that they have used, and how long they have
-waited for a processor.
+"""Read processes' states, how much CPU time they have used, and how long they have waited for a
+CPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 class Process(NamedTuple):
     """The current state of a process."""
 
-    state: str  # as in ps: R if the process runs or waits for a processor
+    state: str  # as in ps: R if running or waiting for a CPU
     parent: int
-    # processor seconds used by the process, and by those of its children that it has waited for
+    # CPU seconds used by the process and by any children it has waited for
     processor_s: float
-    # seconds that each thread, though ready to run, has waited for a processor; None if the kernel
-    # does not report them
+    # seconds each thread has spent ready to run but waiting for a CPU; None if the kernel doesn't
+    # report it
     queued_s: Mapping[int, float] | None = None
 
 
@@ -35,8 +35,8 @@ def look(pid: int) -> Process:
 
 
 def queued(pid: int | str) -> dict[int, float] | None:
-    """Read how many seconds each thread of a process has waited for a processor, leaving out
-    threads that end meanwhile; None if the kernel does not report this.
+    """Read how many seconds each of a process's threads has waited for a CPU, skipping threads that
+    end in the meantime. Return None if the kernel doesn't report it.
     """
     waits: dict[int, float] = {}
     try:
@@ -55,7 +55,7 @@ def queued(pid: int | str) -> dict[int, float] | None:
 
 def family(root: int) -> list[Process]:
     """Read the states of a process and all its descendants, including how long they have waited for
-    a processor. The list is empty if the process no longer exists.
+    a CPU. Return an empty list if the process is gone.
     """
     processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):

@@ -1,10 +1,9 @@
-"""A seccomp filter, for x86-64 and arm64, that denies system calls to the program being judged.
+"""The seccomp filter (x86-64 and arm64) for programs being judged.
 
-In bubblewrap, the filter is a second wall inside the namespaces; without bubblewrap, the filter and
-Landlock are the only protection. The filter confines the program to a single process, which cannot
-start or signal others, open sockets, change the owner, mode or attributes of files, or use the
-kernel's larger interfaces. Of the system calls newer than those listed here, only those in ``_NEW``
-are allowed.
+Under bubblewrap, it's a second wall inside the namespaces; without bubblewrap, it and Landlock are
+the only protection. It confines the program to a single process that can't start or signal others,
+open sockets, change a file's owner, mode or attributes, or use the kernel's larger interfaces.
+System calls newer than those listed here are denied unless they're in ``_NEW``.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from functools import cache
 from sparrow.errors import RewardError
 
 Instruction = tuple[int, int, int, int | str]
-"""An instruction: code, jump if true, jump if false, and constant. The constant ``"pid"`` stands
-for the filtered process's own id.
+"""A BPF instruction: opcode, jump if true, jump if false, and constant. The constant ``"pid"``
+stands for the filtered process's own id.
 """
 
 _EPERM = 1
@@ -51,16 +50,16 @@ _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
 # Both architectures use the same numbers from 424 on. Allowed are close_range, openat2, faccessat2,
 # epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is
-# denied because it hides its flags behind a pointer; the C library uses clone instead.
+# denied because it hides its flags behind a pointer; the C library falls back to clone.
 _FIRST_NEW = 424
 _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
-# Refused: sending a signal to a chosen process when a file becomes ready (F_SETOWN, F_SETSIG,
-# F_SETOWN_EX), leases, notifications of changes in a folder, and larger buffers for pipes.
+# Refused: signalling an arbitrary process when a file becomes ready (F_SETOWN, F_SETSIG,
+# F_SETOWN_EX), leases, directory change notifications, and larger pipe buffers.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
-# Allowed: asking whether a file is a terminal, how large the terminal is and how many bytes can be
-# read; setting whether a file blocks, and whether programs inherit it.
+# Allowed: checking for a terminal, its size and the number of readable bytes, and setting
+# non-blocking mode and close-on-exec.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 # Allowed: naming threads and mappings, huge pages, timers, and reading settings, but nothing that
 # would let the program outlive its parent.
@@ -89,7 +88,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "kcmp": (312, 272),
-    # identity; under another user or group, the program would also outlive its parent
+    # credentials; switching user or group would also let the program outlive its parent
     "setuid": (105, 146),
     "setgid": (106, 144),
     "setreuid": (113, 145),
@@ -112,7 +111,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     "setsockopt": (54, 208),
-    # memory that no limit counts, and objects that all processes of a user or a machine share
+    # memory not covered by any limit, and objects shared by all of a user's or machine's processes
     "memfd_create": (319, 279),
     "shmget": (29, 194),
     "shmat": (30, 196),
@@ -217,8 +216,8 @@ def _one_of(values: Iterable[int | str], then: Instruction) -> list[Instruction]
 
 
 def program_filter() -> list[Instruction]:
-    """Build the filter for this machine's processor. Raises RewardError if it is neither x86-64 nor
-    arm64.
+    """Build the filter for this machine's architecture. Raises RewardError if it is neither x86-64
+    nor arm64.
     """
     machine = platform.machine()
     if machine not in _ARCHES:
@@ -269,8 +268,8 @@ def program_filter() -> list[Instruction]:
 
 @cache
 def packed_filter() -> tuple[str, list[int]]:
-    """Return the filter in the kernel's format, as hexadecimal text, and the byte offsets at which
-    to insert the filtered process's own id.
+    """Return the filter in the kernel's format, as hex, and the byte offsets where the filtered
+    process's own id goes.
     """
     code = program_filter()
     packed = b"".join(

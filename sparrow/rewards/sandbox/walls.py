@@ -1,8 +1,7 @@
-"""The walls that confine a program. A wall consists of the command that starts a sandbox and
-information for the harness inside it.
+"""The walls that confine a program. A wall is the command that starts a sandbox, plus settings for
+the harness inside.
 
-THREATS.md describes what each kind of wall stops. With ``none``, there are only the filter and the
-limits.
+See THREATS.md for what each kind of wall stops. ``none`` leaves just the filter and the limits.
 """
 
 from __future__ import annotations
@@ -41,16 +40,15 @@ class Wall:
     """One way to confine programs."""
 
     held: Held
-    # whether root starts bubblewrap and gives each sandbox its own user id
+    # whether root starts bubblewrap, with a separate user id per sandbox
     own_user: bool = False
 
     @property
     def counted_by_kernel(self) -> bool:
-        """Whether the kernel can limit the number of a program's tasks without counting anyone
-        else's.
+        """Whether the kernel can limit a program's task count without counting anyone else's tasks.
 
-        It can if no other process has the sandbox's user id and, since Linux 5.14, in a user
-        namespace that was not created by root.
+        That works if no other process has the sandbox's user id or, since Linux 5.14, in a user
+        namespace not created by root.
         """
         if self.own_user:
             return True
@@ -65,7 +63,7 @@ class Wall:
         return _python(str(_INSIDE.parent), sys.executable)
 
     def request(self, folder: str) -> dict[str, Any]:
-        """Return the part of a request that describes the wall to the harness. ``folder`` is the
+        """Return the wall settings for the harness, to go into its request. ``folder`` is the
         program's folder.
         """
         return {
@@ -83,7 +81,7 @@ _CACHES = ("/etc/ld.so.cache", "/etc/alternatives")
 
 @cache
 def _folders() -> list[str]:
-    """Return the folders of Python and of the system's libraries."""
+    """Return the folders with Python and the system libraries."""
     installed = str(Path(sys.executable).resolve().parents[1])
     return sorted({"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, installed})
 
@@ -94,11 +92,10 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """Return the path of the virtual environment if it is in one of ``_OWN_FOLDERS`` and can be
-    mounted elsewhere, so that programs cannot see where it is; None if it stays in place.
+    """Return the virtual environment's path if it's in one of ``_OWN_FOLDERS`` and can be mounted
+    elsewhere, hiding its location from programs. Return None if it stays in place.
 
-    The Python that the environment was created from cannot be mounted elsewhere, because the
-    environment's files contain its path.
+    The base Python can't be mounted elsewhere, because the environment's files contain its path.
     """
 
     def hidden(path: object) -> bool:
@@ -113,13 +110,13 @@ def _moved() -> str | None:
 
 
 def _place(folder: str) -> str:
-    """Return the path of one of Python's folders inside bubblewrap."""
+    """Map one of Python's folders to its path inside bubblewrap."""
     return _MOVED if folder == _moved() else folder
 
 
 def _user_id() -> int:
-    """Choose a user id, near the highest of this process's user namespace, that no user or other
-    sandbox on this machine has.
+    """Pick a user id near the top of this process's user namespace that isn't taken by any user or
+    other sandbox on this machine.
     """
     maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     ids = max(int(first) + int(length) for first, _, length in maps)
@@ -131,8 +128,8 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if own_user:
-        # Do not use a user namespace: root inside it would still be root to the kernel, which would
-        # not limit its tasks.
+        # No user namespace here: root inside it would still be root to the kernel, which doesn't
+        # limit root's tasks.
         command += [
             "--unshare-ipc",
             "--unshare-pid",
@@ -149,7 +146,7 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     # at all
     else:
         command += ["--dir", "/tmp", "--chdir", "/tmp"]
-    if own_user:  # otherwise, only root may enter the parent folders that bubblewrap creates
+    if own_user:  # or only root could enter the parent folders that bubblewrap creates
         above = {
             str(parent)
             for path in (*map(_place, _folders()), *_CACHES, "/sandbox/inside")
@@ -157,8 +154,7 @@ def _bwrap(limits: Limits, own_user: bool) -> list[str]:
         }
         for parent in sorted(above - {"/", "/tmp"}):
             command += ["--perms", "0755", "--dir", parent]
-    # Mount these folders after making /tmp private, because the Python that an environment was
-    # created from may be in /tmp.
+    # Mount these after making /tmp private, because the base Python may live in /tmp.
     for folder in _folders():
         command += ["--ro-bind", folder, _place(folder)]
     for link in _SYSTEM:
@@ -200,19 +196,19 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness if its folder is writable. Inside the sandbox it is not, so every program
-    would have to compile the harness again.
+    """Compile the harness if its folder is writable. It never is inside the sandbox, so otherwise
+    every program would compile the harness again.
     """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
 def _python(folder: str, executable: str) -> list[str]:
-    """Return the command that makes Python run the package ``inside`` of ``folder``, without
+    """Return the command that runs the package ``inside`` from ``folder`` in Python, without
     leaving the folder on the program's path.
     """
-    # Skipping the .pth files of installed packages (for example, of editable ones) cuts Python's
-    # startup time to a third. Imports create no garbage, so disabling garbage collection during
-    # them saves another twentieth of the harness's time.
+    # Skipping installed packages' .pth files (from editable installs, for example) cuts Python's
+    # startup time to a third. Imports create no garbage, so turning off garbage collection
+    # meanwhile saves another 5 % of the harness's time.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

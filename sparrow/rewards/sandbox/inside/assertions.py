@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Names(dict[str, "Any"]):
-    """The globals of the test code. A name that they do not define is looked up in the program each
-    time it is used.
+    """The test code's globals. Any name not defined here is looked up in the program each time it's
+    used.
     """
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
@@ -41,10 +41,11 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Find the built-in function that the program redefines: the one that the tests call, if they
-    use no other name of the program. Return a set with its name, or an empty set if there is none.
+    """Find the built-in function that the program redefines: the one the tests call, if they use
+    nothing else from the program. Return its name in a set, which is empty if there is none.
 
-    Raises ValueError if the tests call several built-ins, so it is unknown which one is tested.
+    Raises ValueError if the tests call several built-ins, so there's no telling which one is under
+    test.
     """
     nodes = list(ast.walk(tree))
     bound = defined | {
@@ -81,8 +82,8 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests, looking up in the program any name that neither they nor their
-    setup define.
+    """Mode ``judge``: run the tests, looking up names in the program if neither they nor their
+    setup define them.
     """
 
     def not_here(name: str) -> Any:
@@ -109,11 +110,11 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
-    """Run the setup and the test code, then the test functions and classes that they define but do
-    not call.
+    """Run the setup and the test code, then any test functions and classes they define but don't
+    call.
 
-    Raises the first exception that a test raises. RemoteError: the program cannot be loaded.
-    ValueError: no test has called the program or read any of its names.
+    Raises the first exception from a test, RemoteError if the program can't be loaded, or
+    ValueError if no test has called the program or read any of its names.
     """
     setup = request["setup"]
     test = request["test"]

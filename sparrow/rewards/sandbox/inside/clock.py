@@ -1,8 +1,8 @@
-"""A program's own time, to which limits apply: the time that it spends running or sleeping, but not
-waiting for a processor.
+"""A program's own time, which is what limits apply to: time spent running or sleeping, but not
+waiting for a CPU.
 
-Linux reports how long a thread has waited for a processor. Where it does not, a program that gets
-less than a twentieth of a processor is taken to be asleep unless it is known to be runnable.
+Linux reports how long a thread has waited for a CPU. Where it doesn't, a program that gets less
+than a twentieth of a CPU is assumed to be asleep unless it's known to be runnable.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 
 STARVED = 10
-"""A program that gets no processor time is stopped after this many times its limit."""
-# A program that ran for less than this share of the time between two checks is taken to be asleep.
+"""A program that gets no CPU time is stopped after this many times its limit."""
+# A program that ran for less than this share of the time between two checks is assumed to be
+# asleep.
 _AWAKE = 1 / 20
 
 
 class OwnTime:
-    """Counts the time that a program spends, excluding waits for a processor, and compares it with
-    a limit. The count starts when this object is created.
+    """Tracks a program's own time, excluding waits for a CPU, against a limit. The clock starts
+    when this object is created.
 
     Args:
-        limit_s: seconds that the program may spend.
+        limit_s: limit on the program's own time, in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -35,10 +36,10 @@ class OwnTime:
         runnable: bool = False,
         queued_s: float | None = None,
     ) -> None:
-        """Count the time between two checks: ``waited_s`` of wall-clock time, of which the program
-        ran for ``ran_s`` and waited for a processor for ``queued_s``, if known.
+        """Count the time between two checks. Out of ``waited_s`` of wall-clock time, the program
+        ran for ``ran_s`` and, if known, waited for a CPU for ``queued_s``.
 
-        A ``runnable`` program would use a processor if it got one, so it is not asleep.
+        A ``runnable`` program would run if it got a CPU, so it isn't asleep.
         """
         ran_s = min(ran_s, waited_s)
         if queued_s is not None:
@@ -49,12 +50,10 @@ class OwnTime:
 
     @property
     def left_s(self) -> float:
-        """The seconds that the program has left, at least zero."""
+        """Seconds the program has left, at least zero."""
         return max(0.0, self._limit_s - self.spent_s)
 
     @property
     def over(self) -> bool:
-        """Whether the program has no time left, or gets too little processor time to be worth
-        waiting for.
-        """
+        """Whether the program is out of time, or gets too little CPU time to be worth waiting for."""
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

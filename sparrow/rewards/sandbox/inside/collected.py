@@ -17,7 +17,7 @@ _ENTERED = "_entered_tests"
 
 
 def mark(tree: ast.Module) -> ast.Module:
-    """Change the test code so that every function named ``test_...`` records that it was called."""
+    """Instrument the test code so that every ``test_...`` function records being called."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_test(node.name):
             note = ast.parse(f"{_ENTERED}.add({node.name!r})").body
@@ -31,9 +31,9 @@ def _is_test(name: str) -> bool:
 
 
 def prepare(source: str, namespace: dict[str, Any]) -> None:
-    """Prepare the globals for the test code ``source``. The ``main`` functions of unittest and
-    pytest are replaced with one that does nothing, because ``run`` calls the tests, and numpy's
-    comparisons are guarded (see ``guard_numpy``).
+    """Prepare the globals for the test code ``source``. ``unittest.main`` and ``pytest.main``
+    become no-ops, because ``run`` calls the tests, and numpy's comparisons are guarded (see
+    ``guard_numpy``).
     """
     namespace[_ENTERED] = set()
     if "unittest" in source:
@@ -60,7 +60,7 @@ def guard_numpy() -> None:
         """Return whether one side has elements and the other has none."""
         try:
             sizes = [numpy.size(side) for side in pair]
-        except Exception:  # ragged sequences, which numpy's own function reports
+        except Exception:  # ragged sequences; numpy's own function will complain
             return False
         return 0 in sizes and any(sizes)
 
@@ -95,8 +95,8 @@ def guard_numpy() -> None:
 def run(namespace: dict[str, Any]) -> None:
     """Run every test function and test class that the tests define but have not called.
 
-    Raises the exception of the first test that fails. TypeError: a test has parameters, for which
-    only pytest could supply arguments.
+    Raises the first failing test's exception, or TypeError if a test has parameters that only
+    pytest could fill in.
     """
     for name, value in list(namespace.items()):
         if isinstance(value, type):
@@ -125,7 +125,7 @@ def _run_test_case(case: Any) -> None:
     import unittest
 
     class Result(unittest.TestResult):
-        """A result that keeps the first exception itself; ``TestResult`` keeps only its text."""
+        """Like ``TestResult``, but keeps the first exception itself rather than just its text."""
 
         first: BaseException | None = None
 

@@ -1,5 +1,5 @@
-"""Confine a program's process permanently, with resource limits, Landlock, a system-call filter and
-no capabilities.
+"""Permanently confine a program's process: resource limits, Landlock, a system call filter, and no
+capabilities.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _NO_NEW_PRIVS = 38
 _SECCOMP = 22
 _DUMPABLE = 4
 _DEATH_SIGNAL = 1
-# size to which the main thread's stack can always grow within the gap of 128 MiB that the kernel
-# leaves for it
+# the main thread's stack can always grow to this size within the 128 MiB gap that the kernel leaves
 _STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
@@ -40,7 +39,7 @@ _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _TRUNCATE = 1 << 14
 _EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # version 5 added device control
-# Folders, files and links may be removed and created, but devices and sockets may not be created.
+# Allow removing and creating folders, files and links, but not creating devices or sockets.
 _REMOVE = (1 << 4) | (1 << 5)
 _MAKE = (1 << 7) | (1 << 8) | (1 << 12)
 _REFER = 1 << 13
@@ -84,7 +83,7 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
 
 
 def landlock_version() -> int:
-    """Return the kernel's version of Landlock, or 0 if it has none."""
+    """Return the kernel's Landlock version, or 0 if it doesn't have Landlock."""
     return max(0, _libc().syscall(_CREATE_RULESET, None, 0, 1))
 
 
@@ -154,7 +153,7 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 
 
 def allow_cpu(limits: Mapping[str, Any]) -> None:
-    """Allow this process ``cpu_s`` more processor seconds, within ``program_s`` in total."""
+    """Give this process another ``cpu_s`` CPU seconds, up to ``program_s`` in total."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(
         resource.RLIMIT_CPU, (min(hard, int(time.process_time()) + 1 + limits["cpu_s"]), hard)
@@ -162,8 +161,8 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Set this process's user id to ``uid``, unless that is None; have the kernel kill it when its
-    parent ends; and keep the user's other processes from accessing its memory through /proc.
+    """Switch this process to user id ``uid`` unless it's None, have the kernel kill it when its
+    parent ends, and keep the user's other processes out of its memory in /proc.
     """
     if uid is not None:
         os.setgroups([])

@@ -1,4 +1,4 @@
-"""Exceptions as the program and the tests report them to each other."""
+"""Exceptions passed between the program and the tests."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ DETAIL_CHARS = 400
 
 
 class RemoteError(Exception):
-    """An exception that the other side raised. It is also an instance of that exception's built-in
-    base class, if it has one.
+    """An exception raised on the other side. Also an instance of the original's built-in base
+    class, if it has one.
     """
 
     detail = ""
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and message of an exception in one short line, even if converting the
-    exception to text raises an error.
-    """
+    """Return an exception's type and message as one short line, even if its ``__str__`` raises."""
     if isinstance(error, RemoteError):
         return error.detail
     try:

@@ -1,13 +1,13 @@
-"""Calls between test code and the program that it tests, which run in different sandboxes, here
-called sides.
+"""Calls between test code and the program under test, which run in separate sandboxes, called sides
+here.
 
-Both sides send the same requests: ``call`` a function of the other side with arguments; ``look`` up
-a global; read or ``set`` a ``part`` of an object; or carry out an ``operation`` (see ``remote``).
-The answer contains a ``value``, or says what was ``raised`` or why the request was ``refused``; for
-a call, it also reports changes to the arguments and whatever was printed. While a side waits for an
-answer, it serves requests, so that a test can pass a function to the program. Values are sent in
-the format of ``wire``, to which this module adds a few standard types. Functions and objects of
-other classes stay on their side and are identified by number (see ``remote``).
+Both sides send the same requests: ``call`` a function on the other side, ``look`` up a global, read
+or ``set`` a ``part`` of an object, or run an ``operation`` (see ``remote``). The answer holds a
+``value``, or says what was ``raised`` or why the request was ``refused``; for a call, it also
+reports changes to the arguments and anything printed. A side serves requests while it waits for an
+answer, so a test can pass a function to the program. Values use the ``wire`` format, extended here
+with a few standard types. Functions and objects of other classes stay on their own side and are
+referred to by number (see ``remote``).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-_AHEAD_S = 0.02  # seconds that an iterator may spend on items that have not been requested yet
+_AHEAD_S = 0.02  # seconds that an iterator may spend on prefetched items
 _ANSWERS = {"value", "raised", "refused"}
-_OWN = ("program", "tests", "__main__")  # modules of the classes that either side defines
+_OWN = ("program", "tests", "__main__")  # modules that either side's own classes are defined in
 _MODULES = (
     "builtins",
     "math",
@@ -74,8 +74,8 @@ def _array(content: Any) -> Any:
     return import_module("numpy").array(content[1], dtype=content[0])
 
 
-# For each class, by module and name, a function that writes a value and one that reads it back.
-# Classes are imported only when a value needs them.
+# (module, class) -> functions that write a value and read it back. Classes are imported only when
+# needed.
 _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): (str, lambda c: import_module("decimal").Decimal(c)),
     ("fractions", "Fraction"): (str, lambda c: import_module("fractions").Fraction(c)),
@@ -107,12 +107,12 @@ _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, Ge
 
 
 class Exchange:
-    """One of the two sides that call each other.
+    """One of two sides that call each other.
 
     Args:
         channel: the connection to the other side.
-        find: returns the function or global that the other side requests by name; raises NameError
-            if there is none.
+        find: looks up a function or global by name for the other side; raises NameError if there is
+            none.
         loaded: raises an error if loading this side failed.
         strict: whether the other side is untrusted; see ``remote``.
     """
@@ -128,14 +128,14 @@ class Exchange:
         self._find = find
         self._loaded = loaded
         self.strict = strict
-        self.asked = 0  # number of calls and look-ups that the other side has answered
-        self.changes = 0  # number of operations that may have changed the other side's objects
+        self.asked = 0  # calls and look-ups answered by the other side so far
+        self.changes = 0  # operations so far that may have changed the other side's objects
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Parts of the other side's objects that were read and can be changed in place here, with
-        # their contents at the time, by object, kind of part and name.
+        # Mutable parts of the other side's objects that were read here, with their contents at the
+        # time, keyed by object, kind of part and name.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -145,8 +145,7 @@ class Exchange:
         kwargs: Mapping[str, Any],
         owner: Any = None,
     ) -> Any:
-        """Call a function of the other side. ``owner`` is the copy whose method the function is, if
-        any.
+        """Call a function on the other side. ``owner`` is the ``Like`` it's a method of, if any.
 
         Raises RemoteError if the function raised an error. Raises CannotCrossError if an argument
         or the result cannot be sent.
@@ -166,7 +165,7 @@ class Exchange:
                 self._renew(copy)
 
     def look(self, name: str) -> Any:
-        """Return the value of a global of the other side. Raises RemoteError if there is none."""
+        """Return the value of a global on the other side. Raises RemoteError if there is none."""
         return self.ask({"look": name})
 
     def require(self) -> None:
@@ -174,13 +173,13 @@ class Exchange:
         self.ask({"load": True})
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """Carry out one of ``OPERATIONS`` on the side that the objects belong to."""
+        """Run one of ``OPERATIONS`` on the objects' own side."""
         self._settle()
         return self.ask({"operation": [name, self._crossing(list(operands))]})
 
     def part(self, key: int | str, kind: str, name: Any) -> Any:
-        """Return an attribute or an item of an object of the other side. If it is mutable, such as
-        a list or a dict, changes made to it here are sent back before the next call.
+        """Return an attribute or item of an object on the other side. If it's mutable, such as a
+        list or dict, changes made to it here are sent back before the next call.
         """
         place = [key, kind, self._crossing(name)]
         written = json.dumps(place)
@@ -192,19 +191,19 @@ class Exchange:
         return value
 
     def set(self, key: int | str, name: str, value: Any) -> None:
-        """Set an attribute of an object of the other side."""
+        """Set an attribute of an object on the other side."""
         self._settle()
         self.changes += 1
         self.ask({"set": [key, name, self._crossing(value)]})
 
     def delete(self, key: int | str, name: str) -> None:
-        """Delete an attribute of an object of the other side."""
+        """Delete an attribute of an object on the other side."""
         self._settle()
         self.changes += 1
         self.ask({"delete": [key, name]})
 
     def written(self, value: Any) -> str:
-        """Return a text that is the same for values that are sent in the same form."""
+        """Return a value's wire format as text, for use as a dict key."""
         return json.dumps(self._crossing(value))
 
     def ask(self, message: dict[str, Any], arguments: Mapping[int | str, Any] | None = None) -> Any:
@@ -223,7 +222,7 @@ class Exchange:
         return self._unpack(reply["value"])
 
     def _settle(self) -> None:
-        """Send the changes made here to copies of parts of the other side's objects."""
+        """Send back changes made here to parts borrowed from the other side's objects."""
         borrowed = list(self._borrowed.values())
         self._borrowed.clear()
         for place, value, before in borrowed:
@@ -232,7 +231,7 @@ class Exchange:
                 self.ask({"alter": [*place, now]})
 
     def _give_back(self, copy: Any) -> None:
-        """Send the changes made here to a copy of the other side's list, dict or set."""
+        """Send back changes made here to a copy of the other side's list, dict or set."""
         if isinstance(copy, MUTABLE_LIKE):
             content = self._crossing(_content(copy))
             if content != copy._known:
@@ -240,14 +239,14 @@ class Exchange:
                 self.ask({"alter": [copy._remote._key, "content", None, content]})
 
     def _renew(self, copy: Any) -> None:
-        """Update a copy of the other side's list, dict or set to the current contents."""
+        """Refresh a copy of the other side's list, dict or set."""
         if isinstance(copy, MUTABLE_LIKE):
             content = self.ask({"content": copy._remote._key})
             _change(copy, content)
             copy._known = self._pack(_content(copy))
 
     def answer(self, header: Mapping[str, Any], printed: Callable[[], str] = str) -> None:
-        """Carry out a request of the other side, and send the answer."""
+        """Carry out a request from the other side and send the answer."""
         try:
             reply = self._answered(header)
             json.dumps(reply)
@@ -321,9 +320,11 @@ class Exchange:
         return getattr(owner, name)
 
     def _settable(self, key: int | str, name: str) -> Any:
-        """Return the object ``key`` if the other side may set its attribute ``name``.
+        """Return the object ``key`` after checking that the other side may set its attribute
+        ``name``.
 
-        Raises AttributeError if it may not, because this could change what code does.
+        Raises AttributeError if setting the attribute isn't allowed, since it could change how this
+        side's code behaves.
         """
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
@@ -346,7 +347,7 @@ class Exchange:
         _change(part, self._unpack(new))
 
     def _next(self, key: int, count: int) -> tuple[list[Any], bool]:
-        """Return up to ``count`` further items of an iterator, and whether it has ended."""
+        """Return up to ``count`` more items from an iterator, and whether it's exhausted."""
         if key in self._failed:
             raise self._failed.pop(key)
         iterator = self._kept[key]
@@ -380,7 +381,7 @@ class Exchange:
         return unpack(value, self._unpack_other)
 
     def _pack_other(self, value: Any) -> Any:
-        """Pack a value that is not of a plain type. Return None for values that ``wire`` packs."""
+        """Pack a value of a non-plain type. Return None for values that ``wire`` can pack."""
         if (other := stand_in(value)) is not None:
             self._give_back(value)
             return {"yours": other._key}
@@ -400,7 +401,7 @@ class Exchange:
         return None
 
     def _number(self, value: Any) -> int:
-        """Return the number by which the other side identifies an object that stays here."""
+        """Return the number that the other side uses for an object that stays here."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._kept)
             self._kept.append(value)
@@ -431,15 +432,13 @@ class Exchange:
         return _KINDS[module, name][1](self._unpack(content))
 
     def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:
-        """Return the one stand-in for an object of the other side."""
+        """Return the stand-in for an object on the other side, always the same one."""
         if number not in self._remotes:
             self._remotes[number] = make(number)
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """Return the copy, with current contents, of a value whose class is a subclass that the
-        other side defines.
-        """
+        """Return an up-to-date copy of a container subclass instance from the other side."""
         value = self._unpack(content)
         copy = self._remotes.get(number)
         if copy is None or not isinstance(copy, LIKE[base]) or not isinstance(copy, MUTABLE_LIKE):
@@ -452,8 +451,8 @@ class Exchange:
 
 
 def _content(value: Any) -> Any:
-    """Return the contents of a value as its built-in base class reads them, whatever the subclass
-    defines.
+    """Return a value's contents as its built-in base class sees them, whatever the subclass
+    overrides.
     """
     if isinstance(value, dict):
         return dict(dict.items(value))
@@ -465,7 +464,7 @@ def _content(value: Any) -> Any:
 
 def _public_name(value: Any) -> list[str] | None:
     """Return the module and name of a class or function that exists on both sides, such as ``int``
-    or ``operator.add``, or None for any other.
+    or ``operator.add``, or None for anything else.
     """
     name = getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(name, str):
@@ -482,8 +481,8 @@ def _public_name(value: Any) -> list[str] | None:
 
 
 def _change(original: Any, new: Any) -> None:
-    """Change a mutable argument in place to the value of the other side's copy, keeping the
-    identities of its parts.
+    """Update a mutable argument in place from the other side's copy, preserving the identities of
+    its parts.
     """
     if isinstance(original, dict):
         merged = {key: _kept(original.get(key), value) for key, value in new.items()}
@@ -520,16 +519,14 @@ def _raised(error: BaseException, pack: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteError:
-    """Rebuild an exception that the other side raised, so that the same ``except`` clauses catch
-    it.
-    """
+    """Rebuild an exception raised on the other side, so that the same ``except`` clauses catch it."""
     detail = str(reply["raised"])
     for name in reply.get("kinds", ()):
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
-            # The class needs certain arguments, so use its base class.
+            # The class needs different arguments, so fall back to its base class.
             except TypeError:
                 continue
             error.detail = detail
@@ -540,11 +537,11 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
 
 
 def serve(channel: Channel, request: Mapping[str, Any]) -> NoReturn:
-    """Mode ``exchange``: answer the tests' requests with any objects that can be sent."""
+    """Mode ``exchange``: answer the tests' requests, passing objects as well as plain values."""
     printed = Printed()
     sys.stdout = printed
     program = load(channel, request)
-    printed.take()  # to discard what the program printed while loading
+    printed.take()  # discard what the program printed while loading
     exchange = Exchange(channel, program.find, program.loaded)
     while True:
         header = channel.receive()

@@ -1,11 +1,11 @@
-"""The entry point inside the sandbox, where the folder ``inside`` is imported without the rest of
-this package.
+"""The entry point inside the sandbox, where ``inside`` is imported on its own, without the rest of
+the package.
 
-It communicates over its standard input and output, in lines of JSON. The first line says what to
-run, and is acknowledged before anything runs. Its ``mode`` is one of
+It talks over stdin and stdout in lines of JSON. The first line says what to run, and is
+acknowledged before anything runs. Its ``mode`` is one of
 
-- ``stdio``: every further line contains the standard input of one test, for which the program runs
-  once, in a forked process. The reply says how the program ended, and is followed by its output.
+- ``stdio``: each further line holds one test's standard input, for which the program is run once in
+  a forked process. The reply says how it ended, and is followed by its output.
 - ``serve``: the program is loaded once, also in a forked process, and every further line calls one
   of its functions.
 - ``exchange``: like ``serve``, but the calls come from test code, and objects can be passed.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def _runs(mode: str) -> Callable[[Channel, Mapping[str, Any]], None]:
     """Return the function that runs the given mode.
 
-    Modules that only test code needs are imported only for it, so as not to delay every program,
-    and before ``hide`` is called, after which this process may not be able to read their files.
+    Modules that only test code needs are imported on demand, to avoid slowing down every program,
+    and before ``hide``, after which this process may no longer be able to read their files.
     """
     if mode == "judge":
         from .assertions import judge

@@ -1,8 +1,8 @@
-"""The two modes that run the program being judged: once for the standard input of each test, or
-once for many calls.
+"""The two modes that run the program being judged: once per test, on its standard input, or once
+for many calls.
 
-Expected outputs are not known here, so a program gains nothing by taking over this process: it can
-still only report what it has computed.
+This process never sees the expected outputs, so a program gains nothing by taking it over: it can
+still only report what it computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-# the tests see this many characters of what a called function prints
+# tests see at most this many characters printed by a called function
 _PRINTED_CHARS = 1 << 16
 _LOOK_S = 0.1  # seconds between checks of a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
@@ -53,9 +53,7 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by its path, which cannot be resolved here for lack of
-    /proc.
-    """
+    """Let programs open standard input by path, which wouldn't resolve here without /proc."""
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,13 +73,13 @@ def open_standard_input() -> None:
 
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``stdio``: run the program once for each standard input."""
-    # Import once what ``finish`` would otherwise import in every forked process.
+    """Mode ``stdio``: run the program once per test input."""
+    # Import these here once, or ``finish`` would import them in every forked process.
     import atexit  # noqa: F401
     import gc
     import threading  # noqa: F401
 
-    # Keep garbage collection in a forked process from copying all memory that it shares with this
+    # Keep garbage collection in forked processes from copying all the memory they share with this
     # one.
     gc.freeze()
     watch = Watch(request)
@@ -119,10 +117,10 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 
 
 def finish(*sources: str) -> NoReturn:
-    """Run source code as a complete program, then end this process as the interpreter would.
+    """Run source code as a complete program, then exit as the interpreter would.
 
-    The interpreter's own shutdown is skipped, because it would free, and therefore copy, every
-    memory page that is shared with the parent.
+    The interpreter's own shutdown is skipped, since it would free, and so copy, every memory page
+    shared with the parent.
     """
     import atexit
     import threading
@@ -148,7 +146,7 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """Wait for a process, killing it if it exceeds ``wall_s`` or the limits on files or tasks, and
+    """Wait for a process, killing it if it exceeds ``wall_s`` or its file or task limits, and
     describe how it ended.
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
@@ -179,11 +177,11 @@ def reap(
     pid: int, watch: Watch, wall_s: float = math.inf
 ) -> tuple[int, resource.struct_rusage, str | None]:
     """Wait for a process, and return its exit code, its resource usage, and why it was killed: an
-    empty string if it reached the time limit, and None if it ended by itself.
+    empty string if it hit the time limit, or None if it ended on its own.
 
-    The time limit is reached once the process has run and slept for ``wall_s`` in total. Waiting
-    for a processor counts only while the process gets less than a twentieth of one, when it is
-    taken to be asleep (``OwnTime``).
+    The time limit is on running and sleeping, ``wall_s`` in total. Waiting for a CPU doesn't count,
+    unless the process gets less than a twentieth of one and so is assumed to be asleep (see
+    ``OwnTime``).
     """
     why: str | None = None
     looking = False
@@ -199,7 +197,7 @@ def reap(
         ran = 0.0
         looked = now
         with suppress(OSError):  # the process has just ended by itself
-            # The clock with this id measures the processor time of process ``pid``.
+            # this is the id of process ``pid``'s CPU time clock
             ran = time.clock_gettime((~pid << 3) | 2) - seen
         seen += ran
         clock.count(waited, ran)
@@ -238,16 +236,16 @@ class Program:
             self._failure = error
 
     def loaded(self) -> None:
-        """Raise the error with which loading failed, if it did."""
+        """Raise the error from loading, if loading failed."""
         if self._failure is not None:
             raise self._failure
 
     def find(self, name: str) -> Any:
-        """Return a function or any other global that the program itself defines, or a method of its
-        class ``Solution``.
+        """Return a function or other global that the program itself defines, or a method of its
+        ``Solution`` class.
 
-        Raises NameError if the program does not define the name, even if the prelude or Python
-        does. If loading the program failed, raises the error with which it failed.
+        Raises NameError if the program doesn't define the name, even if the prelude or Python does.
+        If loading failed, raises that error instead.
         """
         self.loaded()
         value = self._namespace.get(name)
@@ -260,8 +258,8 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Return whether the program itself sets a name, even if only to the same value as the
-        prelude, for example by importing it again.
+        """Return whether the program itself sets a name, even to the same value as the prelude, for
+        example by importing it again.
         """
         import dis
 
@@ -271,7 +269,7 @@ class Program:
 
 
 class Printed(io.StringIO):
-    """The text that a called function prints, of which only the beginning is kept."""
+    """Captures what a called function prints, keeping only the beginning."""
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
@@ -285,8 +283,8 @@ class Printed(io.StringIO):
 
 
 def load(channel: Channel, request: Mapping[str, Any]) -> Program:
-    """Load the program in a forked process, and return only there. The parent waits for that
-    process and then ends, too.
+    """Load the program in a forked process, and return only there. The parent waits for it and then
+    exits too.
     """
     limits = request["limits"]
     if pid := os.fork():

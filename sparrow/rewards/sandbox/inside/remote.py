@@ -1,10 +1,10 @@
-"""Stand-ins for objects of the other side. Operations on a stand-in are carried out on the other
-side, and their results are returned as values.
+"""Stand-ins for objects on the other side. Operations on a stand-in run on the other side, and
+their results are sent back.
 
-On the tests' side (``strict``), the program must not influence the outcome of an assertion. Its
-objects never decide a comparison, never receive operands from the tests in arithmetic, cannot
-suppress exceptions, and can be read either by index or by iteration, but not both. Operations that
-would break these rules are refused.
+On the tests' side (``strict``), the program must not be able to influence an assertion. Its objects
+never decide comparisons, never get to see the tests' operands in arithmetic, can't suppress
+exceptions, and can be read by index or by iteration, but not both. Anything that would break these
+rules is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .exchange import Exchange
 
-MOST_AHEAD = 256  # maximum number of items of an iterator that are requested at once
+MOST_AHEAD = 256  # maximum number of iterator items to request at once
 
 _REVERSIBLE = {
     "add": operator.add,
@@ -86,24 +86,24 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": _enter,
     "exit": _exit,
 }
-"""Operations on objects of the other side, by their names in requests."""
+"""Operations on the other side's objects, by their name in requests."""
 
 
 class CannotCrossError(BaseException):
-    """Raised if a test needs something that a program in another process cannot provide.
+    """Raised if a test needs something that a program in another process can't provide.
 
-    It is not an ``Exception``, so that a test cannot mistake it for one that it expects.
+    Not an ``Exception``, so that a test can't mistake it for one it expects.
     """
 
 
 class Remote:
-    """A stand-in for a function or object of the other side.
+    """A stand-in for a function or object on the other side.
 
     Args:
         exchange: the connection to the other side.
-        key: the number or name of the object on the other side.
+        key: the object's number or name on the other side.
         compares: whether the object's class defines equality.
-        identity: the number of the object, if ``key`` is a name.
+        identity: the object's number, if ``key`` is a name.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Remote:
             "_key": key,
             "_compares": compares,
             "_identity": key if identity is None else identity,
-            "_owner": None,  # if this is a method of a ``Like``, that ``Like``
+            "_owner": None,  # the ``Like`` that this is a method of, if any
             "_way": None,  # how the object was read: by index or by iteration
-            # the exchange's ``changes`` when the following values were read
+            # the exchange's ``changes`` when the values below were read
             "_read_at": -1,
             "_items": [],
             "_parts": {},
@@ -150,9 +150,9 @@ class Remote:
     # Reading the object as a container.
 
     def _renew(self, way: str | None = None) -> None:
-        """Discard the values that were read if anything may have changed on the other side since.
+        """Discard the values read so far if anything may have changed on the other side since.
 
-        Raises CannotCrossError if the object has already been read in the other way.
+        Raises CannotCrossError if the object has already been read the other way.
         """
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
@@ -316,10 +316,10 @@ for _name in _REVERSIBLE:
 
 
 class RemoteIterator(Remote):
-    """A stand-in for an iterator, possibly endless, of the other side.
+    """A stand-in for a (possibly endless) iterator on the other side.
 
-    ``next`` requests one item. A loop requests ever more items at once, but never more than it has
-    already used.
+    ``next`` requests one item. A loop requests ever larger batches, but never prefetches more items
+    than it has already used.
     """
 
     def __init__(self, exchange: Exchange, key: int) -> None:
@@ -335,7 +335,7 @@ class RemoteIterator(Remote):
             if self._done:
                 raise StopIteration
             items, done = self._exchange.ask({"next": [self._key, max(1, self._ahead)]})
-            # Treat an empty reply as the end, or requests would never stop.
+            # Treat an empty reply as the end, or we'd keep asking forever.
             self.__dict__.update(
                 _buffer=list(reversed(items)),
                 _done=bool(done) or not items,
@@ -347,14 +347,14 @@ class RemoteIterator(Remote):
 
 
 class Like:
-    """A stand-in for a value whose class is a subclass of tuple, list, dict, set or frozenset: a
-    copy of the contents in the built-in class, with the original's other attributes.
+    """A stand-in for an instance of a tuple, list, dict, set or frozenset subclass: a copy of the
+    contents in the built-in class, plus the original's other attributes.
 
-    Comparisons, lengths and items are those of the copy, whatever the subclass defines.
+    Comparisons, lengths and items come from the copy, whatever the subclass defines.
     """
 
     _remote: Remote
-    _known: Any  # the packed contents on which both sides last agreed
+    _known: Any  # the packed contents that both sides last agreed on
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -366,23 +366,23 @@ class Like:
 
 
 class LikeTuple(Like, tuple):  # type: ignore[type-arg]
-    """A copy of an instance of the other side's subclass of ``tuple``, such as a named tuple."""
+    """A copy of a ``tuple`` subclass instance on the other side, such as a named tuple."""
 
 
 class LikeFrozenset(Like, frozenset):  # type: ignore[type-arg]
-    """A copy of an instance of the other side's subclass of ``frozenset``."""
+    """A copy of a ``frozenset`` subclass instance on the other side."""
 
 
 class LikeList(Like, list):  # type: ignore[type-arg]
-    """A copy of an instance of the other side's subclass of ``list``."""
+    """A copy of a ``list`` subclass instance on the other side."""
 
 
 class LikeDict(Like, dict):  # type: ignore[type-arg]
-    """A copy of an instance of the other side's subclass of ``dict``."""
+    """A copy of a ``dict`` subclass instance on the other side."""
 
 
 class LikeSet(Like, set):  # type: ignore[type-arg]
-    """A copy of an instance of the other side's subclass of ``set``."""
+    """A copy of a ``set`` subclass instance on the other side."""
 
 
 LIKE: dict[str, type[Any]] = {
@@ -423,10 +423,10 @@ _DECIDING = (
 
 
 def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
-    """Return the built-in class that can represent ``value``, or None if the value's class has no
-    such base or changes its behaviour.
+    """Return the built-in class that can represent ``value``, or None if its class has no such base
+    or overrides its behaviour.
 
-    ``own`` contains the names of the modules in which this side defines classes.
+    ``own`` lists the modules that this side's classes are defined in.
     """
     kind = type(value)
     for base in (tuple, list, dict, set, frozenset):
@@ -434,7 +434,7 @@ def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
             continue
         above = kind.__mro__[: kind.__mro__.index(base)]
         if base is not tuple and not any(one.__module__ in own for one in above):
-            return None  # a class of the standard library, which ``wire`` supports
+            return None  # a standard library class, which ``wire`` supports
         changed = {
             name
             for one in above

@@ -1,5 +1,5 @@
-"""Watch a program from outside: many times per second, count the files and tasks that resource
-limits do not count.
+"""Watch a program from outside: count its files and tasks many times per second, since resource
+limits don't cover those.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Watch:
             except FileNotFoundError:  # the program has just removed the folder
                 continue
             except OSError as error:
-                # The path is too long for any system call, or not even the folder's creator may
-                # list it.
+                # The path is too long for any system call, or not even its creator can list the
+                # folder.
                 return f"made a folder that cannot be read: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None

@@ -1,5 +1,5 @@
-"""The format of messages between the sandbox and the outside: one plain value per line, as JSON
-that preserves its type.
+"""The message format between the sandbox and the outside: one plain value per line, as
+type-preserving JSON.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 
-# in place of typing.TYPE_CHECKING, because importing typing would delay every program
+# not typing.TYPE_CHECKING, because importing typing would slow down every program
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# These limits keep a program's message cheap to read. Its size in bytes is limited elsewhere.
+# These limits keep a program's messages cheap to read. Their size in bytes is limited elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
@@ -30,8 +30,8 @@ _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# These functions return a plain value even for an instance of a subclass, whose own conversions and
-# comparisons could return anything.
+# These return a plain value even for a subclass instance, whose own conversions and comparisons
+# could return anything.
 _SCALARS: tuple[tuple[type, Any], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -40,12 +40,11 @@ _SCALARS: tuple[tuple[type, Any], ...] = (
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Convert a built-in value to JSON that preserves its type, the format in which arguments and
-    results are sent.
+    """Convert a built-in value to type-preserving JSON, the format for arguments and results.
 
-    ``other`` converts a value of any other type, or returns None if it does not support the type.
+    ``other`` converts values of other types, or returns None for types it doesn't support.
 
-    Raises TypeError if the type of a value is not supported.
+    Raises TypeError if a value's type isn't supported.
     """
     if value is None or value is True or value is False:
         return value
@@ -80,9 +79,7 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-    """Restore the value that ``pack`` converted. Raises ValueError if ``value`` was not made by
-    ``pack``.
-    """
+    """Restore a value converted by ``pack``. Raises ValueError if ``value`` isn't in its format."""
     if isinstance(value, list):
         return [unpack(item, other) for item in value]
     if not isinstance(value, dict):
@@ -107,8 +104,8 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """Check the hashes of ``keys``, and return ``keys``. Raises ValueError if so many of them have
-    the same hash that building a set would take too long.
+    """Check the hashes of ``keys``, and return ``keys``. Raises ValueError if so many collide that
+    building a set would take too long.
     """
     alike: dict[int, int] = {}
     for key in keys:
@@ -120,8 +117,7 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Read an object from a line of JSON that may be hostile, after checking how expensive it is to
-    read.
+    """Read an object from a possibly hostile line of JSON, after checking how expensive that is.
 
     Raises ValueError if the line is not JSON or not an object, has too many values, containers,
     strings or digits, or is nested too deeply.
@@ -141,8 +137,7 @@ def parse(line: bytes) -> dict[str, Any]:
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
 
-    # Rely on the interpreter's own limit on digits, which is cheaper to check, if it is strict
-    # enough.
+    # If the interpreter's own digit limit is strict enough, rely on that, as it's cheaper.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
@@ -168,11 +163,11 @@ def _short_int(digits: str) -> int:
 
 
 class Channel:
-    """Exchanges objects as lines of JSON over two file descriptors, with a third one for a final
+    """Exchanges objects as lines of JSON over two file descriptors, plus a third for a final
     message.
     """
 
-    hostile = False  # whether messages come from a program and must be read by ``parse``
+    hostile = False  # whether messages come from a program and so need ``parse``
 
     def __init__(self, read_fd: int, write_fd: int, error_fd: int) -> None:
         self._requests = os.fdopen(read_fd, "rb")
@@ -180,7 +175,7 @@ class Channel:
         self._error_fd = error_fd
 
     def receive(self) -> dict[str, Any]:
-        """Receive the next object, or end this process if there is none."""
+        """Receive the next object, or exit if there are no more."""
         line = self._requests.readline()
         if not line:
             os._exit(0)
@@ -191,7 +186,7 @@ class Channel:
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
-        """Write a message that says why this process is ending."""
+        """Write a final message saying why this process is ending."""
         write_whole(self._error_fd, text.encode(errors="replace"))
 
     def close(self, but_errors: bool = False) -> None:
