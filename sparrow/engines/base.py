@@ -1,5 +1,5 @@
-"""Protocols for engines, which sample responses, and for scorers, which compute log-probs of
-tokens. The trainer depends only on this file and ``sparrow.rollout``.
+"""Protocols for engines, which sample responses, and scorers, which compute token log-probs. The
+trainer depends only on this file and ``sparrow.rollout``.
 """
 
 from __future__ import annotations
@@ -17,77 +17,72 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of an engine's work since the engine was started, or since the last call of
-    ``counters``.
+    """What an engine has done since it started, or since the last call to ``counters``.
 
     The fields from ``drafted`` to ``choices`` are used only in lossless decoding. A cycle is one
     verification of one sequence.
     """
 
-    # number of cached tokens read by decode steps, including draft steps, summed over sequences and
-    # layers
+    # cached tokens read by decode steps, including draft steps, summed over sequences and layers
     tokens_read: int
-    # number of cached tokens that a dense actor would have read for the same response tokens
+    # cached tokens a dense actor would have read for the same response tokens
     tokens_held: int
     preemptions: int = 0  # number of sequences whose cache was dropped and prefilled again
     drafted: int = 0  # number of drafted tokens
-    # number of accepted drafts, including any after the end of a response
+    # number of accepted drafts, including any past the end of a response
     accepted: int = 0
     cycles: int = 0
-    # acceptance of drafts, in each cycle up to and including the first rejected draft
+    # draft acceptance, in each cycle up to and including the first rejected draft
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # acceptance under ``meter_schedule``, measured at the first draft of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # the choices of an engine that adapts its drafts, in the order of its steps: (number of tokens
-    # to draft, budget of the drafts as a multiple of their schedule, guesses per pass, number of
-    # steps)
+    # choices made by an engine with adaptive drafting, in step order: (number of tokens to draft,
+    # draft budget as a multiple of the draft schedule, guesses per pass, number of steps)
     choices: tuple[tuple[int, float, int, int], ...] = field(default=(), compare=False)
-    # number of tokens decoded by a lossy actor, and how many of these tokens read all cached tokens
-    # in every layer
+    # number of tokens decoded by a lossy actor, and how many of them read the whole cache in every
+    # layer
     rows: int = 0
     dense_rows: int = 0
-    # number of sparse passes of an engine with guesses, each of which made at least one draft
+    # number of sparse passes in an engine with guesses; each made at least one draft
     passes: int = 0
-    guessed: int = 0  # number of drafts that are guesses which no sparse pass has checked
+    guessed: int = 0  # number of drafts that are guesses no sparse pass has checked
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def read_fraction(self) -> float:
-        """Tokens read, as a fraction of those that a dense actor would have read; 0 before the
-        first step.
+        """Tokens read, as a fraction of what a dense actor would have read; 0 before the first
+        step.
         """
         return self.tokens_read / max(self.tokens_held, 1)
 
     @property
     def dense_fraction(self) -> float:
-        """Fraction of the tokens decoded by a lossy actor for which no page was left out; 0 before
+        """Fraction of a lossy actor's tokens that were decoded without skipping any page; 0 before
         the first token.
         """
         return self.dense_rows / max(self.rows, 1)
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Number of accepted drafts per cycle, plus one token; 0 before the first cycle. The last
-        cycle of a response counts in full, even if the response ends within that cycle.
+        """Accepted drafts per cycle, plus one; 0 before the first cycle. A response's last cycle
+        counts in full, even if the response ends midway.
         """
         return (self.accepted + self.cycles) / max(self.cycles, 1)
 
     @property
     def drafts_per_token(self) -> float:
-        """Number of drafted tokens per token produced in cycles; 0 before the first cycle."""
+        """Drafted tokens per token produced in cycles; 0 before the first cycle."""
         return self.drafted / max(self.accepted + self.cycles, 1)
 
     @property
     def drafts_per_pass(self) -> float:
-        """Number of drafted tokens per sparse pass over guesses; 0 without guesses."""
+        """Drafted tokens per sparse pass over guesses; 0 without guesses."""
         return (self.drafted - self.guessed) / self.passes if self.passes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts in plain JSON types, under ``kv`` and, if there were cycles, under
-        ``drafts``.
-        """
+        """Return the counts as plain JSON types under ``kv`` and, if any cycles ran, ``drafts``."""
         names: tuple[str, ...] = ("tokens_read", "tokens_held", "preemptions")
         metrics: dict[str, Any] = {
             "kv": {
@@ -127,38 +122,33 @@ def total(parts: Sequence[Counters]) -> Counters:
 
 
 class Engine(Protocol):
-    """An engine that samples responses of the actor. Implementations: ``hf.HFEngine``,
+    """An engine samples responses from the actor. Implementations: ``hf.HFEngine``,
     ``vllm.VLLMEngine``, ``vllm.VLLMServer``.
     """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """Sample one response per prompt, in order. To get several responses to a prompt, repeat
-        the prompt.
+        """Sample one response per prompt, in order. Repeat a prompt to get several responses.
 
         Raises ConfigError if a prompt leaves no room for a response in the model's context.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the policy's weights, which are given by Hugging Face parameter name. Tied weights
-        are passed only once.
+        """Load the policy's weights by Hugging Face parameter name. Tied weights are passed only
+        once.
         """
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Use another schedule from the next ``generate`` on."""
+        """Switch to another schedule from the next ``generate`` on."""
 
     def counters(self) -> Counters:
-        """Return the counts since the last call of this method."""
+        """Return the counts since the last call."""
 
     def sleep(self) -> None:
-        """Free the accelerator's memory until ``wake``. Does nothing if the engine uses no
-        accelerator.
-        """
+        """Free accelerator memory until ``wake``. A no-op without an accelerator."""
         return
 
     def wake(self) -> None:
-        """Wake the engine up from ``sleep``. The weights may need to be updated before the next
-        ``generate``.
-        """
+        """Wake up from ``sleep``. The weights may need updating before the next ``generate``."""
         return
 
     def close(self) -> None:
@@ -168,69 +158,67 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PartVerifier(Protocol):
-    """An engine in mode auto, which verifies only a part of each response. Implementation:
+    """An engine for mode auto, which verifies only part of each response. Implementation:
     ``hf.HFEngine``.
     """
 
     def verify_up_to(self, length: float) -> None:
         """Verify tokens only up to ``length``, from the next ``generate`` on.
 
-        A token is verified if ``page_end`` of the number of cached tokens when it is sampled,
-        including those of the prompt, is below ``length``. ``Rollout.verification`` contains the
-        number of verified tokens.
+        A token is verified if ``page_end`` of the number of cached tokens at the time of sampling,
+        prompt included, is below ``length``. See ``Rollout.verification`` for how many tokens were
+        verified.
 
-        Raises ConfigError if the engine was started in a mode other than auto.
+        Raises ConfigError if the engine was not started in mode auto.
         """
 
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can repeat another engine's choices of how much to draft, which depend on
-    measured speed. Implementation: ``vllm.VLLMEngine``.
+    """An engine that can replay another engine's draft choices, which depend on measured speed.
+    Implementation: ``vllm.VLLMEngine``.
     """
 
     def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
-        """Repeat these ``Counters.choices`` until ``counters`` is called. With the same seeds, the
-        samples are then the same as well.
+        """Replay these ``Counters.choices`` until ``counters`` is called. With the same seeds, this
+        gives the same samples.
 
-        Raises ConfigError if one of the choices is not among those of this engine.
+        Raises ConfigError if this engine can't make one of these choices.
         """
 
 
 class Scorer(Protocol):
-    """A scorer, which computes log-probs of sampled tokens under any schedule. The only
-    implementation is ``hf.HFEngine``, because vLLM cannot score in this way.
+    """A scorer computes log-probs of sampled tokens under any schedule. The only implementation is
+    ``hf.HFEngine``, because vLLM can't do this.
     """
 
     def score(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
     ) -> list[Scores]:
-        """Compute teacher-forced log-probs of the rollouts under ``schedule``. For log-probs of the
-        policy, pass ``SparsitySchedule.dense()``.
+        """Compute the rollouts' teacher-forced log-probs under ``schedule``. Pass
+        ``SparsitySchedule.dense()`` to get the policy's log-probs.
         """
 
 
 class Ranker(Protocol):
-    """An object that ranks sampled tokens in the dense model's distributions. Implementation:
-    ``hf.HFEngine``.
-    """
+    """Ranks sampled tokens in the dense model's distributions. Implementation: ``hf.HFEngine``."""
 
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Rank the tokens in a dense teacher-forced pass, with the temperature, top-k and top-p of
-        ``sampling``. Tokens with a probability of at least ``common`` count as common.
+        """Rank the tokens in a dense teacher-forced pass, with the temperature, top-k and top-p
+        from ``sampling``. Tokens with a probability of at least ``common`` count as common.
         """
 
 
 class ListScorer(Protocol):
-    """An object that lists the dense model's most likely tokens. Implementations:
-    ``vllm.stock.StockEngine``, ``vllm.stock.StockServer``.
+    """Lists the dense model's most likely tokens. Implementations: ``vllm.stock.StockEngine``,
+    ``vllm.stock.StockServer``.
     """
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
-        """List the ``n`` most likely tokens at each position, in a prefill of prompt and
-        response.
+        """List the ``n`` most likely tokens at each response position, using a prefill of prompt
+        and response.
         """
 
     def close(self) -> None:

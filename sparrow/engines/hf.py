@@ -1,7 +1,7 @@
 """The engine that samples with transformers in this process. It is correct on every device, and the
 reference for other engines.
 
-Shapes: B sequences, T response tokens, k drafts per cycle, n entries of a top-n list, V vocabulary.
+Shapes: B sequences, T response tokens, k drafts per cycle, n top-n list entries, V vocabulary.
 """
 
 from __future__ import annotations
@@ -50,31 +50,30 @@ from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
-LOOKED_AT = 64  # maximum number of tokens per response whose attention is measured
+LOOKED_AT = 64  # maximum number of tokens per response to measure attention for
 DECODE_TOKENS = 2**19
-"""Maximum number of tokens in a batch whose sequences all have their full length, for example 128
-sequences of 4,096 tokens.
+"""Maximum number of tokens in a batch once all sequences have their full length, e.g. 128 sequences
+of 4,096 tokens.
 """
 
 
 class HFEngine(Engine, Scorer, Ranker):
-    """An engine that samples with transformers in this process. It uses the given model itself and
-    makes no copy of the weights.
+    """An engine that samples with transformers in this process, using the given model directly
+    rather than a copy.
 
-    This engine is correct on every device but fast on none: use it on a CPU, for small models, and
-    as the reference for other engines.
+    It is correct on every device but fast on none: use it on a CPU, for small models, and as the
+    reference for other engines.
 
     If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
     everything). A ``Decoding`` also specifies the mode. Lossless decoding always drafts
-    ``draft_tokens`` tokens, because fewer drafts would not be faster here. In mode auto, responses
-    are lossless up to the length last passed to ``verify_up_to`` (or to their end, if it was never
-    called), and lossy beyond that length. ``batch_size`` sequences are decoded together; by
-    default, as many as have ``DECODE_TOKENS`` tokens in total at their maximum length. Up to
-    ``token_budget`` padded tokens are scored together, under autocast to the dtype ``autocast`` if
-    it is given.
+    ``draft_tokens`` tokens, since drafting fewer wouldn't be any faster here. In mode auto,
+    responses are lossless up to the length last passed to ``verify_up_to`` (or all the way, if it
+    was never called), and lossy after that. ``batch_size`` sequences are decoded together; by
+    default, as many as fit in ``DECODE_TOKENS`` at their maximum length. Up to ``token_budget``
+    padded tokens are scored together, under autocast to the dtype ``autocast``, if given.
 
     Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule, or
-    the settings ask for drafts with a copy of the weights.
+    if the settings ask for drafting with a copy of the weights.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class HFEngine(Engine, Scorer, Ranker):
         self._autocast = autocast
         self._counters = Counters(0, 0)
         self._verified_up_to = math.inf
-        # The scorer is created before routing, so that a model that it refuses stays unchanged.
+        # Create the scorer first, so that a model it refuses is left unchanged.
         self._scorer = TokenScorer(model)
         actor = actor_of(model)
         self._schedule_before = actor.schedule if actor is not None and actor.routed else None
@@ -115,14 +114,14 @@ class HFEngine(Engine, Scorer, Ranker):
 
     @property
     def schedule(self) -> SparsitySchedule:
-        """The schedule of decode steps, or of drafts in lossless mode."""
+        """The schedule for decode steps, or the draft schedule in lossless mode."""
         return self.decoding.schedule
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; prompts of similar length are decoded together.
+        """See ``Engine.generate``. Prompts of similar length are decoded together.
 
-        Raises ConfigError if a prompt leaves no room for a response, or ``meter_schedule`` is set,
-        which only vLLM can measure.
+        Raises ConfigError if a prompt leaves no room for a response, or if ``meter_schedule`` is
+        set, because only vLLM can measure it.
         """
         if self.decoding.meter_schedule is not None:
             raise ConfigError(
@@ -188,8 +187,7 @@ class HFEngine(Engine, Scorer, Ranker):
         """Continue the responses ``rows`` up to their limits, and return the number of sparse
         steps.
 
-        The existing tokens of these responses are prefilled densely, and the next token is sampled
-        from this prefill.
+        The tokens so far are prefilled densely, and the next token is sampled from this prefill.
         """
         device = self.model.device
         contexts = responses.contexts(prompts, rows)
@@ -250,11 +248,11 @@ class HFEngine(Engine, Scorer, Ranker):
         responses: Responses,
         steps: int,
     ) -> History:
-        """Create the history of these rows, in which guesses for a response are also looked up in
-        other responses to the same prompt.
+        """Create the history for these rows. Guesses for a response may also come from other
+        responses to the same prompt.
 
-        Responses with the same seed are not looked up in each other, because their tokens are drawn
-        with the same random numbers.
+        That excludes responses with the same seed, because their tokens are drawn with the same
+        random numbers.
         """
         twins: Counter[tuple[tuple[int, ...], int]] = Counter()
         groups = []
@@ -263,24 +261,24 @@ class HFEngine(Engine, Scorer, Ranker):
             groups.append((prompt, twins[prompt, seeds[b]]))
             twins[prompt, seeds[b]] += 1
         contexts = responses.contexts(prompts, rows)
-        # The history also contains a cycle's drafts until the cycle ends.
+        # The history also has to hold a cycle's drafts until the cycle ends.
         room = steps + self.decoding.draft_tokens
         return History(contexts, groups, room, self.decoding.guess_tokens, self.model.device)
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
-        """Return how many tokens at the start of each response are verified in mode auto, int64
+        """Return how many tokens to verify at the start of each response in mode auto, int64
         ``[B]``.
         """
         lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
 
     def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
-        """Return random numbers, float64 ``[3, B, T]``, which depend on the response and the
-        position within it, but not on the batch.
+        """Return random numbers, float64 ``[3, B, T]``, that depend only on the response and the
+        position within it, not on the batch.
 
-        The first row is for sampling drafts, the second for accepting them, and the third for
-        sampling all other tokens. Several drafts for the same position may be drawn with the same
-        number, which is valid because the tokens before that position never depend on it.
+        The first row is for sampling drafts, the second for accepting them, and the third for all
+        other tokens. Several drafts for the same position may use the same number, which is fine
+        because earlier tokens never depend on it.
         """
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
@@ -295,12 +293,12 @@ class HFEngine(Engine, Scorer, Ranker):
     def unread(
         self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Measure the dense policy's attention mass outside the pages that an actor keeps, by layer
-        and kv head.
+        """Measure how much of the dense policy's attention mass falls outside an actor's pages, by
+        layer and kv head.
 
         The result is ``[layers, kv heads, len(pages)]``, with one entry for each number of pages
-        kept by score in ``pages``. ``layout`` specifies how tokens are divided into pages. The mass
-        is averaged over at most ``LOOKED_AT`` tokens of each response.
+        kept by score in ``pages``. ``layout`` says how tokens are split into pages. The mass is
+        averaged over up to ``LOOKED_AT`` tokens per response.
         """
         of_each = []
         for rollout in rollouts:
@@ -353,9 +351,9 @@ class HFEngine(Engine, Scorer, Ranker):
         return [found[i] for i in range(len(rollouts))]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``. Tensors that the model already uses are not copied.
+        """See ``Engine.update_weights``. Tensors the model already uses are not copied.
 
-        Raises ConfigError if the model has no parameter of that name or shape.
+        Raises ConfigError if the model has no parameter with that name and shape.
         """
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
@@ -373,15 +371,15 @@ class HFEngine(Engine, Scorer, Ranker):
                 parameters[name].data.copy_(tensor)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``. In a lossless engine, this is the schedule of drafts."""
+        """See ``Engine.set_schedule``. In a lossless engine, this sets the draft schedule."""
         set_schedule(self.model, schedule)
         self.decoding = self.decoding.with_schedule(schedule)
 
     def verify_up_to(self, length: float) -> None:
         """See ``PartVerifier.verify_up_to``.
 
-        When verification ends, the verified tokens are prefilled again. In this engine, no cache
-        outlives its response, so a cache with unverified tokens is never used for another response.
+        When verification ends, the verified tokens are prefilled again. This engine never reuses a
+        cache for another response, so unverified tokens can't leak into one.
         """
         if self.decoding.mode != "auto":
             raise ConfigError(
@@ -396,7 +394,7 @@ class HFEngine(Engine, Scorer, Ranker):
         return counters
 
     def close(self) -> None:
-        """See ``Engine.close``. The model gets back the attention that it had before."""
+        """See ``Engine.close``. The model gets its previous attention back."""
         if self._schedule_before is None:
             remove_schedule(self.model)
         else:
@@ -421,8 +419,8 @@ class HFEngine(Engine, Scorer, Ranker):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences of ``length`` ``[B]`` tokens, including the first token of
-        the step.
+        """Count a step over sequences of ``length`` ``[B]`` tokens, including the step's first
+        token.
         """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))
@@ -446,7 +444,7 @@ class HFEngine(Engine, Scorer, Ranker):
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
             self._counters += Counters(
-                # a verification reads the cache once for all tokens that it verifies
+                # a verification reads the cache just once for all its tokens
                 tokens_read=num_layers * int((length_B + drafts_B).sum()),
                 tokens_held=0,
                 drafted=int(drafts_B.sum()),
@@ -460,15 +458,13 @@ class HFEngine(Engine, Scorer, Ranker):
 
 
 def _by_response(tensors: Iterable[Tensor], rollouts: Sequence[Rollout]) -> list[list[Any]]:
-    """Split each tensor, in which the tokens of all responses are concatenated, into one array per
-    response.
-    """
+    """Split each tensor of concatenated response tokens into one array per response."""
     lengths = [len(rollout) for rollout in rollouts]
     return [split(x.cpu().numpy(), lengths) for x in tensors]
 
 
 def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
-    """Sample one token for each row, without drafts, from logits ``[B, 1, V]`` with random numbers
+    """Sample one token per row without drafting, from logits ``[B, 1, V]`` and random numbers
     ``[B, 1]``.
     """
     log_q = shape.log_probs(logits)
@@ -478,7 +474,7 @@ def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
 
 
 def _uniform(count: int, seed: int) -> Tensor:
-    """Return random numbers, float64 ``[count]`` in [0, 1), which are the same on every device."""
+    """Return random numbers, float64 ``[count]`` in [0, 1). They are the same on every device."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -487,12 +483,12 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError if there is no such model; its files are damaged or incomplete, or do not
-    match its config; or the hub cannot be reached.
+    Raises ConfigError if there is no such model, if its files are damaged, incomplete or don't
+    match its config, or if the hub cannot be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
-    # The declared return type lacks the second value.
+    # The declared return type is missing the second value.
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -504,13 +500,13 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:
-        # transformers, safetensors, tokenizers and the hub raise many unrelated exceptions.
+        # transformers, safetensors, tokenizers and the hub raise all sorts of exceptions.
         raise ConfigError(
             f"cannot load model {name!r} ({_reason(error)}); pass the path of a complete local "
             "checkpoint folder, or a hub name if the hub can be reached"
         ) from error
 
-    # transformers would initialise mismatched weights with random numbers.
+    # transformers would silently initialise mismatched weights at random.
     if mismatched := sorted(loading_info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
         raise ConfigError(
@@ -534,7 +530,7 @@ def load_model(
 def load_shape(name: str) -> PreTrainedModel:
     """Load a Hugging Face causal language model without its weights, by hub name or local path.
 
-    Raises ConfigError if there is no such model, or the hub cannot be reached.
+    Raises ConfigError if there is no such model, or if the hub cannot be reached.
     """
     try:
         config = AutoConfig.from_pretrained(_find(name, "the config of"))
@@ -548,10 +544,10 @@ def load_shape(name: str) -> PreTrainedModel:
 
 
 def _find(name: str, what: str) -> str:
-    """Check that ``name`` is a local path or could be a hub name, without contacting the hub,
-    because a failing request takes minutes to time out.
+    """Check that ``name`` is a local path or could be a hub name. This doesn't contact the hub,
+    because failing requests take minutes to time out.
 
-    Raises ConfigError if ``name`` can only be a path, and that path does not exist.
+    Raises ConfigError if ``name`` can only be a path, but doesn't exist.
     """
     if os.path.exists(name):
         return name
@@ -575,9 +571,9 @@ def _reason(error: Exception) -> str:
 
 
 def load_config(name: str) -> dict[str, Any]:
-    """Load the contents of a model's ``config.json``, by hub name.
+    """Load a model's ``config.json``, by hub name.
 
-    Raises ConfigError if there is no such model, or the hub cannot be reached.
+    Raises ConfigError if there is no such model, or if the hub cannot be reached.
     """
     try:
         return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
@@ -589,16 +585,14 @@ def load_config(name: str) -> dict[str, Any]:
 
 
 def start(asked: Asked) -> HFEngine:
-    """Create an engine with the model that is already loaded."""
+    """Create an engine from the model that's already loaded."""
     ends = eos_ids(asked.model, asked.tokenizer)
     autocast = torch.bfloat16 if asked.precision == "bf16" else None
     return HFEngine(asked.model, asked.decoding, ends, autocast=autocast)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """List the ids of the tokens that end a response, according to the generation config and the
-    tokenizer.
-    """
+    """List the ids of end-of-response tokens, from the generation config and the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})

@@ -1,6 +1,6 @@
-"""Measure, on sampled responses, how far an engine's actor deviates from the dense policy.
+"""Measure how far an engine's actor deviates from the dense policy on sampled responses.
 
-The engine samples tokens, and a scorer scores them. The same object may be both.
+The engine samples tokens, and a scorer scores them. They may be the same object.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""Unless the user sets the length of the actor's lists of likely tokens, it starts at
-``SHORTEST_LISTS`` and grows by a factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until the lists
-show whether the target is met.
+"""Unless the user sets a length, the actor's top-n lists start at ``SHORTEST_LISTS`` and grow by a
+factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until they show whether the target is met.
 """
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """Return the same sampling with longer lists of tokens, or None if the current lists already
-    show for all ``bins`` whether the tail reaches ``p5``, or cannot grow any further.
+    """Return the same sampling with longer top-n lists. Return None if the current ones already
+    show for all ``bins`` whether the tail reaches ``p5``, or can't get any longer.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(
@@ -50,10 +49,10 @@ def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sa
 
 
 class Comparison(NamedTuple):
-    """A comparison of an actor's samples with the dense model."""
+    """How an actor's samples compare with the dense model."""
 
     acceptances: list[TokenAcceptance]  # one per response
-    off_policy: np.ndarray  # float64 [T], |log p - log q| of all sampled tokens, concatenated
+    off_policy: np.ndarray  # float64 [T], |log p - log q| for all sampled tokens, concatenated
 
 
 def compare(
@@ -63,18 +62,18 @@ def compare(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> Comparison:
-    """Sample with the engine's actor under ``schedule``, and compare each token of the samples with
-    the dense model. Afterwards, the engine's counters cover only these samples.
+    """Sample with the engine's actor under ``schedule``, and compare each sampled token with the
+    dense model. Afterwards, the engine's counters cover just these samples.
 
     Args:
-        engine: the engine that samples the responses.
-        scorer: the scorer of the responses, with the same weights; an ``HFEngine`` can be both.
-        prompts: token ids of the prompts.
-        sampling: the sampling parameters; the acceptance rate is bounded from lists of ``top_n``
-            tokens.
-        schedule: the schedule of the actor.
+        engine: samples the responses.
+        scorer: scores the responses, with the same weights; an ``HFEngine`` can do both.
+        prompts: the prompts' token ids.
+        sampling: the sampling parameters; lists of ``top_n`` tokens are used to bound the
+            acceptance rate.
+        schedule: the actor's schedule.
     """
-    engine.counters()  # reset the counters, so that earlier samples do not count
+    engine.counters()  # reset, so that earlier samples don't count
     rollouts = sample(engine, prompts, sampling, schedule)
     policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
     pairs = list(zip(rollouts, policy, strict=True))
@@ -90,7 +89,7 @@ def measure(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> list[TokenAcceptance]:
-    """Return the acceptance of each response; see ``compare``."""
+    """Return each response's acceptance; see ``compare``."""
     return compare(engine, scorer, prompts, sampling, schedule).acceptances
 
 
@@ -102,10 +101,10 @@ def measure_ceiling(
     schedule: SparsitySchedule,
 ) -> Ceiling:
     """Measure the p5 of dense rollouts in the length bins of ``schedule``, with the same engine,
-    scorer and lists.
+    scorer and top-n lists.
 
-    The arguments are those of ``measure``. At most ``CEILING_RESPONSES`` prompts are sampled,
-    spread evenly over ``prompts``.
+    The arguments are the same as for ``measure``. At most ``CEILING_RESPONSES`` prompts are
+    sampled, evenly spread over ``prompts``.
     """
     chosen = (
         np.linspace(0, len(prompts) - 1, min(CEILING_RESPONSES, len(prompts))).round().astype(int)
@@ -125,8 +124,8 @@ def measure_ceiling(
 def sample(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> list[Rollout]:
-    """Sample rollouts under ``schedule``. The engine is awake only during this call, so that the
-    scorer can use the device's memory afterwards.
+    """Sample rollouts under ``schedule``. The engine is only awake during this call, which leaves
+    the device memory to the scorer afterwards.
     """
     engine.wake()
     engine.set_schedule(schedule)

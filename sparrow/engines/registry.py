@@ -1,7 +1,7 @@
-"""The engines that a user can select, each with an entry in ``KINDS``.
+"""The engines users can choose from, listed in ``KINDS``.
 
-An entry contains the facts that commands need before anything is loaded. The function that starts
-an engine is in the engine's own module, so this module does not import torch.
+An entry tells commands what they need to know before anything is loaded. The functions that start
+engines live in the engines' own modules, so this one doesn't import torch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Facts that commands need about an engine before it is loaded."""
+    """What commands need to know about an engine before it is loaded."""
 
-    names: tuple[str, ...]  # names of the engine; its spec begins with one of them
-    start: str  # the function that starts the engine from an ``Asked``, as module:function
+    names: tuple[str, ...]  # the engine's names; its spec starts with one of them
+    start: str  # module:function that starts the engine from an ``Asked``
     takes: Literal["nothing", "options", "address"]  # what may follow the name in a spec
-    # whether the engine samples with the loaded model itself, not with a copy. Such an engine can
-    # also score, skip verification at some lengths, and change the head budgets
+    # whether the engine samples with the loaded model itself rather than a copy. If so, it can also
+    # score, skip verification at some lengths, and change the head budgets.
     shares_model: bool = False
-    colocated: bool = True  # whether the engine runs on the GPUs of the process that started it
+    colocated: bool = True  # whether the engine runs on the GPUs of the process that starts it
     predicted: bool = True  # whether the cost model can predict the engine's speed
-    # whether the engine runs without Sparrow; it then has no schedule, accepts no weights, and can
-    # only be audited
+    # whether the engine runs without Sparrow. If so, it has no schedule, accepts no weights, and
+    # can only be audited.
     is_stock: bool = False
-    length_option: str | None = None  # the option that limits the length of a sequence
+    length_option: str | None = None  # the option that limits sequence length
 
     def claims(self, spec: str) -> bool:
-        """Return whether ``spec`` names an engine of this kind."""
+        """Return whether ``spec`` is for this kind of engine."""
         if self.takes == "address":
             return spec.startswith(tuple(f"{name}://" for name in self.names))
         if self.takes == "options":
@@ -73,34 +73,30 @@ KINDS = (
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine as specified by the user."""
+    """A user's engine spec."""
 
     written: str
     kind: Kind
 
     @property
     def rest(self) -> str:
-        """The text after the name and the colon. For an address, everything except the prefix
-        ``stock:``.
-        """
+        """What comes after the name and colon. For an address, all but a ``stock:`` prefix."""
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")
         return self.written.partition(":")[2]
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of the options, by name. Raises ConfigError if ``settings.parse_options``
-        rejects them.
-        """
+        """Option values by name. Raises ConfigError if ``settings.parse_options`` rejects them."""
         return parse_options(self.rest, self.written) if self.kind.takes == "options" else {}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything needed to start an engine. Each kind of engine uses only some of the fields."""
+    """Everything needed to start an engine. No engine uses all of it."""
 
     spec: EngineSpec
-    checkpoint: str  # folder or hub name of the model
+    checkpoint: str  # the model's folder or hub name
     model: Any  # the model, as loaded by transformers
     tokenizer: Any
     decoding: Decoding
@@ -108,16 +104,14 @@ class Asked:
     sleeps: bool = True  # whether the engine must free its memory between rollouts
 
     def start(self) -> Engine:
-        """Start the engine. Raises ConfigError if the engine does not support the options or the
-        model.
-        """
+        """Start the engine. Raises ConfigError if it does not support the options or the model."""
         module, _, function = self.spec.kind.start.partition(":")
         engine: Engine = getattr(importlib.import_module(module), function)(self)
         return engine
 
 
 def parse_engine(spec: str) -> EngineSpec:
-    """Find the engine that ``spec`` names. Raises ConfigError if no engine has this name."""
+    """Find the engine for ``spec``. Raises ConfigError if there is none by that name."""
     for kind in KINDS:
         if kind.claims(spec):
             return EngineSpec(spec, kind)
@@ -125,7 +119,7 @@ def parse_engine(spec: str) -> EngineSpec:
 
 
 def no_engine(spec: str) -> ConfigError:
-    """Create the error for a spec that names no engine for sampling or training."""
+    """Create the error for a spec that isn't an engine for sampling or training."""
     written = {
         "nothing": "{0}",
         "options": "{0}, {0}:option=value,...",

@@ -1,6 +1,6 @@
-"""The growing responses of a batch, to which tokens are added one by one or cycle by cycle.
+"""A batch's growing responses. Tokens are added one by one, or cycle by cycle.
 
-Shapes: B sequences, T response tokens, n entries of a top-n list.
+Shapes: B sequences, T response tokens, n top-n list entries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparrow.rollout import Rollout, Sampling, Verification
 
 
 class Responses:
-    """The growing responses of a batch; T is the greatest length allowed."""
+    """A batch's growing responses; T is the maximum response length."""
 
     def __init__(self, B: int, sampling: Sampling, vocabulary: int, eos: Tensor) -> None:
         T = sampling.max_new_tokens
@@ -30,29 +30,27 @@ class Responses:
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
         self.verified: Tensor | None = (
-            # int64 [B], how many tokens at the start of each response are verified; None outside
+            # int64 [B], how many tokens to verify at the start of each response; None except in
             # mode auto
             None
         )
 
     def open(self, limit_B: Tensor) -> Tensor:
-        """Return the indices of the responses that have neither ended nor reached their limit."""
+        """Return the indices of responses that have neither ended nor reached their limit."""
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def contexts(self, prompts: list[Sequence[int]], rows: Tensor) -> list[list[int]]:
-        """Return the tokens of the prompt and of the response so far, for each of the responses
-        ``rows``.
-        """
+        """Return the prompt and response tokens so far for each of the responses ``rows``."""
         return [[*prompts[b], *self.tokens[b, : self.length[b]].tolist()] for b in rows.tolist()]
 
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:
-        """Append a cycle's tokens to the responses ``rows``, up to the end of each response. Return
-        the indices, in ``rows``, of the responses that continue.
+        """Append a cycle's tokens to the responses ``rows``, cutting off at the end of a response.
+        Return the indices, in ``rows``, of the responses that continue.
 
-        ``drafts`` is int64, the number of tokens that each row drafted. A row without drafts has no
-        cycle, so its token has no place in one.
+        ``drafts`` is int64, the number of tokens each row drafted. Without drafts, there is no
+        cycle, so the token gets no place in one.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()
@@ -97,6 +95,6 @@ class Responses:
     def _verification(self, b: int, length: int) -> Verification | None:
         if self.verified is None:
             return None
-        # The first token after a prefill is also a sample of the policy.
+        # The first token after a prefill is sampled from the policy too.
         tokens = min(length, int(self.verified[b]) + 1)
         return Verification(tokens, self.acceptance[b, :tokens].numpy())

@@ -1,10 +1,9 @@
-"""The sparse attention backend: two mixins for the classes of vLLM's own backends.
+"""The sparse attention backend: two mixins for vLLM's own backend classes.
 
-vLLM's own attention computes prefill, and the layers that a schedule keeps dense. In decode steps,
-the remaining layers read the pages that ``sparrow.attention`` selects. The landmark of a page is
-stored in the padded tail of the page's KV block. vLLM therefore accounts for its memory, and
-shares, reuses and frees the landmark together with the block. The scales of an int8 cache are
-stored in the same tail, before the landmarks.
+vLLM's own attention handles prefill and the schedule's dense layers. In decode steps, the other
+layers read only the pages selected by ``sparrow.attention``. A page's landmark lives in the padded
+tail of its KV block, so that vLLM accounts for its memory, and shares, reuses and frees it along
+with the block. An int8 cache also keeps its scales in this tail, before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
 sequence.
@@ -39,29 +38,29 @@ from sparrow.vllm.kv_cache import (
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
-    VLLMClass = Any  # stands for the vLLM class that a mixin is combined with
+    VLLMClass = Any  # stands in for the vLLM class a mixin is combined with
 else:
     VLLMClass = object
 
 
 class Prefill(NamedTuple):
-    """Rows of a batch whose attention vLLM computes itself."""
+    """Batch rows that run vLLM's own attention."""
 
     tokens: slice  # the rows' tokens in the batch
-    # vLLM's metadata for these rows, or None to use that of the whole batch. The latter refers to
-    # the ``Step``, so storing it here would create a reference cycle, and the tensors of each step
-    # would not be freed until the garbage collector ran.
+    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the latter here:
+    # it refers to the ``Step``, and the reference cycle would keep each step's tensors alive until
+    # the garbage collector runs.
     metadata: Any = None
-    # the blocks of an 8-bit cache that vLLM reads from a copy; None if vLLM reads the cache itself
+    # blocks of an 8-bit cache to copy for vLLM to read; None if it reads the cache directly
     blocks: Tensor | None = None
 
 
 class LayerGroup:
-    """The layers of one KV cache group. All of these layers store a token in the same slot, so
-    their landmarks can be updated together.
+    """The layers in one KV cache group. They all store a token in the same slot, so their landmarks
+    can be updated together.
 
-    One kernel launch for all layers takes less time than one launch per layer, both on the host and
-    in the CUDA graph of a dense step.
+    A single kernel launch for all layers is faster than one per layer, both on the host and in a
+    dense step's CUDA graph.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -74,26 +73,26 @@ class LayerGroup:
             layer.impl.group = self
 
     def ends_with(self, layer: Any) -> bool:
-        """Return whether this layer is the last layer of the group to write its keys."""
+        """Return whether this layer is the last in the group to write its keys."""
         return layer is self._layers[-1]
 
     def forget_cache(self) -> None:
-        """Drop the layers' views of the KV cache, so that the memory of the cache can be freed."""
+        """Drop the layers' views of the KV cache so that its memory can be freed."""
         for layer in self._layers:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Set the step that layers use for metadata that vLLM built without one."""
+        """Set the step that layers fall back to if vLLM's metadata has none."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """Write the landmarks of the pages that these slots complete, in all layers. Call this
-        after the last layer has stored its keys.
+        """Write the landmarks for any pages these slots complete, in all layers. Call this after
+        the last layer has stored its keys.
         """
         impl = self._layers[-1].impl
-        # All layers have run by now, so their caches exist. When vLLM replaces the KV cache, it
-        # also creates a new builder.
+        # All layers have run by now, so their caches exist. If vLLM replaces the KV cache, it also
+        # creates a new builder, so these never go stale.
         if self._caches is None:
             self._caches = attention.CachedLayers(
                 [layer.impl.cached_keys() for layer in self._layers]
@@ -107,38 +106,35 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """The description of a batch that the builder passes to the sparse layers. Decode rows come
-    first in the batch.
-    """
+    """What the builder tells the sparse layers about a batch. Decode rows come first."""
 
-    rows: int  # number of sequences that are decoded
-    # int32 [B], number of cached tokens of these rows, 0 in the padding rows of a CUDA graph
+    rows: int  # number of decode rows
+    # int32 [B], cached tokens per decode row, 0 for CUDA graph padding rows
     lengths: Tensor
-    # int32 [B], number of pages kept by score, ``ALL_PAGES`` for rows that are still in prefill;
-    # the first attention layer writes these numbers
+    # int32 [B], number of pages kept by score, ``ALL_PAGES`` for rows still in prefill; written by
+    # the first attention layer
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
-    prefills: tuple[Prefill, ...]  # the remaining rows of the batch
-    # the layers in which ``prefills`` update landmarks; None if the step has no prefill rows
+    prefills: tuple[Prefill, ...]  # the rest of the batch
+    # the layers whose landmarks ``prefills`` update; None if there are no prefill rows
     layers: LayerGroup | None = None
-    # int32 [B], ``ALL_PAGES`` in every row; set only if dense layers also run Sparrow's kernels, as
-    # they do in draft steps and with an 8-bit cache
+    # int32 [B], ``ALL_PAGES`` everywhere; set only if dense layers also run Sparrow's kernels, as
+    # in draft steps and with an 8-bit cache
     everything: Tensor | None = None
-    # whether layers may reuse the previous layer's plan where ``attach`` found that they can
+    # whether layers may reuse the previous layer's plan, where ``attach`` allows it
     may_reuse_plan: bool = True
     # whether the caller writes ``top_k`` and counts the step before the model runs
     has_page_counts: bool = False
-    tokens: int = 1  # new tokens of each row, more than one in a pass over guesses
+    tokens: int = 1  # new tokens per row, more than one in a pass over guesses
 
 
 class CacheViews(NamedTuple):
-    """Views of the contents of a layer's KV cache."""
+    """Views into a layer's KV cache."""
 
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    # set only for an 8-bit cache; int8 scales are stored in the cache itself, while fp8 scales are
-    # not
+    # set only for an 8-bit cache; int8 scales are views into the cache too, fp8 scales are not
     scales: attention.CacheScales | None
 
 
@@ -161,13 +157,12 @@ class SparseBuilder(VLLMClass):
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             mode = vllm_config.compilation_config.cudagraph_mode
-            # Whether decode steps may be captured in CUDA graphs. Such graphs run Sparrow's kernels
-            # at any length.
+            # Whether decode steps may be captured in CUDA graphs. These run Sparrow's kernels at
+            # any length.
             self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
-        # In lossless mode, everything that vLLM itself runs is dense: prefill, verification, and
-        # steps without drafts. With a dense step as the layers' default, vLLM's own metadata needs
-        # no change.
+        # In lossless mode, everything vLLM itself runs is dense: prefill, verification, and steps
+        # without drafts. With a dense step as the layers' default, vLLM's metadata can stay as is.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
         self._layers.set_dense(
@@ -175,7 +170,7 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Disable cascade attention under a schedule, because it would read a shared prefix
+        """Disable cascade attention if there is a schedule, because it reads shared prefixes
         densely.
         """
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
@@ -183,7 +178,9 @@ class SparseBuilder(VLLMClass):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build vLLM's metadata. In lossy mode, its attribute ``sparrow`` is the ``Step``."""
+        """Build vLLM's metadata. In lossy mode, it has the ``Step`` as its ``sparrow``
+        attribute.
+        """
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
             return super().build(common_prefix_len, common, fast_build)
@@ -206,8 +203,8 @@ class SparseBuilder(VLLMClass):
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # ``fast_build`` skips the schedule that FlashAttention 3 computes ahead of time,
-            # because vLLM has only one buffer for it, which belongs to the full batch.
+            # ``fast_build`` skips FlashAttention 3's ahead-of-time scheduling, because vLLM has
+            # only one buffer for it, and the full batch needs that.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -224,11 +221,12 @@ class SparseBuilder(VLLMClass):
         return metadata
 
     def _runs_densely(self, common: Any, rows: int, prefill_rows: int) -> bool:
-        """Return whether vLLM's own attention computes the whole batch in one call per layer. It
-        does so if no decode row leaves out a page, and the step is not replayed from a CUDA graph.
+        """Return whether to run vLLM's own attention on the whole batch, in one call per layer.
+        That's possible if no decode row skips any page, and the step isn't replayed from a CUDA
+        graph.
 
-        Sparrow's kernels would give the same result, but with two calls per layer, which take more
-        time on the host.
+        Sparrow's kernels would give the same result, but with two calls per layer, which costs more
+        host time.
         """
         assert self.runtime is not None
         if self.runtime.cache.in_8_bits is not None or (self._captures_decode and not prefill_rows):
@@ -238,8 +236,8 @@ class SparseBuilder(VLLMClass):
         return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Split all rows after the first ``rows`` into groups, each of which reads from a copy of
-        its blocks.
+        """Split all rows after the first ``rows`` into groups that each read a copy of their
+        blocks.
         """
         assert self.runtime is not None
         upper_bound = common.seq_lens_cpu_upper_bound
@@ -268,7 +266,7 @@ class SparseBuilder(VLLMClass):
 
 
 def _rows(common: Any, first: int, last: int) -> Any:
-    """Select the sequences ``first .. last - 1``. The last sequence may end in padding tokens."""
+    """Select sequences ``first`` to ``last - 1``. The last one may end in padding tokens."""
     upper_bound = common.seq_lens_cpu_upper_bound
     start = common.query_start_loc_cpu
     begin = int(start[first])
@@ -287,21 +285,19 @@ def _rows(common: Any, first: int, last: int) -> Any:
 
 
 class SparseImpl(VLLMClass):
-    """Mixin for a vLLM attention implementation. It adds landmarks and sparse decode steps to a
-    layer.
-    """
+    """Mixin for a vLLM attention implementation. It adds landmarks and sparse decode steps."""
 
-    kernels: attention.Choice  # the decode kernels, chosen when the layer is attached
+    kernels: attention.Choice  # decode kernels, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # True for sparse layers and, in lossless mode or with an 8-bit cache, for all layers
+    # True for sparse layers, or for all layers in lossless mode or with an 8-bit cache
     has_landmarks = False
-    fp8_scales: fp8.LayerScales | None = None  # scales of an fp8 cache; None for other caches
-    # budgets of this worker's heads; set only in a sparse layer of a schedule with head budgets
+    fp8_scales: fp8.LayerScales | None = None  # only for an fp8 cache
+    # budgets for this worker's heads; only for sparse layers if the schedule has head budgets
     head_budgets: Tensor | None = None
-    # the layers whose landmarks are updated together with those of this layer
+    # layers whose landmarks are updated together with this one's
     group: LayerGroup | None = None
-    dense_step: Step | None = None  # describes the batches that vLLM itself runs in lossless mode
+    dense_step: Step | None = None  # for the batches vLLM itself runs in lossless mode
     begins_step = False
     begins_decode = False
 
@@ -311,7 +307,7 @@ class SparseImpl(VLLMClass):
         config.check_layer(asked.arguments)
         is_lossless = config.requested_lossless(get_current_vllm_config()) is not None
         if asked.arguments["kv_cache_dtype"] in STORED and not is_lossless:
-            asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's own attention reads a 16-bit copy
+            asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's attention reads a 16-bit copy
         super().__init__(*asked.args, **asked.kwargs)
         if asked.arguments["kv_cache_dtype"] not in STORED:
             self.supports_quant_query_input = False
@@ -319,20 +315,20 @@ class SparseImpl(VLLMClass):
         self._cached_views: CacheViews | None = None
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
+        """Return keys and values ``[blocks, K, N, D]`` as views into the layer's cache."""
         raise NotImplementedError
 
     def make_workspace(
         self, max_rows: int, max_pages: int, tokens: int, device: torch.device
     ) -> Any:
-        """Allocate the scratch memory that all layers share for decode steps of up to ``tokens``
-        new tokens per row. Return None if they need none.
+        """Allocate the scratch memory shared by all layers, for decode steps with up to ``tokens``
+        new tokens per row. Return None if none is needed.
         """
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if the layer's cache is in 8 bits and only Sparrow's kernels read it directly. They
-        then run every decode step, and vLLM's own attention reads a 16-bit copy.
+        """True if the layer's cache is 8-bit and only Sparrow's kernels read it directly. In that
+        case, they run every decode step, and vLLM's own attention reads a 16-bit copy.
 
         False in lossless mode, where vLLM's own attention reads the 8-bit cache in dense passes.
         """
@@ -343,8 +339,8 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """True if Sparrow's decode kernel may run next in this layer. False in the dense passes of
-        lossless mode.
+        """True if Sparrow's decode kernel may run next in this layer. In lossless mode, that is
+        only the case in draft steps.
         """
         runtime = self.runtime
         return (
@@ -354,7 +350,7 @@ class SparseImpl(VLLMClass):
         )
 
     def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
-        """Return views of the keys, values, landmarks and scales in the layer's cache."""
+        """Return views of the layer's cached keys, values, landmarks and scales."""
         if self._viewed is not kv_cache or self._cached_views is None:
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
@@ -375,8 +371,8 @@ class SparseImpl(VLLMClass):
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
-            # For each head, the scales of its keys are followed by those of its values. Both are
-            # contiguous and aligned.
+            # Each head's key scales are followed by its value scales. Both are contiguous and
+            # aligned.
             if keys.dtype == torch.int8:
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
@@ -385,13 +381,13 @@ class SparseImpl(VLLMClass):
         return self._cached_views
 
     def forget_cache(self) -> None:
-        """Drop the views of the cache that the layer used last."""
+        """Drop the views of the layer's latest cache."""
         self._viewed = None
         self._cached_views = None
 
     def cached_keys(self) -> tuple[Tensor, ...]:
-        """Return the keys and landmarks in the cache that the layer used last and, if the cache is
-        int8, the scales of the keys.
+        """Return the keys and landmarks in the layer's latest cache, plus the key scales if the
+        cache is int8.
         """
         assert self._cached_views is not None, "the layer has not run since its cache was created"
         keys, _, marks, scales = self._cached_views
@@ -408,7 +404,7 @@ class SparseImpl(VLLMClass):
         slot_mapping: Tensor,
         store_tokens: Any,
     ) -> None:
-        """Write new keys and values with ``store_tokens``, which is the function of this name in
+        """Write new keys and values with ``store_tokens`` from either
         ``sparrow.attention.reference`` or ``sparrow.attention.triton``.
         """
         clipped = None
@@ -430,7 +426,7 @@ class SparseImpl(VLLMClass):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute the attention of a layer. ``query`` and ``output`` are ``[tokens, heads, D]``."""
+        """Compute a layer's attention. ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = (
             None if attn_metadata is None else getattr(attn_metadata, "sparrow", self.dense_step)
         )
@@ -461,7 +457,7 @@ class SparseImpl(VLLMClass):
             if step.layers is not None and step.layers.ends_with(layer):
                 step.layers.update_landmarks(metadata.slot_mapping)
         if B:
-            if query.dtype == FP8:  # vLLM has rounded the queries to fp8 for its own attention
+            if query.dtype == FP8:  # vLLM rounds queries to fp8 for its own attention
                 query = query[:decoded].to(output.dtype) * layer._q_scale.to(output.dtype)
             top_k = (
                 step.top_k if self.is_sparse_layer or step.everything is None else step.everything
@@ -488,8 +484,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """Return the cache that vLLM's own attention reads. For an 8-bit cache, this is a copy of
-        these blocks in the dtype of the queries, otherwise the cache itself.
+        """Return the cache for vLLM's own attention to read. For an 8-bit cache, this is a copy of
+        these blocks in the queries' dtype, otherwise the cache itself.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -504,11 +500,11 @@ class SparseImpl(VLLMClass):
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Connect a layer to the runtime of its worker, and return the layer's KV cache spec, padded to
-    make room for landmarks and int8 scales.
+    """Connect a layer to its worker's runtime, and return the layer's KV cache spec with padding
+    for landmarks and int8 scales.
 
-    Raises ConfigError if KV blocks do not consist of whole pages, or vLLM already pads them for
-    another purpose.
+    Raises ConfigError if KV blocks are not made up of whole pages, or if vLLM already pads them for
+    something else.
     """
     decoding = config.requested(vllm_config)
     assert decoding is not None
@@ -559,7 +555,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         if decoding.guess_tokens:
             tokens = decoding.guess_tokens + 1
             runtime.model.pass_kernels = attention.choose(asked, **sizes, tokens=tokens)
-        # Layers are attached in the order of the model, so this is the first layer.
+        # Layers are attached in model order, so this is the first one.
         layer.impl.begins_step = True
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
@@ -581,8 +577,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             if layer.impl.is_sparse_layer
             else runtime.model.dense_layers
         ).append(index)
-        # A plan divides the work of a step among thread blocks. A layer can reuse the plan of the
-        # previous layer if both layers decode with the same page counts.
+        # A plan splits a step's work among thread blocks. A layer can reuse the previous layer's
+        # plan if both decode with the same page counts.
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.model.last_decoded is not layer.impl.is_sparse_layer
             runtime.model.last_decoded = layer.impl.is_sparse_layer
@@ -593,5 +589,5 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
 
 
 def is_requested() -> bool:
-    """Return whether the engine that is being built should decode with Sparrow."""
+    """Return whether the engine being built should decode with Sparrow."""
     return config.requested(get_current_vllm_config()) is not None

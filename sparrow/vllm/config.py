@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = setup.ENGINE_KEY
-# the entry that names the decode kernels; without it, the fastest supported kernels are used
+# names the decode kernels; if unset, the fastest supported ones are used
 KERNELS_KEY = "sparrow_kernels"
-# environment variables for frameworks that cannot pass options to vLLM
+# for frameworks that can't pass options to vLLM
 MODE_ENVIRONMENT = "SPARROW_MODE"
 ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # names the decode kernels
@@ -29,11 +29,11 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 def from_environment() -> Decoding | None:
     """Read ``SPARROW_MODE`` and ``SPARROW_SCHEDULE``. Return None if both are unset or empty.
 
-    A schedule without a mode selects lossy mode. In lossless mode, it is the draft schedule. To set
-    further options, write the mode as JSON, as in ``additional_config``.
+    A schedule without a mode means lossy mode. In lossless mode, the schedule is the draft
+    schedule. To set more options, write the mode as JSON, as in ``additional_config``.
 
-    Raises ConfigError if ``Decoding.load`` cannot read the values, or both a schedule and a mode in
-    JSON are set.
+    Raises ConfigError if ``Decoding.load`` cannot read the values, or if a schedule is set along
+    with a JSON mode.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
@@ -50,8 +50,8 @@ def from_environment() -> Decoding | None:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables inside the context, and restore them afterwards. The value None
-    unsets a variable.
+    """Set environment variables inside the context, and restore them afterwards. None unsets a
+    variable.
     """
     before = {name: os.environ.get(name) for name in values}
     _set(values)
@@ -73,13 +73,13 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Write the engine's decoding settings into vLLM's ``EngineArgs``, whether they came from
     ``additional_config`` or from the environment.
 
-    The engine then keeps these settings even if the environment changes. The settings also become
-    part of the configuration by which vLLM caches compiled models, so engines with different
-    settings do not share a compiled model.
+    That way, the engine keeps its settings even if the environment changes. The settings also
+    become part of vLLM's cache key for compiled models, so engines with different settings don't
+    share one.
 
-    On a GPU, an engine gets Sparrow's backend if its mode is set in the environment and it names no
-    attention backend. The backend is named ``CUSTOM``, because ``FLASH_ATTN`` still means vLLM's
-    own backend if an earlier engine in this process started without Sparrow's variables.
+    On a GPU, an engine gets Sparrow's backend if its mode is set in the environment and it doesn't
+    name an attention backend. The backend is called ``CUSTOM``, because ``FLASH_ATTN`` still means
+    vLLM's own backend if an earlier engine in this process started without Sparrow's variables.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -93,26 +93,24 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """Return the decoding settings that were requested for an engine, from ``additional_config`` or
-    else from the environment. None means that the engine decodes like stock vLLM.
+    """Return an engine's requested decoding settings, from ``additional_config`` or else from the
+    environment. None means decoding like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def requested_lossless(vllm_config: Any) -> Decoding | None:
-    """Return the decoding settings that were requested for an engine if its mode is lossless,
-    otherwise None.
-    """
+    """Return an engine's requested decoding settings if its mode is lossless, otherwise None."""
     decoding = requested(vllm_config)
     return decoding if decoding is not None and decoding.is_lossless else None
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """Return the decode kernels that were requested for an engine, from ``additional_config`` or
-    else from the environment. None means the fastest kernels that support the model.
+    """Return an engine's requested decode kernels, from ``additional_config`` or else from the
+    environment. None means the fastest kernels that support the model.
 
-    Raises ConfigError if there are no kernels with the requested name.
+    Raises ConfigError if there are no kernels by that name.
     """
     name: Any = (
         additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
@@ -128,11 +126,10 @@ def additional(vllm_config: Any, key: str) -> Any:
 
 
 def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Refuse models and vLLM features with which Sparrow would decode densely or incorrectly.
+    """Refuse models and vLLM features that would make Sparrow decode densely or incorrectly.
 
-    Raises UnsupportedModel if Sparrow does not support this kind of model or attention. Raises
-    ConfigError if a feature of vLLM has to be switched off, or the schedule does not match the
-    model.
+    Raises UnsupportedModel if Sparrow does not support this kind of model or attention, or
+    ConfigError if a vLLM feature has to be turned off or the schedule doesn't match the model.
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -206,8 +203,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:
-    """Refuse an attention layer that does not compute plain softmax attention over the whole
-    sequence.
+    """Refuse any attention layer other than plain softmax attention over the whole sequence.
 
     Args:
         asked: the arguments of vLLM's attention implementation.

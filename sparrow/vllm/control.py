@@ -1,6 +1,4 @@
-"""Sparrow's additions to every vLLM worker: a check at startup, and methods for
-``collective_rpc``.
-"""
+"""What Sparrow adds to every vLLM worker: a startup check, and methods for ``collective_rpc``."""
 
 from __future__ import annotations
 
@@ -17,65 +15,63 @@ from sparrow.vllm.lossless.setup import DRAFTS_PER_PASS, passes_of
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
-"""The kernels for experts that read weights in the layout in which vLLM loads them."""
+"""Expert kernels that read weights in the layout vLLM loads them in."""
 
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
-    """Decode under another schedule from the next step on. The caller must reset the prefix cache
+    """Switch to another schedule from the next step on. The caller must reset the prefix cache
     afterwards.
 
-    Raises ConfigError if the schedule cannot be read, or it needs a new engine.
+    Raises ConfigError if the schedule cannot be read, or if it needs a new engine.
     """
     _runtime(self).set_schedule(SparsitySchedule.load(schedule))
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """Return the counts of this worker's decode steps since the last call. The first call returns
-    the counts since the self-check.
+    """Return this worker's decode step counts since the last call, or since the self-check if this
+    is the first one.
 
-    ``rows`` is the number of sequences, summed over steps. ``tokens_read`` is the number of cached
-    tokens that were read, and ``tokens_held`` the number that a dense actor would have read; both
-    are summed over rows and this worker's layers. ``pages_read`` is the number of pages read in
-    sparse layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (the
-    schedule sets no limit at this length), ``dense_rows_short`` (the sequence has no more pages
-    than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, which ``rows``
-    does not include). ``dense_steps`` is the number of steps with decode rows that vLLM's own
-    attention computed in full, because no row left out a page. With CUDA graphs, this happens only
-    in steps that also contain a chunk of a prompt, because graphs of decode steps always run
-    Sparrow's kernels. ``preemptions`` is the number of sequences whose cache vLLM dropped and later
-    prefilled again. With an fp8 KV cache, ``kv_clipped`` is the number of tokens with a key or
-    value beyond the range of its scale. A token is counted once per layer.
+    ``rows`` is the batch size summed over steps. ``tokens_read`` is how many cached tokens were
+    read, and ``tokens_held`` how many a dense actor would have read, both summed over rows and this
+    worker's layers. ``pages_read`` is how many pages the sparse layers read. Rows that read
+    everything are counted by reason: ``dense_rows_schedule`` (the schedule sets no limit at this
+    length), ``dense_rows_short`` (the sequence has no more pages than would be kept) and
+    ``dense_rows_prefill`` (a one-token prompt chunk, not included in ``rows``). ``dense_steps`` is
+    how many steps with decode rows ran entirely on vLLM's own attention, because no row skipped a
+    page. With CUDA graphs, this only happens in steps that also contain a prompt chunk, because
+    decode step graphs always run Sparrow's kernels. ``preemptions`` is how many sequences had their
+    cache dropped by vLLM, to be prefilled again later. With an fp8 KV cache, ``kv_clipped`` is how
+    many tokens had a key or value outside the range of its scale, counted once per layer.
 
-    In lossless mode, ``rows`` are the rows of draft steps, and ``tokens_read`` includes
-    verification. ``tokens_held`` is the number of tokens that dense decoding would have read for
-    the ``emitted`` tokens. ``drafted`` and ``accepted`` are also numbers of tokens. With
-    ``guess_tokens``, ``rows`` are the rows of sparse passes, with or without guesses, ``passes`` is
-    their number, and ``guessed`` is the number of drafts that are guesses, unchecked by any sparse
-    pass.
+    In lossless mode, ``rows`` counts draft step rows, and ``tokens_read`` includes verification.
+    ``tokens_held`` is how many tokens dense decoding would have read to get the ``emitted`` tokens.
+    ``drafted`` and ``accepted`` count tokens, too. With ``guess_tokens``, ``rows`` and ``passes``
+    count the rows of sparse passes, with or without guesses, and ``guessed`` counts drafts that are
+    guesses no sparse pass has checked.
     """
     return _runtime(self).counters()
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """Report the acceptance of drafts since the last call. Only lossless mode has drafts.
+    """Report draft acceptance since the last call. Only lossless mode has drafts.
 
-    ``cycles`` contains the number of dense passes for each number of tokens drafted after a pass.
-    With ``guess_tokens``, ``cycles_with_guesses`` contains the same for drafts made with guesses.
-    ``bins`` contains, for each range of lengths, the number of verified drafts, their mean
-    acceptance, and its 5th percentile. ``acceptance`` contains the same data as counts, for
-    ``DraftAcceptance.from_dict``. If the budget adapts, ``budgets`` contains bins and acceptance
-    for each budget, which is given as a ``multiple`` of the draft schedule. If ``meter_schedule``
-    is set, ``metered`` contains bins and acceptance under that schedule.
+    ``cycles`` is the number of dense passes by how many tokens were drafted after them. With
+    ``guess_tokens``, ``cycles_with_guesses`` is the same for drafts with guesses. ``bins`` has the
+    number of verified drafts, their mean acceptance and its 5th percentile for each length bin.
+    ``acceptance`` has the same data as counts, for ``DraftAcceptance.from_dict``. If the budget is
+    adaptive, ``budgets`` has bins and acceptance for each budget, given as a ``multiple`` of the
+    draft schedule. If ``meter_schedule`` is set, ``metered`` has bins and acceptance under that
+    schedule.
 
-    All values are for drafts that read a dense cache. A lossy actor reads cache entries that it
-    wrote itself, so its acceptance is lower.
+    All of this is for drafts that read a dense cache. A lossy actor reads cache entries it wrote
+    itself, so its acceptance is lower.
     """
     return _runtime(self).acceptance()
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
-    """Describe the backend, schedule and layers of this worker, and the latest drafts if the engine
-    chooses their budget or whether they are made with guesses.
+    """Describe this worker's backend, schedule and layers. If the engine chooses the draft budget
+    or whether to use guesses, also describe the latest drafts.
     """
     return _runtime(self).describe()
 
@@ -84,11 +80,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     """Load weights by Hugging Face name, from this process or from a safetensors file. The caller
     must reset the prefix cache afterwards.
 
-    An engine that quantises its weights (``quantization="fp8"``) also quantises the new ones, for
-    which it needs all weights of a layer in the same call.
+    An engine with quantised weights (``quantization="fp8"``) quantises the new ones as well, so all
+    weights of a layer must come in the same call.
 
-    Raises ConfigError if the model has no weight with one of these names; weights that are
-    quantised together are incomplete; or vLLM has changed the layout of the experts.
+    Raises ConfigError if the model has no weight by one of these names, if weights that are
+    quantised together are incomplete, or if vLLM has changed the experts' layout.
     """
     if self.vllm_config.quant_config is None:
         _check_experts(self.model_runner.model)
@@ -100,8 +96,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # A generator, so that the weights of all layers need not be in memory at once. It finds
-            # missing weights once it is exhausted.
+            # A generator, so that not all weights have to be in memory at once. It checks for
+            # missing weights at the end.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
@@ -113,8 +109,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
 
 
 def _check_experts(model: Any) -> None:
-    """Refuse new weights for experts whose layout vLLM changed for its kernel when it loaded them.
-    vLLM would write the new weights as if the experts still had their original layout.
+    """Refuse new weights if vLLM has changed the experts' layout to suit its kernel. It would write
+    the new weights as if the experts still had their original layout.
 
     Raises ConfigError if the model has such experts.
     """
@@ -129,8 +125,8 @@ def _check_experts(model: Any) -> None:
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield ``weights``, and then check that no matrix is missing that vLLM quantises together with
-    one of them.
+    """Yield ``weights``, then check that they don't leave out any matrix that vLLM quantises
+    together with one of them.
 
     Raises ValueError if a matrix is missing.
     """
@@ -153,10 +149,10 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
 
 
 def sparrow_renew_kv_scales(self: Any) -> None:
-    """Let the next prefill set the scales of an fp8 KV cache again, for use after loading new
-    weights. The cache must be empty before that prefill.
+    """Let the next prefill set the fp8 KV cache scales again. Use this after loading new weights.
+    The cache must be empty before that prefill.
 
-    Raises ConfigError if the engine has no fp8 KV cache, or vLLM sets its scales, as it does in
+    Raises ConfigError if the engine has no fp8 KV cache, or if vLLM sets its scales, as it does in
     lossless mode.
     """
     runtime = _runtime(self)
@@ -180,10 +176,10 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Renew the copy of the weights that drafts use before the next drafts. Call this only after
-    writing to the model's parameters directly; vLLM's own updates renew the copy themselves.
+    """Copy the draft weights again before the next drafts. Only needed after writing to the model's
+    parameters directly; vLLM's own updates take care of it.
 
-    Raises ConfigError if drafts do not use a copy of the weights.
+    Raises ConfigError if drafts don't use a copy of the weights.
     """
     runtime = _runtime(self)
     if runtime.drafting.weights is None:
@@ -216,11 +212,11 @@ def _runtime(worker: Any) -> Runtime:
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """If vLLM captures decode steps separately, return the two captured batch sizes nearest to
-    ``max_num_seqs``, from below and from above. Otherwise, return ``max_num_seqs`` twice.
+    """If vLLM captures decode steps separately, return the nearest captured batch sizes below and
+    above ``max_num_seqs``. Otherwise, return ``max_num_seqs`` twice.
 
-    vLLM does not capture decode steps of more than ``max_num_seqs`` sequences, so there is no CUDA
-    graph for a step with more sequences than the lower of these sizes.
+    vLLM doesn't capture decode steps with more than ``max_num_seqs`` sequences, so batches larger
+    than the lower of these sizes have no CUDA graph.
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     most = vllm_config.scheduler_config.max_num_seqs
@@ -233,11 +229,11 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 
 
 def check(vllm_config: Any) -> None:
-    """Check that every layer of an engine with a schedule follows the schedule, and log how the
-    engine decodes.
+    """If an engine has a schedule, check that every layer follows it, and log how the engine
+    decodes.
 
-    Raises UnsupportedModel if an attention layer runs another backend. Raises ConfigError if in
-    lossless mode, the speculator is not Sparrow's.
+    Raises UnsupportedModel if an attention layer runs another backend, or ConfigError if the
+    speculator in lossless mode is not Sparrow's.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -259,7 +255,7 @@ def check(vllm_config: Any) -> None:
     runtime = find(vllm_config)
     if runtime is None:
         return
-    # This logger is a child of vLLM's own logger, so vLLM's handlers and VLLM_LOGGING_LEVEL apply.
+    # A child of vLLM's own logger, so that vLLM's handlers and VLLM_LOGGING_LEVEL apply.
     logger = init_logger("vllm.sparrow")
     schedule = runtime.schedule
     decoding = runtime.decoding

@@ -1,6 +1,6 @@
-"""Counters of a worker: decoded rows by length, and the dense passes of lossless mode.
+"""A worker's counters: decoded rows by length, and dense passes in lossless mode.
 
-Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
+Shapes: B decode batch size, including CUDA graph padding rows, which have length 0.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
-"""The tokens of this many passes without drafts are summed at once, because short steps wait for
-the host, which therefore should not compute a sum after each one.
+"""How many passes without drafts to sum up at a time. Short steps are host-bound, so summing after
+each one would slow them down.
 """
 
 
 class DecodedRows:
     """The number of rows decoded at each length.
 
-    All other counts are computed from these and the schedule, so counting a decode step takes one
-    addition on the device and no synchronisation.
+    All other counts can be computed from these and the schedule, so counting a decode step takes
+    just one addition on the device, and no synchronisation.
     """
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:
         self.at_length = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
-        # rows decoded under each budget, except for those still in ``at_length``
+        # rows decoded under each budget, not counting those still in ``at_length``
         self._before = self.at_length.repeat(budgets, 1)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.in_prefill = (
-            0  # number of rows with a one-token chunk of a prompt, which are not counted by length
+            0  # number of rows with a one-token prompt chunk, which are not counted by length
         )
 
     def add(self, place_B: Tensor) -> None:
@@ -40,9 +40,7 @@ class DecodedRows:
         self.at_length.index_add_(0, place_B, self._one_B[: len(place_B)])
 
     def end_budget(self, budget: int) -> None:
-        """Attribute the steps since the last call to this budget, and restart the count from
-        zero.
-        """
+        """Attribute the steps since the last call to this budget, and start over from zero."""
         self._before[budget] += self.at_length
         self.at_length.zero_()
 
@@ -52,8 +50,8 @@ class DecodedRows:
         """Return the counts since the last call.
 
         Args:
-            schedules: the schedule of each budget.
-            budget: the budget of the latest steps.
+            schedules: the schedule for each budget.
+            budget: the latest steps' budget.
             sparse: number of sparse layers.
             dense: number of dense layers.
         """
@@ -68,21 +66,20 @@ class DecodedRows:
 
 
 class DensePasses:
-    """Counts of the dense passes of lossless mode: those that verify drafts or precede them, and
-    plain passes without drafts.
+    """Counts of dense passes in lossless mode, both with drafts before or after them, and plain
+    passes without any.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # number of cycles, by number of drafts that followed
+        # number of cycles, by how many drafts followed
         self._cycles: Counter[int] = Counter()
-        # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
+        # tokens read, tokens dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # the same, for drafts made with guesses
+        # number of cycles with guesses, by how many drafts followed
         self._guessed_cycles: Counter[int] = Counter()
-        # In an engine with guesses: the number of drafts, and how many of them are guesses that no
-        # pass has checked.
+        # in an engine with guesses: drafts, and how many of them are guesses no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
-        # sequences in passes without drafts, and tokens that these passes read
+        # sequences in passes without drafts, and tokens read by these passes
         self._plain_rows = 0
         self._plain_tokens = 0
         self._plain: list[np.ndarray] = []  # passes not yet added to the two sums above
@@ -113,8 +110,8 @@ class DensePasses:
             self._plain.clear()
 
     def take_cycles(self) -> dict[int, int]:
-        """Return the number of passes since the last call, keyed by how many tokens were drafted
-        after the pass.
+        """Return the number of passes since the last call, by how many tokens were drafted after
+        them.
         """
         self._sum_plain()
         cycles = dict(sorted(self._cycles.items()))
@@ -122,14 +119,14 @@ class DensePasses:
         return cycles
 
     def take_guessed_cycles(self) -> dict[int, int]:
-        """Return the same for those cycles whose drafts were made with guesses."""
+        """Like ``take_cycles``, but only for cycles that drafted with guesses."""
         cycles = dict(sorted(self._guessed_cycles.items()))
         self._guessed_cycles = Counter()
         return cycles
 
     def add_to(self, counts: Counter[str], layers: int, guesses: bool) -> None:
-        """Add the counts of the dense passes since the last call to ``counts``, which contains the
-        counts of draft steps. ``guesses`` says whether these steps may read guesses.
+        """Add the dense pass counts since the last call to ``counts``, which already holds the
+        draft step counts. ``guesses`` says whether draft steps may read guesses.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()
@@ -150,14 +147,14 @@ class DensePasses:
 def _decode_counts(
     schedule: SparsitySchedule, decoded: np.ndarray, sparse: int, dense: int
 ) -> dict[str, int]:
-    """Compute the counts of decode steps under ``schedule``.
+    """Compute the decode step counts under ``schedule``.
 
     Args:
         decoded: number of rows decoded at each length.
         sparse: number of sparse layers.
         dense: number of dense layers.
     """
-    decoded[0] = 0  # padding rows and rows in prefill are at length 0
+    decoded[0] = 0  # padding rows and rows in prefill
     length = np.flatnonzero(decoded)
     rows = decoded[length]
     read = schedule.tokens_read(length)

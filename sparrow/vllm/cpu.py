@@ -1,5 +1,5 @@
-"""The attention backend for CPUs, meant for tests and small models. It uses vLLM's CPU attention,
-and the reference implementation for sparse decode steps.
+"""The CPU attention backend, meant for tests and small models. It uses vLLM's CPU attention, and
+the reference implementation for sparse decode steps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """A builder that selects kernels whose cache layout the reference implementation can read. The
-    AMX kernels, which vLLM would use for bfloat16, store keys in tiles.
+    """A builder that avoids the AMX kernels vLLM would use for bfloat16. They store keys in tiles,
+    which the reference implementation can't read.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values, with Sparrow's code in an 8-bit cache and vLLM's otherwise."""
+        """Store keys and values, using Sparrow's code for an 8-bit cache and vLLM's otherwise."""
         if not self.is_in_8_bits:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.store(layer, key, value, kv_cache, slot_mapping, reference.store_tokens)
 
 
 class CpuBackend(CPUAttentionBackend):
-    """The replacement for ``CPU_ATTN``, which is the only backend that vLLM accepts on a CPU.
-    Without a schedule, it behaves like vLLM's own backend.
+    """Replaces ``CPU_ATTN``, the only backend vLLM accepts on a CPU. Without a schedule, it behaves
+    like vLLM's own backend.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The attention backend for CUDA. It uses vLLM's FlashAttention for prefill and dense layers, and
+"""The CUDA attention backend. It uses vLLM's FlashAttention for prefill and dense layers, and
 Sparrow's kernels for sparse decode steps.
 """
 
@@ -27,14 +27,14 @@ versions.check(on_cpu=False)
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
-    # For batches with one token per sequence, the whole model is captured in a graph. For batches
-    # with prefill, attention runs outside the graph.
+    # With one token per sequence, the whole model is captured in a graph. With prefill, attention
+    # runs outside the graph.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Allow CUDA graphs for verification in lossless mode, where all passes that vLLM itself
-        runs are dense. An engine without Sparrow has the same graphs as in stock vLLM.
+        """Allow CUDA graphs for verification in lossless mode, where everything vLLM itself runs is
+        dense. Engines without Sparrow have the same graphs as in stock vLLM.
         """
         decoding = requested(vllm_config)
         if decoding is None:
@@ -49,11 +49,10 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values. Sparrow's kernel does this in an 8-bit cache, and wherever
-        Sparrow's decode kernel runs next, because that kernel may start before the update is
-        complete.
+        """Store keys and values, using Sparrow's kernel for an 8-bit cache, or if Sparrow's decode
+        kernel runs next, since that may start before the update is complete.
 
-        Otherwise, and in all dense passes of lossless mode, vLLM's kernel does.
+        Otherwise, and in all dense passes in lossless mode, vLLM's kernel does it.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)
@@ -75,7 +74,7 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
 
 
 class CudaBackend(FlashAttentionBackend):
-    """The backend that is registered as ``CUSTOM``."""
+    """The backend registered as ``CUSTOM``."""
 
     @staticmethod
     def get_name() -> str:
@@ -83,8 +82,8 @@ class CudaBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        """Support the dtypes of FlashAttention, and int8. FlashAttention reads a 16-bit copy of an
-        int8 cache.
+        """Support FlashAttention's dtypes, plus int8. FlashAttention reads a 16-bit copy of an int8
+        cache.
         """
         return kv_cache_dtype == INT8 or super().supports_kv_cache_dtype(kv_cache_dtype)
 
@@ -92,8 +91,8 @@ class CudaBackend(FlashAttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Return the reason why FlashAttention cannot run a model, or None if it can. An int8 cache
-        is always supported, because FlashAttention reads a 16-bit copy of it.
+        """Return why FlashAttention cannot run a model, or None if it can. An int8 cache is fine,
+        because FlashAttention reads a 16-bit copy of it.
         """
         seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
         return super().supports_combination(head_size, dtype, seen, *args, **kwargs)
@@ -114,8 +113,8 @@ class CudaBackend(FlashAttentionBackend):
 
 
 class CudaFlashBackend(CudaBackend):
-    """The replacement for ``FLASH_ATTN`` in a process whose environment sets a schedule. Engines
-    that start after the schedule was unset use vLLM's own backend.
+    """Replaces ``FLASH_ATTN`` if the environment sets a schedule. Engines started after the
+    schedule is unset use vLLM's own backend.
     """
 
     @staticmethod

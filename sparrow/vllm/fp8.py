@@ -1,6 +1,6 @@
-"""The scales of an fp8 KV cache, one per layer and kv head, which are set from the first prompts.
+"""fp8 KV cache scales, one per layer and kv head, set from the first prompts.
 
-Scales are powers of 2, so the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
+They are powers of 2, so the 16-bit copy read by prefill (``sparrow.vllm.kv_cache``) is exact.
 
 Shapes: T tokens, K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest
 sequence.
@@ -19,19 +19,20 @@ from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
 MARGIN = 4.0
-"""Scales leave room for keys and values up to this many times as large as the largest in the
-prefill that sets the scales.
+"""Headroom: keys and values may get this many times larger than in the prefill that sets the
+scales.
 """
 
 
 class LayerScales:
-    """The scales of one layer, which are set by the first prefill after ``Fp8Cache.renew``. The
-    tensors keep their addresses, because CUDA graphs refer to them.
+    """One layer's scales, set by the first prefill, and again by the first one after
+    ``Fp8Cache.renew``. The tensors are updated in place, because CUDA graphs refer to them by
+    address.
 
     Args:
         kv_heads: K.
-        cache: the state shared by the layers of a worker.
-        layer: vLLM's attention layer, whose scales are used if Sparrow does not set its own.
+        cache: the state shared by a worker's layers.
+        layer: vLLM's attention layer, to take the scales from if Sparrow doesn't set its own.
     """
 
     def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
@@ -46,11 +47,10 @@ class LayerScales:
         cache.layers.append(self)
 
     def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
-        """Set the scales from the tokens that have a slot. This does nothing if the scales are
-        already set, or if vLLM is warming up.
+        """Set the scales from the tokens that have a slot. This is a no-op if they are already set,
+        or if vLLM is still warming up.
 
-        Raises ConfigError if the cache still contains tokens that were stored with different
-        scales.
+        Raises ConfigError if the step reads cached tokens that were stored with different scales.
         """
         if self.is_set or not self.cache.is_serving:
             return
@@ -69,24 +69,24 @@ class LayerScales:
 
 
 class Fp8Cache:
-    """State shared by the layers of one worker: their scales, and a count of clipped tokens.
+    """State shared by a worker's layers: their scales, and a count of clipped tokens.
 
     Args:
-        sets_scales: whether Sparrow sets the scales. In lossless mode, vLLM sets them, because it
-            stores the tokens of dense passes itself.
+        sets_scales: whether Sparrow sets the scales. In lossless mode, vLLM does, because it stores
+            the tokens from dense passes itself.
     """
 
     def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
         self.sets_scales = sets_scales
         self.layers: list[LayerScales] = []
-        # number of tokens with a key or value beyond the range of its scale
+        # number of tokens with a key or value outside the range of its scale
         self.clipped = torch.zeros(1, dtype=torch.int64, device=device)
-        self.is_serving = False  # False while vLLM warms up with made-up prompts
-        # arguments of the latest call of ``begin_step``: table, computed, block_tokens
+        self.is_serving = False  # False during vLLM's warm-up, which uses dummy prompts
+        # table, computed and block_tokens from the latest ``begin_step``
         self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:
-        """Let the next prefill set the scales again. The cache must be empty by then."""
+        """Let the next prefill set the scales again. The cache must be empty by that time."""
         for layer in self.layers:
             layer.is_set = False
 
@@ -100,12 +100,12 @@ class Fp8Cache:
         """Record what a step will read, in case the step sets scales.
 
         Args:
-            one_token_prefills: number of sequences in prefill that have one query token.
-            table: blocks of every sequence, int32 [R, M].
-            computed: number of tokens that each sequence had in the cache before the step.
+            one_token_prefills: number of sequences in prefill with a single query token.
+            table: block table, int32 [R, M].
+            computed: number of tokens each sequence had in the cache before the step.
             block_tokens: N.
 
-        Raises ConfigError if the scales are not set yet, and a prompt has only one token.
+        Raises ConfigError if the scales are not set yet and a prompt has only one token.
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(
@@ -115,10 +115,10 @@ class Fp8Cache:
         self._cached = (table, computed, block_tokens)
 
     def reads_beyond(self, slots: Tensor) -> bool:
-        """Return whether the step reads tokens that an earlier step stored.
+        """Return whether the step reads any tokens stored by an earlier step.
 
-        Prompts that share a prefix may be prefilled in the same step and read each other's blocks.
-        Tokens in such blocks do not count.
+        Prompts with a shared prefix may be prefilled in the same step and read each other's blocks.
+        Those don't count.
         """
         assert self._cached is not None
         table, computed, block_tokens = self._cached
@@ -128,7 +128,9 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales if Sparrow sets them; None until they are set."""
+        """Report the range of the scales, provided Sparrow sets them. It is None until they are
+        set.
+        """
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
@@ -139,8 +141,8 @@ class Fp8Cache:
 
 
 def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest power of 2 that scales ``MARGIN * largest`` into the range of e4m3, and
-    whose products with e4m3 values are representable in ``dtype``. Return 1 where ``largest`` is 0.
+    """Return the smallest power of 2 that brings ``MARGIN * largest`` into e4m3's range and keeps
+    products with e4m3 values representable in ``dtype``. Where ``largest`` is 0, return 1.
     """
     limits = torch.finfo(dtype)
     least = torch.finfo(FP8).smallest_normal * torch.finfo(FP8).eps

@@ -1,8 +1,8 @@
-"""The 8-bit KV cache (fp8 or int8): its names in vLLM, and the 16-bit copy that prefill reads.
+"""The 8-bit KV cache (fp8 or int8): its names in vLLM, and the 16-bit copy read by prefill.
 
-Prefill reads a copy because vLLM's own attention would also round the queries to fp8, and because
-it does not support int8. The copy is exact, so prefill and decode steps see the same keys and
-values. In decode steps, all layers run the kernels of ``sparrow.attention``.
+Prefill reads a copy because vLLM's own attention would round the queries to fp8 as well, and
+doesn't support int8. The copy is exact, so prefill and decode steps see the same keys and values.
+In decode steps, all layers run the ``sparrow.attention`` kernels.
 
 Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
 """
@@ -21,31 +21,31 @@ from sparrow.attention.int8 import scale_of
 from sparrow.attention.pages import FP8
 
 STORED: dict[str, torch.dtype] = {"fp8": FP8, "fp8_e4m3": FP8, "int8_per_token_head": torch.int8}
-"""vLLM's names for an 8-bit cache, and the dtype in which Sparrow stores keys and values."""
+"""vLLM's names for 8-bit caches, and the dtype Sparrow stores keys and values in."""
 INT8 = "int8_per_token_head"
 NAMES = {FP8: "fp8_e4m3", torch.int8: INT8}
-"""Names for an 8-bit cache in Sparrow's reports."""
+"""What 8-bit caches are called in Sparrow's reports."""
 SCALES = {FP8: "scales by layer and kv head", torch.int8: "scales by token and kv head"}
 COPIED_TOKENS = 65_536
-"""Maximum number of cached tokens that are copied at once for prefill, unless a single sequence is
-longer.
+"""Maximum number of cached tokens to copy at once for prefill. A longer sequence is still copied in
+one go.
 """
 
 
 @dataclass(frozen=True)
 class CopiedBlocks:
-    """The blocks of some rows in prefill, and their positions in the copy."""
+    """Blocks for some rows in prefill, and where they are in the copy."""
 
-    blocks: Tensor  # int64, the blocks of the cache, in the order of the copy
-    table: Tensor  # int32 [R, M], the block table for the copy
+    blocks: Tensor  # int64, block ids in the cache, in copy order
+    table: Tensor  # int32 [R, M], block table for the copy
 
 
 def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -> CopiedBlocks:
-    """List the blocks of these rows.
+    """List these rows' blocks.
 
     Args:
         block_table: int32 [R, M].
-        lengths: number of tokens of each row, or an upper bound.
+        lengths: tokens per row, or an upper bound.
     """
     counts = -(-lengths // block_tokens)
     row = np.repeat(np.arange(len(lengths)), counts)
@@ -61,8 +61,8 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
 
 
 def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Split rows into runs of at most ``COPIED_TOKENS`` tokens, or of a single longer row. For each
-    run, yield its first row and the row after its last.
+    """Split rows into runs of at most ``COPIED_TOKENS`` tokens. Longer rows get their own run.
+    Yield each run's first row, and the row after its last.
     """
     first = total = 0
     for row, length in enumerate(lengths.tolist()):
@@ -75,8 +75,8 @@ def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Multiply the keys or values ``[blocks, K, N, D]`` of some blocks by their scales (see
-    ``CacheScales``), and write the result to ``out``, which has a 16-bit or 32-bit dtype.
+    """Dequantise the keys or values ``[blocks, K, N, D]`` in some blocks, using their scales (see
+    ``CacheScales``), and write them to ``out``, which has a 16-bit or 32-bit dtype.
     """
     codes = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
     is_int8 = cache.dtype == torch.int8
@@ -89,16 +89,16 @@ def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> N
 def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
-    """Pad the blocks of a layer's KV cache spec for landmarks and int8 scales. Return the padded
-    spec and the landmarks' share of a block.
+    """Pad the blocks in a layer's KV cache spec for landmarks and int8 scales. Return the padded
+    spec, and the landmarks' share of a block.
 
     Args:
         stored: float8_e4m3fn, int8, or None for a cache in the model's dtype.
     """
     scales = 0
     if stored == torch.int8:
-        # Without this, some of vLLM's backends would leave room for float32 scales among the keys
-        # and values.
+        # Otherwise, some of vLLM's backends leave room for float32 scales among the keys and
+        # values.
         spec = replace(spec, kv_quant_mode=type(spec.kv_quant_mode).NONE)
         scales = 2 * spec.block_size * spec.num_kv_heads
     marks = (
@@ -112,8 +112,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """View a part of every block of a layer's cache, from byte ``first`` of the block on, as a
-    tensor of this dtype and shape. The part is contiguous within the block.
+    """View part of every block in a layer's cache, starting at the block's byte ``first``, as a
+    tensor of this dtype and shape. It is contiguous within the block.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

@@ -1,9 +1,9 @@
-"""Lists of the most likely tokens at each position of a response, stored as arrays.
+"""Lists of the most likely tokens at each position in a response, stored as arrays.
 
-vLLM stores each id, log-prob and rank as a Python object. With 20 entries per list, this takes
-about 1.8 KB per token, which is gigabytes for a rollout.
+vLLM stores each id, log-prob and rank as a Python object. With 20 entries per list, that's about
+1.8 KB per token, or gigabytes for a rollout.
 
-Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely tokens.
+Shapes: T new tokens, N list entries per token: the sampled token, then the most likely tokens.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    FlatLogprobs = Any  # the fields of ``FlatLogprobs`` become properties here
+    FlatLogprobs = Any  # because some of its fields are properties here
 else:
     from vllm.logprobs import FlatLogprobs
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """A compact ``FlatLogprobs``, in which all lists have the same length, and tokens are not
-    decoded.
-    """
+    """A compact ``FlatLogprobs`` for lists of equal length, without decoded tokens."""
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Create an empty object for lists with the same length and dtypes as these."""
+        """Create an empty object for lists of the same length and dtypes as these."""
         self.width = logprobs.shape[1]
         self.token_ids: array[int] = array(ids.dtype.char)
         self.logprobs: array[float] = array(logprobs.dtype.char)
         self.sampled_ranks: array[int] = array("q")
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-        """Append the lists of T tokens. ``rank_T`` contains the ranks of the sampled tokens,
-        counted from 1.
-        """
+        """Append T tokens' lists. ``rank_T`` holds the sampled tokens' ranks, starting from 1."""
         if logprobs_TN.shape[1] > self.width:  # another request in the batch has longer lists
             ids_TN = ids_TN[:, : self.width]
             logprobs_TN = logprobs_TN[:, : self.width]
@@ -60,10 +56,9 @@ class ArrayLogprobs(FlatLogprobs):
 
 
 def update(processor: Any, lists: tuple[Any, ...]) -> None:
-    """Add the lists of new tokens, as ``LogprobsProcessor`` does for flat lists without a
-    tokenizer.
+    """Add the new tokens' lists, as ``LogprobsProcessor`` does for flat lists without a tokenizer.
 
-    This must be fast: it runs for each request at every step and, with many requests and short
+    This must be fast: it runs for every request at every step, and with many requests and short
     contexts, the GPU waits for it.
     """
     ids_TN, logprobs_TN, rank_T, _ = lists

@@ -1,7 +1,7 @@
 """Page counts on the device: how many pages the schedule keeps at each length, and how many each
-row of the current decode step reads.
+row reads in the current decode step.
 
-Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
+Shapes: B decode batch size, including CUDA graph padding rows, which have length 0.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 class PageTables:
-    """The page counts of a schedule at each length, and those of the current step. The tensors keep
-    their addresses, because CUDA graphs refer to them.
+    """A schedule's page counts at each length, and those for the current step. The tensors are
+    updated in place, because CUDA graphs refer to them by address.
 
     Args:
         schedule: the initial schedule.
-        budgets: the budgets that can be used, as multiples of the schedule; one of them must be 1.
-        max_rows: the maximum number of sequences that are decoded together, including the padding
-            of graphs.
-        max_length: maximum length of a sequence, in tokens.
-        device: the device on which the model runs.
+        budgets: the available budgets, as multiples of the schedule; must include 1.
+        max_rows: maximum decode batch size, including graph padding.
+        max_length: maximum sequence length, in tokens.
+        device: the model's device.
     """
 
     def __init__(
@@ -35,18 +34,18 @@ class PageTables:
         device: torch.device,
     ) -> None:
         self.budgets = budgets
-        # index of the budget in use, and index of the base budget
+        # indices of the current budget and the base budget
         self.budget = self.base_budget = budgets.index(1.0)
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
-        # Page counts are stored for every length, so that bins can have any width. Rows in prefill
-        # use length 0, for which the count means all pages.
+        # One page count per length, so that bins can have any width. Rows in prefill use length 0,
+        # where the count means all pages.
         self.at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._by_budget = self.at_length.repeat(len(budgets), 1)
         self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # 1 for rows that decode, 0 for rows in prefill
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._all_decode = True
-        # Rows of up to this many tokens read everything; -1 if not even an empty row does.
+        # rows up to this length read everything; -1 if not even an empty row does
         self.whole_up_to = -1
         self.fill(schedule)
 
@@ -59,27 +58,27 @@ class PageTables:
         self.schedule = schedule
 
     def of(self, schedule: SparsitySchedule) -> Tensor:
-        """Tabulate the number of pages kept by score at every length, int32, on the host. The entry
-        for length 0 is used by rows in prefill.
+        """Return how many pages are kept by score at every length, int32, on the host. The entry
+        for length 0 is for rows in prefill.
         """
         table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
         table[0] = ALL_PAGES
         return table
 
     def _whole_up_to(self, schedule: SparsitySchedule) -> int:
-        """Return the greatest length up to which every head reads all tokens."""
+        """Return the length up to which every head reads all tokens."""
         length = np.arange(len(self.at_length))
         leaves_out = schedule.tokens_read(length) < length
         return int(np.argmax(leaves_out)) - 1 if leaves_out.any() else len(length) - 1
 
     def use_budget(self, budget: int) -> None:
-        """Use the budget with this index in ``budgets`` from the next step on."""
+        """Switch to the budget with this index in ``budgets`` from the next step on."""
         self.at_length.copy_(self._by_budget[budget])
         self.budget = budget
 
     def mark_prefill(self, rows: int, is_prefilling: Tensor | None) -> int:
-        """Record which decode rows of a step are in prefill, and return the number of these rows;
-        see ``Runtime.begin_step``.
+        """Record which of a step's decode rows are in prefill, and return how many; see
+        ``Runtime.begin_step``.
         """
         flags = np.zeros(0, bool) if is_prefilling is None else is_prefilling.numpy()[:rows]
         prefilling = int(np.count_nonzero(flags))
@@ -94,7 +93,7 @@ class PageTables:
 
     def look_up(self, length_B: Tensor) -> Tensor:
         """Write the page counts for rows of these lengths (int32) to ``top_k``. Return the lengths,
-        int32 ``[B]``, with those of rows in prefill set to 0.
+        int32 ``[B]``, zeroed for rows in prefill.
         """
         B = len(length_B)
         place_B = length_B * self._decodes_B[:B]
@@ -102,5 +101,5 @@ class PageTables:
         return place_B
 
     def everything(self, rows: int) -> Tensor:
-        """Return page counts ``[rows]``, int32, with which every row reads all its pages."""
+        """Return page counts ``[rows]``, int32, that make every row read all its pages."""
         return self._everything_B[:rows]

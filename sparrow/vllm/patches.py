@@ -1,8 +1,8 @@
-"""All patches to vLLM. A patch states which private name Sparrow replaces, in which versions, and
-why.
+"""All of Sparrow's patches to vLLM. Each one says which private name it replaces, in which
+versions, and why.
 
-vLLM offers no public hooks for what the patches do, and no other module of Sparrow replaces names
-of vLLM. ``apply`` applies each patch once per process; importing this module changes nothing.
+vLLM has no public hooks for any of this. All monkey-patching of vLLM's names belongs in this
+module. ``apply`` applies each patch once per process; importing this module changes nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ class Patch:
     """A name in vLLM, and what replaces it."""
 
     target: str  # ``module:name`` or ``module:Class.name``
-    versions: str  # versions of vLLM that need the patch
+    versions: str  # vLLM versions that need the patch
     reason: str
-    replace: Callable[[Any], Any]  # a function from vLLM's own object to its replacement
-    # parameters that the replacement needs vLLM's function to have
+    replace: Callable[[Any], Any]  # takes vLLM's own object and returns its replacement
+    # parameters that vLLM's function must have for the replacement to work
     parameters: tuple[str, ...] = ()
 
     def find(self) -> tuple[Any, str, Any]:
-        """Return the owner of the name, the name itself, and the object to which it refers at
-        present.
+        """Return the owner of the name, the name itself, and the object it currently refers to.
 
         Raises ImportError or AttributeError if this vLLM has no such name.
         """
@@ -43,7 +42,7 @@ class Patch:
 
 
 def apply(patches: tuple[Patch, ...]) -> None:
-    """Apply these patches to the vLLM of this process, except for those already applied."""
+    """Apply these patches to vLLM in this process, skipping any already applied."""
     import vllm
 
     for patch in patches:
@@ -59,10 +58,10 @@ def apply(patches: tuple[Patch, ...]) -> None:
 
 
 def add_controls() -> None:
-    """Add the methods of ``control`` to vLLM's workers, for ``collective_rpc``.
+    """Add the methods in ``control`` to vLLM's workers, for ``collective_rpc``.
 
-    They are added to the base class of workers, because trainers use ``worker_extension_cls`` for
-    their own methods.
+    They go on the worker base class, because trainers use ``worker_extension_cls`` for their own
+    methods.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -97,11 +96,11 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Wrap methods of a worker so that it counts preempted sequences, announces each step to the
-    speculator of lossless mode before the step runs, and checks the engine after the warm-up.
+    """Wrap a worker's methods to count preempted sequences, tell the lossless speculator about each
+    step before it runs, and check the engine after warm-up.
 
-    The methods are replaced on the worker and its model runner themselves, not on their classes,
-    because there are several runner classes and some callers, such as Ray's executor, bypass the
+    The methods are replaced on the worker and model runner instances rather than their classes,
+    because there are several runner classes, and some callers, such as Ray's executor, bypass the
     worker.
     """
     runner = worker.model_runner
@@ -124,7 +123,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
     @wraps(warm_up)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
-        worker.compile_or_warm_up_model = warm_up  # check only once, while the cache is unused
+        worker.compile_or_warm_up_model = warm_up  # check only once, before the cache is used
         if (runtime := find(vllm_config)) is not None:
             selfcheck.run(worker, runtime)
             runtime.begin_serving()
@@ -135,8 +134,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Mark the copy of the weights for drafts as stale whenever vLLM writes to a worker's
-    parameters without calling the model's ``load_weights``.
+    """Mark the draft weights as stale whenever vLLM writes to a worker's parameters without going
+    through the model's ``load_weights``.
     """
 
     def followed(stock: Any) -> Any:
@@ -365,7 +364,7 @@ def _unpacked_linear(stock: Any) -> Any:
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None or config.requested(vllm_config) is None:
-            stock(layer, remove_weight)  # a plain engine that starts after an engine with Sparrow
+            stock(layer, remove_weight)  # a plain engine started after a Sparrow engine
         else:
             layer.cpu_linear = linear
 
@@ -421,7 +420,7 @@ ALWAYS = (
         ("speculative_config",),
     ),
 )
-"""Patches applied wherever the plugin is loaded. They do not affect engines without Sparrow."""
+"""Patches applied wherever the plugin is loaded. They have no effect on engines without Sparrow."""
 
 ATTENTION = (
     Patch(
@@ -480,7 +479,7 @@ LOSSLESS = (
         ),
     ),
 )
-"""Patches applied in the workers of a lossless engine, before the model is loaded."""
+"""Patches applied in a lossless engine's workers, before the model is loaded."""
 
 CPU_WEIGHTS = (
     Patch(
@@ -509,7 +508,7 @@ LISTS = (
 
 
 def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
-    """List the patches that an engine in this mode applies before it serves requests."""
+    """List the patches an engine in this mode applies before serving requests."""
     return (
         ALWAYS
         + ATTENTION

@@ -1,4 +1,4 @@
-"""The plugin's entry point, which vLLM calls first in every process."""
+"""The plugin's entry point. vLLM calls it first thing in every process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from sparrow.vllm import config
 
-# the group and name of the entry point that the package declares
+# the package's entry point group and name
 GROUP = "vllm.general_plugins"
 NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"
@@ -16,13 +16,13 @@ CPU = "sparrow.vllm.cpu.CpuBackend"
 
 def register() -> None:
     """Register Sparrow's backends with vLLM, and add Sparrow's controls to vLLM's workers. Calling
-    this function again is harmless.
+    this again is harmless.
 
-    If there is no schedule in ``additional_config`` or in the environment, vLLM behaves as it does
-    without the plugin.
+    Without a schedule in ``additional_config`` or the environment, vLLM behaves as if the plugin
+    weren't there.
 
-    Raises ConfigError if the schedule in the environment cannot be read, or this version of vLLM
-    does not support it.
+    Raises ConfigError if the schedule in the environment cannot be read, or if Sparrow does not
+    support this version of vLLM.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -44,8 +44,8 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Register a backend in a slot, unless another plugin has taken the slot. That matters only to
-    an engine with a schedule, which ``control.check`` then refuses to start.
+    """Register a backend in a slot, unless another plugin got there first. In that case,
+    ``control.check`` refuses to start engines with a schedule; other engines don't care.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

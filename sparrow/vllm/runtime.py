@@ -1,7 +1,7 @@
-"""State shared by the sparse layers of a vLLM worker: the schedule on the device, the page counts
-of the current step, counters, and facts about the model, its KV cache and its drafts.
+"""State shared by a vLLM worker's sparse layers: the schedule on the device, the current step's
+page counts, counters, and details of the model, the KV cache and drafting.
 
-Shapes: B rows of a decode batch, including padding rows of a CUDA graph, which have length 0.
+Shapes: B decode batch size, including CUDA graph padding rows, which have length 0.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from sparrow.vllm.fp8 import Fp8Cache
 from sparrow.vllm.page_tables import PageTables
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
-"""Fields of a schedule that a running engine cannot change, because CUDA graphs and landmarks
-depend on them.
+"""Schedule fields that can't change while the engine runs, because CUDA graphs and landmarks depend
+on them.
 """
 
 
 @dataclass
 class Model:
-    """The model of a worker: its layers and their decode kernels. ``backend.attach`` fills this
-    in.
-    """
+    """A worker's model: its layers and their decode kernels. ``backend.attach`` fills this in."""
 
     backend: str = ""
     quantization: str | None = None  # how vLLM quantises the weights
-    # the implementation of ``sparrow.attention`` used for decoding
+    # which ``sparrow.attention`` implementation to decode with
     kernels: Choice = field(default_factory=lambda: Choice("reference"))
-    # the implementation for passes over several tokens of a sequence, in an engine with guesses
+    # same, for passes over several tokens per sequence, in an engine with guesses
     pass_kernels: Choice = field(default_factory=lambda: Choice("reference"))
     workspace: DecodeWorkspace | None = None
     sparse_layers: list[int] = field(default_factory=list)
@@ -58,37 +56,36 @@ class Model:
 
 @dataclass
 class CacheLayout:
-    """Layout of the KV cache. ``backend.attach`` fills this in."""
+    """KV cache layout. ``backend.attach`` fills this in."""
 
-    # dtype of an 8-bit cache (float8_e4m3fn or int8); None for other caches
+    # float8_e4m3fn or int8 for an 8-bit cache, otherwise None
     in_8_bits: torch.dtype | None = None
-    fp8: Fp8Cache | None = None  # scales of an fp8 KV cache; None for other caches
+    fp8: Fp8Cache | None = None  # scales of an fp8 KV cache, otherwise None
     landmark_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    landmark_share: float = 0.0  # share of the KV cache that landmarks take
+    landmark_share: float = 0.0  # share of the KV cache taken up by landmarks
 
 
 @dataclass
 class Drafting:
-    """State of drafting in lossless mode. The speculator fills this in."""
+    """Drafting state in lossless mode. The speculator fills this in."""
 
     is_running: bool = False  # whether a draft step is running or being captured in a graph
-    logits_bytes: int = 0  # bytes of the logits from which drafts are sampled
-    weights: Any = None  # the fp8 copy of the weights; None if drafts use no copy
+    logits_bytes: int = 0  # size of the draft logits
+    weights: Any = None  # fp8 copy of the weights for drafting, if any
     meter: Any = None  # see ``sparrow.vllm.lossless.meter``
-    # whether the latest drafts were made with guesses; None if the engine does not choose
+    # whether the latest drafts used guesses; None if that isn't chosen per cycle
     has_guesses: bool | None = None
 
 
 class Runtime:
-    """The state of one worker, which lives as long as the worker's model. The tensors keep their
-    addresses, because CUDA graphs refer to them.
+    """One worker's state, which lives as long as its model. The tensors are updated in place,
+    because CUDA graphs refer to them by address.
 
     Args:
-        decoding: the settings with which the engine starts; page counts can change afterwards.
-        max_rows: the maximum number of sequences that are decoded together, including the padding
-            of graphs.
-        max_length: maximum length of a sequence, in tokens.
-        device: the device on which the model runs.
+        decoding: the engine's initial settings; page counts can change later.
+        max_rows: maximum decode batch size, including graph padding.
+        max_length: maximum sequence length, in tokens.
+        device: the model's device.
     """
 
     def __init__(
@@ -100,69 +97,68 @@ class Runtime:
         self.model = Model()
         self.cache = CacheLayout()
         self.drafting = Drafting()
-        # The budgets that drafts may use, as multiples of the schedule; in lossy mode, just 1.
+        # The draft budgets, as multiples of the schedule; in lossy mode, just 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
         self.passes = DensePasses(device)
-        self._counts: Counter[str] = Counter()  # counts under earlier schedules
+        self._counts: Counter[str] = Counter()  # counts so far under earlier schedules
 
     @property
     def schedule(self) -> SparsitySchedule:
-        """The schedule in use."""
+        """The current schedule."""
         return self.pages.schedule
 
     @property
     def budgets(self) -> tuple[float, ...]:
-        """The budgets that drafts may use, as multiples of the schedule."""
+        """The draft budgets, as multiples of the schedule."""
         return self.pages.budgets
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
-        """Prepare a step, and return ``top_k_B``, int32, to which ``look_up`` will write the page
-        counts of the decode rows.
+        """Prepare a step, and return ``top_k_B``, int32, where ``look_up`` will put the decode
+        rows' page counts.
 
-        This is called on the host, before the model runs or its graph is replayed. It costs nothing
-        for a plain decode step.
+        Called on the host before the model runs or its graph is replayed. Free for plain decode
+        steps.
 
         Args:
             rows: B, the number of rows with one query token, including padding rows.
-            is_prefilling: a bool tensor on the host, possibly without the padding rows, which marks
-                rows that must read all pages. These rows are one-token chunks of prompts: they
-                replay the graphs of a decode step, but their keys and values must be those of a
-                dense prefill.
+            is_prefilling: marks rows that must read all pages, bool on the host, possibly without
+                the padding rows. These are one-token prompt chunks: they go through decode step
+                graphs, but must get the same keys and values as in a dense prefill.
         """
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
 
     def reads_everything(self, length_B: Tensor | None) -> bool:
-        """Return whether decode rows of these lengths, which are on the host, read all their
-        tokens. Return False if the lengths are not known.
+        """Return whether decode rows of these lengths (on the host) read all their tokens, or False
+        if the lengths are unknown.
         """
         if length_B is None:
             return False
         return int(length_B.numpy().max(initial=0)) <= self.pages.whole_up_to
 
     def begin_dense_step(self, length_B: Tensor) -> None:
-        """Count a step in which vLLM's own attention computes the decode rows, because these rows
-        read all their tokens. ``length_B`` contains their lengths, int32.
+        """Count a step whose decode rows run vLLM's own attention because they read all their
+        tokens. ``length_B`` holds their lengths, int32.
         """
         if len(length_B):
             self._counts["dense_steps"] += 1
             self.look_up(length_B)
 
     def look_up(self, length_B: Tensor) -> None:
-        """Write the page counts of a step, and count its rows. This runs in the model's graph,
-        before the first attention layer.
+        """Write a step's page counts, and count its rows. This runs in the model's graph, before
+        the first attention layer.
 
         Args:
-            length_B: int32, the number of tokens each row has in the cache, including the newest.
+            length_B: int32, cached tokens per row, including the newest.
         """
         self.rows.add(self.pages.look_up(length_B))
 
     @contextmanager
     def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
-        """Inside the context, use a different table of page counts (see ``PageTables.of``) and do
-        not count steps.
+        """Inside the context, use different page counts (see ``PageTables.of``) and don't count
+        steps.
         """
         changed = (self.pages.at_length, self.pages.top_k, self.rows.at_length)
         before = [each.clone() for each in changed]
@@ -177,9 +173,8 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """Return the factors by which the page counts of this worker's heads are multiplied in a
-        layer, int32 ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head
-        budgets.
+        """Return the page count multipliers for this worker's heads in a layer, int32
+        ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head budgets.
 
         With tensor parallelism, each rank has an equal, contiguous share of a layer's heads. If
         there are fewer heads than ranks, each head is replicated on the same number of ranks.
@@ -191,9 +186,9 @@ class Runtime:
         return row_K[first : first + kv_heads].to(self.pages.top_k.device, copy=True)
 
     def use_budget(self, budget: int) -> None:
-        """Switch drafts to another budget, given as an index into ``budgets``.
+        """Switch to another draft budget, given as an index into ``budgets``.
 
-        This is called on the host between cycles, and does not synchronise with the device.
+        Called on the host between cycles. It doesn't synchronise with the device.
         """
         if budget == self.pages.budget:
             return
@@ -202,7 +197,7 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """Mark the end of vLLM's warm-up: reset the counters, and allow prompts to set fp8
+        """Call this once vLLM has warmed up: it resets the counters, and lets prompts set fp8
         scales.
         """
         self.counters()
@@ -211,53 +206,51 @@ class Runtime:
             self.cache.fp8.is_serving = True
 
     def renew_draft_weights(self) -> None:
-        """Mark the copy of the weights that drafts use, if there is one, as stale. The weights are
-        then copied again before the next drafts.
+        """Mark the draft weights, if any, as stale, so that they are copied again before the next
+        drafts.
         """
         if self.drafting.weights is not None:
             self.drafting.weights.is_stale = True
 
     def count_preempted(self, sequences: int) -> None:
-        """Count sequences that vLLM has preempted. vLLM has dropped their cache, and will prefill
-        them again.
-        """
+        """Count preempted sequences, whose cache vLLM has dropped and will prefill again."""
         self._counts["preemptions"] += sequences
 
     def count_pass(self, drafts: int) -> Tensor:
-        """Count one dense pass of lossless mode that is followed by ``drafts`` drafts.
+        """Count one dense pass in lossless mode, followed by ``drafts`` drafts.
 
         Returns:
-            int64 [4], to which the caller adds four totals over the sequences that were not in
-            prefill: tokens that the pass read, tokens that ordinary decoding would have read
-            instead, emitted tokens, and sequences.
+            int64 [4], for the caller to add four totals to, over the sequences not in prefill:
+            tokens the pass read, tokens ordinary decoding would have read instead, emitted tokens,
+            and sequences.
         """
         return self.passes.count(drafts)
 
     def count_drafts(self, drafts: int, with_guesses: bool) -> Tensor:
-        """Count one cycle of an engine with guesses, in which sequences have ``drafts`` drafts.
+        """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
 
         Returns:
-            int64 [2], to which the caller adds two totals over the sequences that drafted: drafts,
-            and those among them that are guesses, unchecked by any sparse pass.
+            int64 [2], for the caller to add two totals to, over the sequences that drafted: drafts,
+            and how many of those are guesses that no sparse pass has checked.
         """
         return self.passes.count_drafts(drafts, with_guesses)
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
-        """Count one dense pass of lossless mode that has no drafts before or after it, so that
+        """Count one dense pass in lossless mode without any drafts before or after it, so that
         every sequence gets one token.
 
         Args:
-            computed: the number of tokens that each sequence had in the cache before the pass.
-                After a verification, this includes rejected drafts, because vLLM schedules the next
-                pass before it knows which drafts were rejected.
+            computed: number of tokens each sequence had in the cache before the pass. After a
+                verification, this includes rejected drafts, because vLLM schedules the next pass
+                before it knows which drafts were rejected.
         """
         self.passes.count_plain(computed)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Use other page counts from the next step on.
+        """Switch to another schedule's page counts from the next step on.
 
-        Raises ConfigError if the schedule is not dense, and its page layout, dense layers or
-        head_budgets differ from those of the running engine.
+        Raises ConfigError if its page layout, dense layers or head_budgets differ from the running
+        engine's, unless the schedule is dense.
         """
         started_with = self.decoding.schedule
         changed = [
@@ -278,8 +271,8 @@ class Runtime:
     def check_metered(self, schedule: SparsitySchedule) -> None:
         """Check that a schedule can be measured alongside the drafts.
 
-        Raises ConfigError if the pages, landmarks or head_budgets of the schedule differ from those
-        of the drafts, or one of its sparse layers is dense in drafts.
+        Raises ConfigError if its pages, landmarks or head_budgets differ from the draft schedule's,
+        or if one of its sparse layers is dense in the draft schedule.
         """
         ours = self.decoding.schedule
         for name in PAGE_LAYOUT:
@@ -301,7 +294,7 @@ class Runtime:
             )
 
     def counters(self) -> dict[str, int]:
-        """Return the counts of decode steps since the last call, and reset the counts; see
+        """Return the decode step counts since the last call, and reset them; see
         ``control.sparrow_counters``.
         """
         self._settle()
@@ -313,9 +306,7 @@ class Runtime:
         return counts
 
     def acceptance(self) -> dict[str, Any]:
-        """Report the acceptance of drafts since the last call; see
-        ``control.sparrow_acceptance``.
-        """
+        """Report draft acceptance since the last call; see ``control.sparrow_acceptance``."""
         cycles = {"cycles": self.passes.take_cycles()}
         if self.decoding.guess_tokens:
             cycles["cycles_with_guesses"] = self.passes.take_guessed_cycles()
@@ -345,7 +336,7 @@ class Runtime:
         guesses = self.decoding.guess_tokens
         has_guesses = self.drafting.has_guesses
         settings = self.decoding.to_dict() if self.is_lossless else {}
-        # The schedule may have changed since the engine started; the current one is added below.
+        # May have changed since the engine started; the current schedule is added below.
         settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
@@ -367,7 +358,7 @@ class Runtime:
         }
 
     def _settle(self) -> None:
-        """Add the steps decoded since the last call, under the current schedule, to the counts."""
+        """Count the steps decoded since the last call under the current schedule."""
         settled = self.rows.take(
             [self.schedule.times(multiple) for multiple in self.budgets],
             self.pages.budget,
@@ -387,8 +378,8 @@ def _acceptance_report(acceptance: Any) -> dict[str, Any]:
 
 
 def find(vllm_config: Any) -> Runtime | None:
-    """Return the runtime that the attention layers of this worker's model share. Return None if no
-    layer decodes with Sparrow.
+    """Return the runtime shared by this worker's attention layers, or None if no layer decodes with
+    Sparrow.
     """
     layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
     runtimes = (getattr(getattr(layer, "impl", None), "runtime", None) for layer in layers.values())

@@ -1,9 +1,9 @@
-"""The self-check that every engine runs when it starts.
+"""The self-check every engine runs at startup.
 
-``check_names`` runs before memory is allocated, and looks for every private name and parameter of
-vLLM that Sparrow replaces or uses. ``run`` follows the warm-up. It runs decode steps of every layer
-on the layer's own KV cache, and a few steps of the whole model, and compares the results with what
-they should be. Both functions raise a ConfigError that describes the difference in one sentence.
+``check_names`` runs before memory is allocated, and makes sure that all of vLLM's private names and
+parameters that Sparrow replaces or uses exist. ``run`` comes after the warm-up. It runs decode
+steps of every layer on its own KV cache, plus a few steps of the whole model, and compares the
+results with what they should be. Both raise a ConfigError that says in one sentence what is wrong.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -35,27 +35,26 @@ from sparrow.vllm.lossless.drafter import Drafter
 
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
-"""The sparse decode steps of the check rank ``RANKED_PAGES`` pages, and keep ``PAGES_BY_SCORE`` of
-them by score.
+"""The check's sparse decode steps rank ``RANKED_PAGES`` pages and keep the best
+``PAGES_BY_SCORE``.
 """
 CANDIDATES = 32
 SCORE_SPREAD = 2.4
-"""Queries are sampled so that token scores have a standard deviation of ``SCORE_SPREAD``, which
-gives a few tokens most of the weight. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
+"""Queries are sampled to give token scores a standard deviation of ``SCORE_SPREAD``, which puts
+most of the weight on a few tokens. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
-"""The largest difference that is allowed between a layer's outputs and outputs computed in float32,
-by the dtype of the queries. Values are between -1 and 1. Keys and values are exact in all dtypes,
-so the only source of error is rounding in the kernels.
+"""Largest allowed difference between a layer's outputs and outputs computed in float32, by query
+dtype. Values are between -1 and 1. Keys and values are exact in all dtypes, so the only error is
+rounding in the kernels.
 """
 STEP_TOKENS = 160
-"""Maximum length of the sequence with which the model is checked."""
+"""Maximum length of the sequence used to check the model."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""Bounds on the distance between log-probs and those of a dense pass, by the size of the model's
-dtype in bytes. The distance is relative to the spread of the dense log-probs, and never quite 0,
-because passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafts with 8-bit
-weights.
+"""How far log-probs may be from a dense pass's, by the model dtype's size in bytes. The distance is
+relative to the spread of the dense log-probs. It is never quite 0, because passes of different
+shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafting with 8-bit weights.
 """
 
 
@@ -64,7 +63,7 @@ weights.
 
 def locate(target: str) -> tuple[Any, str, Any]:
     """Find ``module:name`` or ``module:Class.name``. Return the owner of the name, the name itself,
-    and the object to which it refers.
+    and the object it refers to.
 
     Raises ImportError or AttributeError if this vLLM has no such name.
     """
@@ -77,8 +76,9 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def check_name(target: str, parameters: Iterable[str] = ()) -> None:
-    """Check that vLLM has a name. Raises ConfigError if the name or one of its parameters or fields
-    is missing.
+    """Check that vLLM has this name.
+
+    Raises ConfigError if the name, or one of its parameters or fields, is missing.
     """
     try:
         found = locate(target)[2]
@@ -97,7 +97,7 @@ def check_name(target: str, parameters: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """A name in vLLM that Sparrow uses as is, with the parameters or fields that it needs."""
+    """A name in vLLM that Sparrow uses as is, with the parameters or fields it needs."""
 
     target: str
     parameters: tuple[str, ...] = ()
@@ -216,18 +216,18 @@ WITH_ADAPTERS = (
     Read("vllm.lora.model_manager:LoRAModelManager.lora_slots"),
     Read("vllm.lora.layers:LogitsProcessorWithLoRA"),
 )
-"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces.
-``WITH_ADAPTERS`` is for lossless mode with LoRA.
+"""Names in vLLM that Sparrow uses, on top of those replaced by ``patches``. ``WITH_ADAPTERS`` is
+for lossless mode with LoRA.
 """
 
 
 def check_names(
     patches: Iterable[Any], is_lossless: bool, on_cpu: bool, has_adapters: bool
 ) -> None:
-    """Check that every name and parameter that Sparrow will use in this process exists.
+    """Check that every name and parameter Sparrow will use in this process exists.
 
     Args:
-        patches: the patches that the engine will apply (``patches.Patch``).
+        patches: the patches the engine will apply (``patches.Patch``).
         has_adapters: whether the engine supports LoRA (``enable_lora``).
 
     Raises ConfigError if a name or parameter is missing.
@@ -262,18 +262,18 @@ def _refusal(what: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences found by a check that passed."""
+    """The largest differences found in a passing check."""
 
-    layers: float  # largest difference in attention outputs
-    steps: float  # largest difference in log-probs, relative to the spread of log-probs
+    layers: float  # in attention outputs
+    steps: float  # in log-probs, relative to their spread
 
 
 @torch.inference_mode()
 def run(worker: Any, runtime: Any) -> Differences:
-    """Check the kernels, graphs and cache of a worker before the worker serves requests. Every
-    worker runs the same check.
+    """Check a worker's kernels, graphs and cache before it serves requests. Every worker runs the
+    same check.
 
-    The check clears the cache blocks that it used. The counters include the steps of the check.
+    The check clears the cache blocks it used, but its steps do show up in the counters.
 
     Raises ConfigError if the engine computes a wrong result.
     """
@@ -301,14 +301,14 @@ def run(worker: Any, runtime: Any) -> Differences:
 
 
 def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
-    """Say whether an engine drafts with guesses; both if it chooses."""
+    """Return whether an engine drafts with guesses; both if it decides as it goes."""
     if not decoding.guess_tokens:
         return (False,)
     return (False, True) if decoding.adapt_draft_tokens else (True,)
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
-    """List the layers that run Sparrow's attention, in the order of the model."""
+    """List the layers that run Sparrow's attention, in model order."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     every = vllm_config.compilation_config.static_forward_context.values()
@@ -321,7 +321,7 @@ def layers_of(vllm_config: Any) -> list[Any]:
 
 
 def _bytes_of(layer: Any) -> Tensor:
-    """Return a view of all bytes of a layer's KV cache, uint8 [blocks, bytes per block]."""
+    """Return all bytes of a layer's KV cache as a view, uint8 [blocks, bytes per block]."""
     cache = layer.kv_cache
     block_bytes = cache[0].nbytes
     if layer.impl.has_landmarks:
@@ -330,12 +330,13 @@ def _bytes_of(layer: Any) -> Tensor:
     return tail_of_blocks(cache, 0, torch.uint8, (len(cache), block_bytes))
 
 
-# --- addresses in the CUDA graphs of draft steps ---
+# --- addresses in draft step CUDA graphs ---
 
 
 def check_addresses(drafter: Drafter) -> None:
-    """Check the CUDA graphs of draft steps. Raises ConfigError if a graph was captured with a
-    tensor that has been moved since.
+    """Check that no tensor has moved since the draft step CUDA graphs were captured.
+
+    Raises ConfigError if one has.
     """
     now = drafter.addresses()
     for name, address in drafter.captured_over.items():
@@ -350,23 +351,23 @@ def check_addresses(drafter: Drafter) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """Keys, values and queries of one layer for which the result of attention is known."""
+    """One layer's keys, values and queries, with a known attention output."""
 
-    # float32; the values are multiples of 1/4 from -1 to 1, which are exact in every dtype
+    # float32; all values are multiples of 1/4 from -1 to 1, which are exact in every dtype
     key_KTD: Tensor
     value_KTD: Tensor
     key_scale_K: (
-        Tensor  # factors by which keys and values are multiplied before the layer stores them
+        Tensor  # keys and values are multiplied by these scales before the layer stores them
     )
     value_scale_K: Tensor
-    query_BHD: Tensor  # queries in the model's dtype
+    query_BHD: Tensor  # in the model's dtype
 
 
 @dataclass(frozen=True)
 class Place:
-    """The blocks and slots of the check's tokens in every layer's cache."""
+    """The blocks and slots in every layer's cache for the check's tokens."""
 
-    table_M: Tensor  # int32, the blocks of the tokens
+    table_M: Tensor  # int32, the tokens' blocks
     slots_T: Tensor  # int64
     neighbours: list[int]  # blocks that must stay empty
 
@@ -379,16 +380,15 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
     """Store known keys and values in every layer's cache as the engine would, and run decode steps
     that read them.
 
-    The outputs must match ``attention.reference``, which computes its own landmarks, both with
-    every page kept, where it is plain attention over the keys and values, and with only a few.
-    Nothing may be stored outside the tokens' blocks.
+    The outputs must match ``attention.reference``, which computes its own landmarks, both with all
+    pages kept (i.e. plain attention) and with just a few. Nothing may be stored outside the tokens'
+    blocks.
 
     Args:
-        layers: the layers, in the order of the model. Layers that run only vLLM's own attention are
-            skipped.
+        layers: the layers, in model order. Those that run only vLLM's own attention are skipped.
         model: vLLM's ``ModelConfig``.
 
-    Returns the largest error of any output, or 0 if there are no layers to check.
+    Returns the largest output error, or 0 if there are no layers to check.
 
     Raises ConfigError if a layer fails one of these checks.
     """
@@ -425,8 +425,8 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
 
 
 def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
-    """Choose blocks for a sequence with more pages than are kept. They are taken from the end of
-    the cache backwards, skipping every second block if there are enough.
+    """Choose blocks for a sequence with more pages than are kept. They come from the end of the
+    cache, going backwards, and skip every other block if there are enough.
     """
     blocks, _, N, _ = keys.shape
     P = layout.page_size
@@ -446,8 +446,8 @@ def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
 
 
 def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed: int) -> Known:
-    """Sample keys, values, and queries whose scores vary so much that a few tokens get most of the
-    weight.
+    """Sample keys, values and queries. The query scores vary enough for a few tokens to get most of
+    the weight.
     """
     impl = layer.impl
     device = layer.kv_cache.device
@@ -472,10 +472,10 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """For each row and kv head, choose among C candidates the query whose page scores differ most
-    from each other.
+    """For each row and kv head, pick the one of C candidate queries with the most distinct page
+    scores.
 
-    With such queries, the kernel and the reference rank pages in the same order, despite rounding.
+    That way, the kernel and the reference rank pages in the same order despite rounding.
     """
     C, B, H, _ = query_CBHD.shape
     K, T, _ = key_KTD.shape
@@ -494,8 +494,8 @@ def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
 def _store(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, dtype: torch.dtype
 ) -> None:
-    """Store the tokens and their landmarks, the newest token in the way a decode step would store
-    it.
+    """Store the tokens and their landmarks. The newest token is stored the way a decode step would
+    do it.
     """
     for layer, own in zip(layers, known, strict=True):
         key_TKD = (own.key_KTD * own.key_scale_K[:, None, None]).transpose(0, 1)
@@ -525,12 +525,12 @@ def _decode(
     tokens: int,
     top_k: int,
 ) -> float:
-    """Run one decode step of every layer, with rows of different lengths, in each of which the last
-    ``tokens`` tokens are new.
+    """Run one decode step of every layer on rows of different lengths, each with ``tokens`` new
+    tokens at the end.
 
-    Returns the largest difference between an output and the known output.
+    Returns the largest difference from the known outputs.
 
-    Raises ConfigError if an output differs from the known output by more than rounding explains.
+    Raises ConfigError if an output is off by more than rounding explains.
     """
     from sparrow.vllm.backend import Step
 
@@ -589,14 +589,14 @@ def _decode(
     return max(by_layer)
 
 
-# --- steps of the model ---
+# --- model steps ---
 
 
 class _Sequence:
-    """A sequence that a worker runs as if vLLM's scheduler had scheduled it.
+    """A sequence to run on a worker as if vLLM's scheduler had scheduled it.
 
     Args:
-        blocks: the block ids for each group of layers.
+        blocks: the block ids for each KV cache group.
     """
 
     def __init__(self, worker: Any, name: str, blocks: tuple[list[int], ...]) -> None:
@@ -606,7 +606,7 @@ class _Sequence:
         self._computed = 0
 
     def prefill(self, tokens: list[int], drafts: int) -> int:
-        """Prefill a prompt, draft ``drafts`` tokens after it, and return the sampled token."""
+        """Prefill a prompt, draft ``drafts`` more tokens, and return the sampled token."""
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import NewRequestData
 
@@ -667,12 +667,12 @@ class _Sequence:
 
 
 def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> float:
-    """Decode a sequence as the engine does, but with every page kept. Compare its log-probs with
-    those of a dense pass over the same tokens.
+    """Decode a sequence as the engine does, but with all pages kept, and compare its log-probs with
+    a dense pass over the same tokens.
 
-    In lossless mode, decode one cycle: drafts, which are replayed from CUDA graphs if the engine
-    has captured any, and the pass that verifies them. The log-probs of the drafts are compared with
-    those of this pass, and the latter with those of a dense prefill.
+    In lossless mode, this runs one cycle: drafting, replayed from CUDA graphs if the engine has
+    captured any, and then verification. The draft log-probs are compared with the verification's,
+    and the verification's with a dense prefill's.
 
     Returns the largest distance (see ``distance``), or 0 if this worker has no log-probs to
     compare.
@@ -687,7 +687,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is not None:
         k = min(n for n in setup.draft_choices(runtime.decoding) if n)
     groups = cache.kv_cache_groups
-    # blocks available per sequence in each group
+    # available blocks per sequence in each group
     half = (cache.num_blocks - 1) // (2 * len(groups))
     room = min(
         STEP_TOKENS,
@@ -701,7 +701,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    # blocks used in each group, including the null block, to which a pass over guesses may write
+    # blocks used in each group, including the null block, which a pass over guesses may write to
     used: dict[int, list[int]] = {number: [0] for number in range(len(groups))}
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):
@@ -735,7 +735,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     for number, group in enumerate(groups):
         for layer in layers:
             if layer.layer_name in group.layer_names:
-                # The blocks of the kernels may be smaller than those of the scheduler.
+                # The kernels' blocks may be smaller than the scheduler's.
                 parts = len(layer.kv_cache) // cache.num_blocks
                 emptied = [block * parts + part for block in used[number] for part in range(parts)]
                 _bytes_of(layer)[emptied] = 0
@@ -762,8 +762,8 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> flo
 
 
 def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
-    """Return the root mean square difference of log-probs, relative to the standard deviation of
-    the expected log-probs. Return infinity if a log-prob is finite in only one of the two tensors.
+    """Return the RMS difference in log-probs, relative to the standard deviation of the expected
+    ones. Return infinity if any log-prob is finite in only one of the two tensors.
     """
     V = min(found_TV.shape[-1], expected_TV.shape[-1])
     found, expected = (x[..., :V].double().log_softmax(-1) for x in (found_TV, expected_TV))
@@ -777,7 +777,7 @@ def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
 
 @contextmanager
 def _unmetered(runtime: Any) -> Iterator[None]:
-    """Suspend the measurement of ``meter_schedule`` inside the context."""
+    """Stop measuring ``meter_schedule`` inside the context."""
     meter = runtime.drafting.meter
     metered = None if meter is None else meter.metered
     if metered is not None:
@@ -791,8 +791,8 @@ def _unmetered(runtime: Any) -> Iterator[None]:
 
 @contextmanager
 def _logits_of(model: Any) -> Iterator[list[Tensor]]:
-    """Collect copies of the logits that ``compute_logits`` returns inside the context. The copies
-    are made before a sampler changes the logits.
+    """Collect copies of what ``compute_logits`` returns inside the context, before the sampler
+    modifies the logits.
     """
     kept: list[Tensor] = []
     own = vars(model).get("compute_logits")

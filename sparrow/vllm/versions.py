@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and how they differ.
+"""Which vLLM versions are supported, and how they differ.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from sparrow.errors import ConfigError
 
 SUPPORTED = ">=0.26"
-"""Versions of vLLM that Sparrow supports, the same as in the ``vllm`` extra of pyproject.toml.
-Earlier versions store the cache in another layout, and their rejection sampling is slightly biased.
+"""Supported vLLM versions. Keep in sync with the ``vllm`` extra in pyproject.toml. Earlier versions
+use a different cache layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
 PROVEN = {
@@ -30,16 +30,16 @@ PROVEN = {
     "0.32": "2.11",
     "0.33": "2.11",
 }
-"""Versions of vLLM with which Sparrow was found to be exact on GPUs in both modes, each with its
-version of torch (``benchmarks/results/vllm_versions``). Other versions also start if their
+"""vLLM versions that Sparrow was found to be exact with on GPUs, in both modes, along with their
+torch versions (``benchmarks/results/vllm_versions``). Other versions will start too, as long as the
 self-check passes.
 """
 
 
 def check(on_cpu: bool) -> None:
-    """Check that Sparrow supports the vLLM of this process.
+    """Check that Sparrow supports this process's vLLM.
 
-    Raises ConfigError if Sparrow does not support this version, or not on a CPU.
+    Raises ConfigError if Sparrow does not support this version, at all or on a CPU.
     """
     import vllm
 
@@ -56,8 +56,8 @@ def check(on_cpu: bool) -> None:
 
 
 def known() -> str:
-    """Describe the versions of vLLM and torch in this process, and the versions with which Sparrow
-    was found to be exact.
+    """Describe this process's vLLM and torch versions, and the versions that Sparrow was found to
+    be exact with.
     """
     import vllm
 
@@ -69,18 +69,17 @@ def known() -> str:
 
 
 def drafts_have_own_noise() -> bool:
-    """Return whether vLLM uses different noise to draw drafts and to draw the tokens that replace
-    rejected drafts, as it has done since 0.30.
+    """Return whether vLLM uses different noise for drafts and for the tokens that replace rejected
+    drafts. This is the case since 0.30.
     """
     return "is_drafting" in _parameters_of_gumbel_sample()
 
 
 def draft_logits_argument() -> str:
-    """Return the name of the parameter of ``gumbel_sample`` for the tensor in which it stores the
-    logits.
+    """Return which parameter of ``gumbel_sample`` takes the tensor for storing the logits.
 
-    vLLM 0.28 and later store the model's logits (``logits_cache``). Earlier versions divide by the
-    temperature first.
+    vLLM 0.28 and later store the model's raw logits (``logits_cache``). Earlier versions divide
+    them by the temperature first.
     """
     name = "logits_cache"
     return name if name in _parameters_of_gumbel_sample() else "output_processed_logits"
@@ -93,18 +92,17 @@ def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
 
 
 def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the cache of a layer on CUDA, ``[blocks, K, N, 2 D]`` with any strides, into two views
-    ``[blocks, K, N, D]``.
+    """Split a layer's cache on CUDA, ``[blocks, K, N, 2 D]`` with any strides, into key and value
+    views ``[blocks, K, N, D]``.
     """
     keys, values = kv_cache.chunk(2, dim=-1)
     return keys, values
 
 
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """Split the cache of a layer on a CPU into the same two views. There, vLLM stores the keys of a
-    block transposed, ``[D, N]``.
+    """Like ``key_value``, but on a CPU, where vLLM stores each block's keys transposed, ``[D, N]``.
 
-    Raises ConfigError if the kernels for this instruction set pack keys in another order.
+    Raises ConfigError if the kernels for this instruction set store keys in another order.
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(

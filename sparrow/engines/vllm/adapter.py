@@ -1,4 +1,4 @@
-"""Apply a LoRA adapter to all requests of an audited engine."""
+"""Apply a LoRA adapter to all of an audited engine's requests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from sparrow.errors import ConfigError
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts as ``max_lora_rank``."""
+"""Values vLLM accepts for ``max_lora_rank``."""
 
 
 def take_adapter(options: dict[str, Any]) -> Any:
-    """Take ``adapter``, the folder of a LoRA adapter in PEFT's format, out of the options of
-    ``vllm.LLM``, and add the options that this adapter requires.
+    """Take ``adapter``, the folder of a LoRA adapter in PEFT's format, out of the ``vllm.LLM``
+    options, and add the options it needs.
 
     Returns:
-        vLLM's ``LoRARequest``, or None if the options name no adapter.
+        vLLM's ``LoRARequest``, or None if there is no adapter.
 
-    Raises ConfigError if the folder contains no LoRA adapter that vLLM can load.
+    Raises ConfigError if the folder has no LoRA adapter that vLLM can load.
     """
     folder = options.pop("adapter", None)
     if folder is None:

@@ -1,4 +1,4 @@
-"""The base class of all vLLM engines, whether vLLM runs in this process or behind HTTP."""
+"""The base class for vLLM engines, whether vLLM runs in this process or behind HTTP."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from sparrow.schedule import SparsitySchedule
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
-CHUNK_BYTES = 2**30  # approximate size of the files in which weights are passed to other processes
+CHUNK_BYTES = 2**30  # approximate size of the files used to pass weights to other processes
 
 
 class Client(ABC):
-    """An ``Engine`` (see ``sparrow.engines.base``) that controls the workers of one vLLM instance.
-    The instance must have been started with a schedule.
+    """An ``Engine`` (see ``sparrow.engines.base``) that controls one vLLM instance's workers. The
+    instance must have been started with a schedule.
     """
 
     schedule: SparsitySchedule
 
     def connect(self, context: int) -> None:
-        """Ask the workers for their schedule and mode. ``context`` is the maximum length of a
-        sequence, in tokens.
+        """Ask the workers for their schedule and mode. ``context`` is the maximum sequence length,
+        in tokens.
         """
         self.context = context
         self._described = self.rpc("sparrow_describe")
@@ -47,8 +47,8 @@ class Client(ABC):
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Refuse prompts and sampling settings that vLLM cannot serve.
 
-        Raises PromptError: see ``Sampling.check``. ConfigError: top-k or top-p is set in lossless
-        mode, where drafts would ignore the setting.
+        Raises PromptError if ``Sampling.check`` does, or ConfigError if top-k or top-p is set in
+        lossless mode, where drafts would ignore it.
         """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
@@ -60,46 +60,46 @@ class Client(ABC):
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker."""
+        """Call a method on every worker, and return one result per worker."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
-        """Drop the prefix cache. Return False if running requests still use the cache."""
+        """Drop the prefix cache. Return False if running requests still use it."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the backend, schedule and layers that the first worker reports."""
+        """Return the backend, schedule and layers reported by the first worker."""
         return self.rpc("sparrow_describe")[0]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``. A LoRA must first be merged into full weights.
+        """See ``Engine.update_weights``. Merge a LoRA into full weights first.
 
-        Raises ConfigError if the model has no weight of that name.
+        Raises ConfigError if the model has no weight by that name.
         """
         for path in weight_files(weights, whole="weights" in self._described[0]):
             self.rpc("sparrow_load_weights", path)
         self._forget_cached()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``. CUDA graphs are not captured again.
+        """See ``Engine.set_schedule``. CUDA graphs don't have to be captured again.
 
-        Raises ConfigError if the page layout or the dense layers differ from those with which vLLM
-        was started.
+        Raises ConfigError if the page layout or the dense layers differ from what vLLM was started
+        with.
         """
         self.rpc("sparrow_set_schedule", schedule.to_json())
         self.schedule = schedule
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """Drop cached prefixes after new weights have been loaded, and let the next prompts set the
-        scales of an fp8 KV cache again.
+        """Drop cached prefixes after loading new weights, and let the next prompts set any fp8 KV
+        cache scales again.
         """
         self.drop_prefixes()
         if "kv_scales" in self._described[0]:
             self.rpc("sparrow_renew_kv_scales")
 
     def drop_prefixes(self) -> None:
-        """Drop cached prefixes, whose keys and values were computed with different weights or
-        budgets.
+        """Drop cached prefixes, because their keys and values were computed with different weights
+        or budgets.
 
         Raises SparrowError if requests are running.
         """
@@ -124,19 +124,19 @@ class Client(ABC):
 def tally(
     described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> Counters:
-    """Add up the counts, since the last call, of all workers of one vLLM instance.
+    """Add up the counts since the last call over all workers in one vLLM instance.
 
     Args:
-        described: the result of ``sparrow_describe`` in each worker.
-        rpc: calls a method of every worker.
+        described: each worker's ``sparrow_describe`` result.
+        rpc: calls a method on every worker.
     """
     counts = rpc("sparrow_counters")
-    # Pipeline stages have different layers, while tensor-parallel workers count the same layers.
+    # Pipeline stages have different layers, but tensor-parallel workers all count the same ones.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read = sum(count["tokens_read"] for count in counts) // copies
     held = sum(count["tokens_held"] for count in counts) // copies
-    # Every worker counts all preemptions. The plugin of Sparrow 0.1.0 does not count them.
+    # Every worker counts all preemptions. Sparrow 0.1.0's plugin doesn't count them.
     preemptions = counts[0].get("preemptions", 0)
     if described[0]["mode"] != "lossless":
         rows = counts[0].get("rows", 0)
@@ -144,8 +144,7 @@ def tally(
         return Counters(read, held, preemptions, rows=rows, dense_rows=sum(dense))
 
     acceptance = rpc("sparrow_acceptance")[0]
-    # Every worker takes part in every draft and sees all logits, so the counts of one worker
-    # suffice.
+    # Every worker takes part in every draft and sees all logits, so one worker's counts are enough.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance, acceptance.get("metered"))
     drafts, metered = (
@@ -167,11 +166,11 @@ def tally(
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
-    """Write weights to safetensors files for other processes on this machine, and yield the paths
-    of the files.
+    """Write weights to safetensors files for other processes on this machine, and yield their
+    paths.
 
-    A file is deleted when the next one is requested. With ``whole``, there is only one file, which
-    an engine that quantises its weights requires.
+    Each file is deleted when the next one is requested. With ``whole``, everything goes in one
+    file, as needed by engines that quantise their weights.
     """
     chunk: dict[str, Tensor] = {}
     size = 0
@@ -190,8 +189,8 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
 
 @contextlib.contextmanager
 def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
-    """Save weights of ``size`` bytes to a temporary safetensors file in shared memory. If there is
-    too little shared memory, as in many containers, save them on disk.
+    """Save ``size`` bytes of weights to a temporary safetensors file in shared memory. Fall back to
+    disk if there isn't enough shared memory, as in many containers.
     """
     from safetensors.torch import save_file
 
@@ -209,11 +208,11 @@ def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
 def rollout(
     prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any
 ) -> Rollout:
-    """Build a rollout from ids and log-probs ``[T, 1 + n]``. In each row, the sampled token comes
-    first, followed by the most likely tokens, best first.
+    """Build a rollout from ids and log-probs ``[T, 1 + n]``. Each row has the sampled token first,
+    then the most likely tokens, best first.
 
-    Raises EngineError if a response ended for a reason other than its end-of-sequence token or the
-    length limit, for example because it was aborted.
+    Raises EngineError if a response didn't end with an end-of-sequence token or at the length
+    limit, for example because it was aborted.
     """
     if end not in ("stop", "length"):
         raise EngineError(

@@ -1,6 +1,6 @@
-"""``VLLMEngine``, which runs the sparse actor with vLLM inside this process.
+"""``VLLMEngine`` runs the sparse actor with vLLM inside this process.
 
-Shapes: T response tokens, n entries of a top-n list.
+Shapes: T response tokens, n top-n list entries.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from sparrow.vllm import config, patches, plugin
 
 
 class VLLMEngine(Client):
-    """An engine that samples with vLLM. vLLM's scheduler runs in this process and, if there is a
-    single device, so does its model.
+    """An engine that samples with vLLM. vLLM's scheduler runs in this process, and so does the
+    model if there is only one device.
 
     Args:
-        model: folder or Hugging Face name of a checkpoint.
-        schedule: the schedule of a lossy actor, or a ``Decoding``; ``set_schedule`` can later
-            change the page counts, but not the page layout.
-        options: further arguments of ``vllm.LLM``, such as ``tensor_parallel_size``,
+        model: checkpoint folder or Hugging Face name.
+        schedule: a lossy actor's schedule, or a ``Decoding``; ``set_schedule`` can change the page
+            counts later, but not the page layout.
+        options: more arguments for ``vllm.LLM``, such as ``tensor_parallel_size``,
             ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
-            The option ``adapter`` is the folder of a LoRA adapter, which is applied to all
-            requests.
+            There is also ``adapter``, the folder of a LoRA adapter to use for all requests.
 
-    Raises ConfigError or UnsupportedModel if vLLM is missing or too old, or cannot decode this
-    model under a schedule. Raises EngineError if vLLM does not start, for example because there is
-    too little memory.
+    Raises ConfigError or UnsupportedModel if vLLM is missing, too old, or cannot decode this model
+    under a schedule, or EngineError if vLLM does not start, for example because there isn't enough
+    memory.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
@@ -83,28 +82,27 @@ class VLLMEngine(Client):
             attention_backend="CUSTOM",
             additional_config=additional,
             enable_sleep_mode=self._has_memory,
-            logprobs_mode="processed_logprobs",  # log-probs at the sampling temperature
+            logprobs_mode="processed_logprobs",  # i.e. at the sampling temperature
             max_logprobs=-1,
             # With several training processes, vLLM must get its rank from the launcher's
-            # environment, and must not interact with the engines of the other processes.
+            # environment, and must keep away from the other processes' engines.
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
-        # vLLM reads this variable when an engine is created. The scheduler must run in this
-        # process, so that tensors can be passed without copies.
+        # vLLM reads this variable when it creates an engine. The scheduler must run in this process
+        # so that tensors can be passed without copying.
         in_process = config.variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         with starting(), _undone_if_refused(), in_process:
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        # vLLM's scheduler, if it chooses the number of drafts and there is only one training
-        # process
+        # vLLM's scheduler, if it chooses the draft length and there is only one training process
         self._scheduler: Any = None
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
             core: Any = (
                 self.llm.llm_engine.engine_core
-            )  # vLLM offers no public access to its scheduler
+            )  # there is no public access to vLLM's scheduler
             self._scheduler = core.engine_core.scheduler
             self._scheduler.keeps_choices = True
 
@@ -150,10 +148,10 @@ class VLLMEngine(Client):
         self._scheduler.replay(choices)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``. If the model is in this process, weights are not copied
-        through host memory.
+        """See ``Engine.update_weights``. If the model is in this process, weights don't go through
+        host memory.
 
-        Raises ConfigError if the model has no weight of that name.
+        Raises ConfigError if the model has no weight by that name.
         """
         if not self._in_process:
             return super().update_weights(weights)
@@ -168,21 +166,21 @@ class VLLMEngine(Client):
 
     @contextlib.contextmanager
     def _given_up_if_interrupted(self) -> Iterator[None]:
-        """Abort the requests of ``generate`` if the call ends early, for example because of Ctrl-C.
-        Otherwise, the next call would continue these requests.
+        """Abort the requests if ``generate`` ends early, for example on Ctrl-C. Otherwise, the next
+        call would pick them up again.
         """
         try:
             yield
         except BaseException:
             engine = self.llm.llm_engine
-            # The original exception is raised again, even if vLLM no longer responds.
+            # Make sure to raise the original exception, even if vLLM no longer responds.
             with contextlib.suppress(Exception):
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``. Moves the weights to host memory and drops the KV cache; does
-        nothing on a CPU.
+        """See ``Engine.sleep``. Moves the weights to host memory and drops the KV cache. A no-op on
+        a CPU.
         """
         if self._has_memory and not self._asleep:
             self.llm.sleep(level=1)
@@ -190,35 +188,33 @@ class VLLMEngine(Client):
 
     def wake(self) -> None:
         if self._asleep:
-            # torch caches the memory that training has freed, where vLLM could not use it
+            # torch's allocator holds on to memory freed by training, so vLLM can't use it
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """See ``Engine.close``. A sleeping engine can be closed as well."""
+        """See ``Engine.close``. It's fine to close a sleeping engine."""
         self.wake()
         from vllm.platforms import current_platform
 
-        # If the trainer has destroyed torch's process group, vLLM's groups no longer exist either,
-        # and vLLM's shutdown would fail.
+        # If the trainer has destroyed torch's process group, vLLM's groups are gone too, and vLLM's
+        # shutdown would fail.
         if not self._in_process or torch.distributed.is_initialized():
             self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
         if self._has_memory:
             torch.cuda.empty_cache()
-            # vLLM has one pool of graph memory per process. The pool is freed once no graph uses
-            # it, but the next engine would still try to capture its graphs in that pool.
+            # vLLM has one graph memory pool per process. It is freed once no graph uses it, but the
+            # next engine would still try to capture its graphs there.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
 
 
 @contextlib.contextmanager
 def _undone_if_refused() -> Iterator[None]:
-    """If vLLM does not start, clean up its state in this process, but keep the trainer's process
-    groups.
-    """
+    """If vLLM does not start, clean up after it, but keep the trainer's process groups."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     was_initialized = torch.distributed.is_initialized()
@@ -231,10 +227,10 @@ def _undone_if_refused() -> Iterator[None]:
 
 
 def check_discoverable() -> None:
-    """Check that vLLM's other processes will load the plugin, which they find only by its entry
+    """Check that vLLM's other processes will load the plugin. They can find it only by its entry
     point.
 
-    Raises ConfigError if the other processes would not load the plugin.
+    Raises ConfigError if they would not load it.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (
@@ -247,8 +243,8 @@ def check_discoverable() -> None:
 
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    """Build a rollout from vLLM's completion, whose lists contain the sampled token and then the
-    most likely tokens, best first.
+    """Build a rollout from vLLM's completion. Its lists have the sampled token first, then the most
+    likely tokens, best first.
     """
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
@@ -259,7 +255,7 @@ def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
 
 
 def start(asked: Asked) -> VLLMEngine:
-    """Start vLLM in this process, with the options for ``vllm.LLM`` that the user has set."""
+    """Start vLLM in this process, with the user's options for ``vllm.LLM``."""
     options = options_of(asked)
     if asked.sleeps and "adapter" in options:
         raise ConfigError(
@@ -267,14 +263,14 @@ def start(asked: Asked) -> VLLMEngine:
             "merge the adapter into the model"
         )
     if not asked.sleeps:
-        # vLLM's sleep mode supports one engine per process, and an audit has two.
+        # vLLM's sleep mode supports only one engine per process, but an audit has two.
         options.setdefault("enable_sleep_mode", False)
     return VLLMEngine(asked.checkpoint, asked.decoding, **options)
 
 
 def options_of(asked: Asked) -> dict[str, Any]:
-    """Return the options for ``vllm.LLM``: the user's options, and the dtype that corresponds to
-    the precision. Raises ConfigError if the user's options include a dtype.
+    """Return the options for ``vllm.LLM``: the user's options, plus the dtype for the precision.
+    Raises ConfigError if the user's options include a dtype.
     """
     options = asked.spec.options
     if "dtype" in options:

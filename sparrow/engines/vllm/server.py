@@ -1,7 +1,6 @@
-"""``VLLMServer``, which runs the sparse actor in a ``vllm serve`` process. Requests are sent over
-HTTP, as token ids.
+"""``VLLMServer`` runs the sparse actor in a ``vllm serve`` process, sending it token ids over HTTP.
 
-Shapes: T response tokens, n entries of a top-n list.
+Shapes: T response tokens, n top-n list entries.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
-CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue further requests
-ANSWER_S = 600.0  # maximum time to wait for the answer to a request other than a prompt
+CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue more than that
+ANSWER_S = 600.0  # timeout for requests other than prompts
 CHECK_S = 15.0
 STALL_S = 300.0
-"""While no prompt is answered, the server's progress is checked every ``CHECK_S`` seconds. If there
-is none for ``STALL_S`` seconds, the call fails. There is no time limit for a server that answers
-but does not count tokens.
+"""While waiting for prompts to be answered, check the server's progress every ``CHECK_S`` seconds,
+and fail if there is none for ``STALL_S`` seconds. There is no time limit for a server that responds
+but doesn't count tokens.
 """
 
 
 class VLLMServer(Client):
     """An engine that samples from a running vLLM server on this machine.
 
-    docs/vllm.md ("Sparrow's own trainer") gives the command that starts the server.
+    See docs/vllm.md ("Sparrow's own trainer") for how to start the server.
 
     Args:
         url: the server's address, such as ``http://localhost:8000``.
-        schedule: the schedule of a lossy actor, or a ``Decoding``. If its page counts differ from
-            the server's, the server's page counts are changed at once. The mode and the other
-            settings of lossless mode were fixed when the server was started, so the mode must
-            match, and so must each setting that differs from its default.
-        controls: whether this client sets the server's schedule and weights; exactly one of the
-            processes that share a server should do so.
+        schedule: a lossy actor's schedule, or a ``Decoding``. If its page counts differ from the
+            server's, the server is switched over right away. The mode and the other lossless
+            settings can't change after the server has started, so the mode must match, and so must
+            any setting that differs from its default.
+        controls: whether this client sets the server's schedule and weights. If processes share a
+            server, exactly one of them should do so.
 
-    Raises EngineError if no server answers. Raises ConfigError if the server does not run Sparrow,
-    runs in another mode, has other settings of lossless mode, or cannot be controlled.
+    Raises EngineError if no server answers, or ConfigError if the server does not run Sparrow, runs
+    in another mode or with other lossless settings, or cannot be controlled.
     """
 
     _prompts_path = "/inference/v1/generate"
@@ -81,9 +80,9 @@ class VLLMServer(Client):
             self.set_schedule(decoding.schedule)
 
     def _check_settings(self, decoding: Decoding) -> None:
-        """Check that the server has every setting of lossless mode that differs from its default.
+        """Check that the server agrees on all lossless settings that differ from their defaults.
 
-        Raises ConfigError if the server has a different value.
+        Raises ConfigError if it doesn't.
         """
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
             default = getattr(Decoding.lossless(), name)
@@ -103,7 +102,7 @@ class VLLMServer(Client):
         ``STALL_S`` seconds.
         """
         self.check(prompts, sampling)
-        # The server puts the sampled token first, and then cuts the list to the requested length.
+        # The server puts the sampled token first, then cuts the list to the requested length.
         common: dict[str, Any] = dict(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -164,10 +163,10 @@ class VLLMServer(Client):
                 await asyncio.gather(*requests, return_exceptions=True)
 
     def _generated(self) -> int | None:
-        """Return the number of tokens that the server has read and written since it was started.
-        Return -1 if the server does not answer, and None if it does not count tokens.
+        """Return how many tokens the server has read and written since it started, -1 if it doesn't
+        respond, or None if it doesn't count tokens.
 
-        vLLM does not count tokens if it runs with ``--disable-log-stats``.
+        The latter happens if vLLM runs with ``--disable-log-stats``.
         """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
@@ -191,8 +190,8 @@ class VLLMServer(Client):
             self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``. The client that controls the server reports the counts of all
-        clients; the other clients report zeros.
+        """See ``Engine.counters``. The controlling client reports the counts for all clients; the
+        others report zeros.
         """
         return super().counters() if self._controls else Counters(0, 0)
 
@@ -218,13 +217,13 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        # torch caches the memory that training has freed, where the server could not use it
+        # torch's allocator holds on to memory freed by training, so the server can't use it
         torch.cuda.empty_cache()
         if self._controls:
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
-        """Do nothing: whoever started the server also stops it."""
+        """Do nothing. Whoever started the server is responsible for stopping it."""
 
     def _request(
         self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S
@@ -252,8 +251,8 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and return its result. If this thread already runs an event loop, as in a
-    notebook, ``work`` runs in a separate thread.
+    """Run ``work`` and return its result. If this thread already has an event loop running, as in a
+    notebook, use a separate thread.
     """
     try:
         asyncio.get_running_loop()
@@ -264,8 +263,8 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """Raised when the server answers a request with an error status. The message contains the path
-    of the request and the server's answer.
+    """Raised when the server responds with an error status. The message includes the request's path
+    and the response.
     """
 
     def __init__(self, status: int, path: str, text: str) -> None:
@@ -281,8 +280,8 @@ class HTTPStatusError(EngineError):
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
-    """Build a ``Rollout`` from one answer. At each position, the answer contains the sampled token,
-    followed by the most likely tokens.
+    """Build a ``Rollout`` from one response choice, which has the sampled token and the most likely
+    tokens at each position.
     """
 
     def entries(position: dict[str, Any]) -> list[dict[str, Any]]:
@@ -298,15 +297,14 @@ def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollo
 
 
 def _token_id(entry: dict[str, Any]) -> int:
-    # vLLM 0.32 sends token ids as numbers; older versions send strings such as "token_id:17".
+    # vLLM 0.32 sends token ids as numbers; older versions send strings like "token_id:17".
     return (
         entry["token_id"] if "token_id" in entry else int(entry["token"].removeprefix("token_id:"))
     )
 
 
 def start(asked: Asked) -> VLLMServer:
-    """Connect to the server for this process. If there are fewer servers than processes, several
-    processes share a server.
+    """Connect to this process's server. If there are fewer servers than processes, they are shared.
 
     Raises ConfigError if there are more servers than processes.
     """

@@ -1,6 +1,4 @@
-"""One-sentence errors for a vLLM engine that does not start, which state the reason and the
-remedy.
-"""
+"""One-sentence errors for when a vLLM engine does not start, with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -31,19 +29,15 @@ REMEDIES = (
     ("background process", "see its error message above"),
     ("initialization failed", "see its error message above"),
 )
-"""Phrases that vLLM's reason may contain, in lower case, each with its remedy. The first match is
-used.
-"""
+"""Phrases to look for in vLLM's reason, in lower case, and their remedies. First match wins."""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""Sentences of vLLM's message that begin with these words are advice, and not part of the
-reason.
-"""
+"""Sentences in vLLM's message that start like this are advice, not part of the reason."""
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Turn exceptions that vLLM raises while an engine starts into an EngineError, and log their
-    tracebacks at level DEBUG. Exceptions of other types pass through unchanged.
+    """Turn vLLM's exceptions during startup into an EngineError, and log the traceback at level
+    DEBUG. Other exceptions pass through unchanged.
     """
     try:
         yield
@@ -59,7 +53,7 @@ def starting() -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
-    """Return one sentence with the reason for the error and the remedy."""
+    """Return the reason for the error and a remedy, in one sentence."""
     reason = _reason(error)
     found = (remedy for words, remedy in REMEDIES if words in reason.lower())
     remedy = next(found, "change the engine's options")
@@ -67,7 +61,7 @@ def sentence(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Extract the reason from an error's text, without the advice that vLLM and torch add."""
+    """Extract the reason from an error's text, dropping the advice that vLLM and torch add."""
     if isinstance(error, ValidationError):
         found = error.errors()[0]
         name = ".".join(map(str, found["loc"]))
@@ -84,8 +78,8 @@ def _reason(error: Exception) -> str:
 
 
 def _continued(sentence: str) -> str:
-    """Change the first letter of a sentence to lower case, if necessary, so that the sentence can
-    follow a semicolon.
+    """Lowercase a sentence's first letter so that it can follow a semicolon, but leave acronyms
+    alone.
     """
     first = sentence[:1]
     second = sentence[1:2]

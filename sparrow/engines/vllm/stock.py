@@ -1,7 +1,7 @@
 """vLLM without Sparrow, either in this process or behind HTTP. These engines are for audits, not
-for training.
+training.
 
-Shapes: T response tokens, n entries of a top-n list.
+Shapes: T response tokens, n top-n list entries.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sparrow.vllm import config
 
 
 class StockEngine(VLLMEngine):
-    """An engine that samples with vLLM in this process, without Sparrow. It is started with the
-    user's ``options`` for ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``).
+    """An engine that samples with vLLM in this process, without Sparrow. ``options`` are the user's
+    options for ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``).
 
-    Raises ConfigError if vLLM is missing. Raises EngineError if vLLM does not start.
+    Raises ConfigError if vLLM is missing, or EngineError if it does not start.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -43,8 +43,7 @@ class StockEngine(VLLMEngine):
             ) from error
         self._adapter = take_adapter(options)
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
-        # vLLM loads Sparrow's plugin here as well, so the plugin's environment variables must be
-        # unset.
+        # vLLM loads Sparrow's plugin here too, so make sure its environment variables are unset.
         plain = {
             config.MODE_ENVIRONMENT: None,
             config.ENVIRONMENT: None,
@@ -62,11 +61,11 @@ class StockEngine(VLLMEngine):
         self._described = []
 
     def counters(self) -> Counters:
-        """Return zero counts, since stock vLLM does not have Sparrow's counters."""
+        """Return all zeros, since stock vLLM doesn't have Sparrow's counters."""
         return Counters(0, 0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Refuse any schedule. Raises ConfigError if stock vLLM cannot follow a schedule."""
+        """Always raises ConfigError, because stock vLLM can't follow a schedule."""
         raise _no_schedule()
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
@@ -75,7 +74,7 @@ class StockEngine(VLLMEngine):
 
         wanted = SamplingParams(max_tokens=1, prompt_logprobs=n, detokenize=False)
         requests: list[Any] = [{"prompt_token_ids": _whole(each)} for each in rollouts]
-        # vLLM's type hints also allow missing or flat lists, but neither occurs with these options.
+        # vLLM's type hints also allow missing or flat lists, but we get neither with these options.
         outputs: list[Any] = list(
             self.llm.generate(requests, wanted, use_tqdm=False, lora_request=self._adapter)
         )
@@ -91,7 +90,7 @@ class StockEngine(VLLMEngine):
 
 
 class StockServer(VLLMServer):
-    """An engine that samples from a running vLLM server without Sparrow. Requests contain token
+    """An engine that samples from a running vLLM server without Sparrow. Prompts are sent as token
     ids.
 
     Raises EngineError if no server answers.
@@ -110,12 +109,12 @@ class StockServer(VLLMServer):
         self._described = []
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Refuse any schedule. Raises ConfigError if stock vLLM cannot follow a schedule."""
+        """Always raises ConfigError, because stock vLLM can't follow a schedule."""
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``. This engine uses the completions route, which every server has,
-        and returns no top lists.
+        """See ``Engine.generate``. This uses the completions route, which every server has, and
+        doesn't return top-n lists.
         """
         self.check(prompts, sampling)
         bodies: list[dict[str, Any]] = [
@@ -140,8 +139,8 @@ class StockServer(VLLMServer):
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
         """See ``ListScorer.top_lists``.
 
-        Raises EngineError if the server refuses the request, for example because it does not allow
-        such long lists.
+        Raises EngineError if the server refuses the request, for example because it doesn't allow
+        lists this long.
         """
         bodies: list[dict[str, Any]] = [
             {
@@ -168,10 +167,9 @@ class StockServer(VLLMServer):
 
 
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
-    """Build a ``Rollout`` from one answer of the server.
+    """Build a ``Rollout`` from one of the server's choices.
 
-    Raises EngineError if the answer contains no token ids. Servers before vLLM 0.10.2 do not send
-    any.
+    Raises EngineError if it has no token ids. vLLM before 0.10.2 doesn't send any.
     """
     tokens = choice.get("token_ids")
     if tokens is None:
@@ -194,8 +192,8 @@ def _whole(sampled: Rollout) -> list[int]:
 
 
 def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -> TopLists:
-    """Build lists of the ``n`` most likely tokens at each position, and include the log-probs of
-    the response.
+    """Build lists of the ``n`` most likely tokens at each position, along with the response's
+    log-probs.
 
     Raises EngineError if a list has fewer than ``n`` tokens.
     """
@@ -218,7 +216,7 @@ def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -
 
 
 def start(asked: Asked) -> StockEngine:
-    """Start vLLM in this process, without Sparrow and with the user's options for ``vllm.LLM``."""
+    """Start vLLM without Sparrow in this process, with the user's options for ``vllm.LLM``."""
     return StockEngine(asked.checkpoint, **options_of(asked))
 
 

@@ -1,11 +1,12 @@
-"""Lossless mode in vLLM: sparse steps draft tokens, which one of vLLM's own dense passes verifies.
+"""Lossless mode in vLLM: sparse steps draft tokens, and one of vLLM's own dense passes verifies
+them.
 
 Before a model is loaded, ``setup`` configures vLLM for lossless mode. In the engine, the
 ``scheduler`` uses a ``chooser`` to decide how many tokens to draft (``draft_length``) and how much
 the drafts read (``draft_budget``). The chooser bases its decisions on the times and acceptance
 rates ``measured`` so far, and a ``plan`` carries each decision to the workers. In a worker, vLLM
-calls the ``speculator``, and a ``drafter`` proposes tokens. By default, it is the
-``sparse_drafter``, which uses the policy's weights or a copy of them (``draft_weights``).
-``graphs`` lists the CUDA graphs of a cycle, ``verify`` samples tokens that do not depend on the
-drafts, and ``meter`` measures the acceptance of drafts.
+calls the ``speculator``, and a ``drafter`` proposes tokens. The default is the ``sparse_drafter``,
+which uses the policy's weights or a copy of them (``draft_weights``). ``graphs`` lists a cycle's
+CUDA graphs, ``verify`` samples tokens independently of the drafts, and ``meter`` measures draft
+acceptance.
 """

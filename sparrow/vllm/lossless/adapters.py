@@ -1,9 +1,9 @@
 """LoRA adapters in draft steps.
 
-Before a pass begins, vLLM maps the tokens of the pass to adapters on the device. A verification has
-several tokens per sequence but a draft step only one, so the mapping for a verification does not
-fit the draft steps after it. For the output layer, however, vLLM also maps sequences to adapters,
-and draft steps use this second mapping in every layer.
+Before each pass, vLLM builds a mapping from tokens to adapters on the device. A verification has
+several tokens per sequence but a draft step only one, so the verification's mapping is wrong for
+the draft steps that follow. But vLLM also maps sequences to adapters, for the output layer, and
+draft steps use that mapping in every layer.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from sparrow.errors import ConfigError
 
 BY_TOKEN = ("token_lora_mapping", "token_indices_sorted_by_lora_ids")
 BY_ADAPTER = ("num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
-"""Tensors of a mapping (vLLM's ``LoRAKernelMeta``): those with an entry for each token, and those
-with an entry for each adapter that is in use.
+"""The tensors in a mapping (vLLM's ``LoRAKernelMeta``) with one entry per token, and those with one
+entry per active adapter.
 """
 
 
 class DraftAdapters:
-    """The adapters in the draft steps of one worker.
+    """The adapters in one worker's draft steps.
 
-    The layers' tensors keep their addresses, because CUDA graphs refer to them. Their values are
-    restored after the drafts, because vLLM keeps using them for as long as the batch stays the
-    same.
+    Mappings are overwritten in place, because CUDA graphs refer to them by address, and restored
+    after the drafts, because vLLM reuses them for as long as the batch stays the same.
 
     Args:
-        manager: vLLM's ``LoRAModelManager``, which is changed to refuse adapters for the output
-            layer.
-        rows: the maximum number of sequences in the worker.
+        manager: vLLM's ``LoRAModelManager``. It is patched to refuse adapters for the output layer.
+        rows: the worker's maximum number of sequences.
     """
 
     def __init__(self, manager: Any, rows: int) -> None:
@@ -51,8 +49,7 @@ class DraftAdapters:
         self._vocabulary = manager.vocab_size
         self._sequence_adapters = wrapper._sampler_indices[:rows]
 
-        # Unlike the other layers, the embedding reads the offset of each token's adapter instead of
-        # a mapping.
+        # Unlike the other layers, the embedding reads each token's adapter offset, not a mapping.
         embedding = wrapper._embeddings_indices[:rows]
         self._places = torch.empty_like(embedding)
         self._read = [*_tensors(self._of_tokens, rows), embedding]
@@ -62,12 +59,12 @@ class DraftAdapters:
 
     @property
     def are_used(self) -> bool:
-        """True if a sequence of the current batch has an adapter."""
+        """True if any sequence in the current batch has an adapter."""
         return not self._of_tokens.no_lora_flag_cpu.item()
 
     @contextmanager
     def by_sequence(self) -> Iterator[None]:
-        """Inside the context, apply the adapter of each sequence to the row of that sequence."""
+        """Inside the context, map each row to its sequence's adapter."""
         if not self.are_used:
             yield
             return
@@ -83,8 +80,8 @@ class DraftAdapters:
 
     @contextmanager
     def captured(self, with_adapters: bool) -> Iterator[None]:
-        """Prepare for capturing CUDA graphs inside the context: either graphs for batches with any
-        number of adapters, or graphs without LoRA. During the capture, no row has an adapter.
+        """Capture CUDA graphs inside the context, either for batches with any number of adapters or
+        without LoRA. No row has an adapter during capture.
         """
         mappings = (self._of_tokens, self._of_sequences)
         for mapping in mappings:
@@ -103,7 +100,7 @@ def _tensors(mapping: Any, rows: int) -> list[Tensor]:
 
 
 def _refuse_output_layers(manager: Any) -> None:
-    """Let ``manager`` raise ConfigError for adapters that change the output layer."""
+    """Make ``manager`` raise ConfigError for adapters that change the output layer."""
     outputs = [
         name
         for name, module in manager.modules.items()

@@ -1,19 +1,19 @@
 """The cascade: tokens are guessed from history, the sparse actor judges the guesses and drafts
 tokens, and the policy verifies the drafts. ``sparrow.model.speculative`` is the reference.
 
-A sparse pass reads T tokens of each row: the newest token and T - 1 guesses. It yields between 1
-and T drafts per row, so rows advance by different numbers of tokens. The number of drafts fixes
-the number of passes, each a CUDA graph, so the host never waits for the device. If a row's passes yield fewer
-than K drafts, the remaining drafts are guesses. Verification treats such a draft as drawn from a
-distribution q that puts all its mass on the guess, so it stays exact.
+A sparse pass reads T tokens per row: the newest token and T - 1 guesses. It produces between 1 and
+T drafts per row, so rows advance at different rates. The draft length fixes the number of passes,
+and each pass is a CUDA graph, so the host never waits for the device. If a row ends up with fewer
+than K drafts, guesses fill the rest. Verification treats a guess as drawn from a distribution q
+with all its mass on that token, so it stays exact.
 
-A row's history consists of the sequence's own tokens: its prompt, its verified response, and the
-drafts made so far in this cycle. A pass writes its keys and values to the slots of the next tokens.
-In a cycle's last passes, some tokens may be beyond the blocks that vLLM has reserved. Their keys
-and values are written to vLLM's null block, and these tokens yield no drafts.
+A row's history is the sequence's own tokens: its prompt, its verified response, and the drafts made
+so far in this cycle. A pass writes its keys and values to the slots of the next tokens. In a
+cycle's last passes, some tokens may fall outside the blocks vLLM has reserved. Their keys and
+values go to vLLM's null block, and they produce no drafts.
 
-Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
-hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, V vocabulary.
+Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
+tokens per pass, K drafts per cycle, N tokens of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter
 from sparrow.vllm.runtime import Runtime
 
 AT_ONCE = 4096
-"""Places of a sequence, or logits, that a program handles at once."""
+"""How many history tokens, or logits, a Triton program handles at a time."""
 
 
 class CascadeDrafter(SparseDrafter):
     """A ``SparseDrafter`` whose passes read the newest token and guesses from history.
 
-    During a cycle, this state is kept for each row: the number of tokens at the start of the cycle,
-    the number of drafts made so far, and the history.
+    During a cycle, it tracks for each row the number of tokens at the start of the cycle, the
+    number of drafts made so far, and the history.
     """
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:
@@ -62,7 +62,7 @@ class CascadeDrafter(SparseDrafter):
         self._index_RT = torch.full_like(self._slots_R, -1)
         self._place_RT = torch.zeros_like(self._slots_R)
         self.drawn_S = torch.zeros(S, dtype=torch.int64, device=device)
-        # Each token has its own place among the drafts; without guesses, all rows share one place.
+        # Each token has its own draft index here; without guesses, all rows share one.
         self._sampler_arguments[f"{self._logits_argument}_col"] = self._place_RT
 
     def addresses(self) -> dict[str, int]:
@@ -70,11 +70,11 @@ class CascadeDrafter(SparseDrafter):
         return {**super().addresses(), "the history of guesses": self._history_RN.data_ptr()}
 
     def _inputs(self) -> Inputs:
-        # The state at the start of the cycle, from which the inputs of each pass are computed.
+        # state at the start of the cycle; each pass computes its inputs from it
         return Inputs(self._newest_R, self._cached_R, self._length_R)
 
     def _run(self, drafts: int, B: int) -> None:
-        """Run the passes that ``propose`` has set up, and fill the remaining places with guesses."""
+        """Run the passes set up by ``propose``, and fill up the drafts with guesses."""
         vllm = self._vllm
         drafts_stride = vllm.draft_tokens.stride(0)
         tokens_SN: Tensor = vllm.tokens_SN
@@ -130,7 +130,7 @@ class CascadeDrafter(SparseDrafter):
         return super()._step(rows)._replace(tokens=self.tokens)
 
     def _draft(self, rows: int) -> None:
-        """Run one sparse pass of ``rows`` rows. CUDA graphs capture this function."""
+        """Run one sparse pass over ``rows`` rows. CUDA graphs capture this function."""
         vllm = self._vllm
         runtime: Runtime = self._runtime
         buffers = vllm.input_buffers
@@ -194,8 +194,8 @@ class CascadeDrafter(SparseDrafter):
 
 
 class StagedDrafter:
-    """A ``Drafter`` that makes the drafts of each cycle with or without guesses, as planned. Without
-    guesses, it drafts like ``SparseDrafter``.
+    """A ``Drafter`` that drafts with or without guesses in each cycle, as planned. Without guesses,
+    it behaves like ``SparseDrafter``.
     """
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:

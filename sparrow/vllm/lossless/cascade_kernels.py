@@ -1,15 +1,14 @@
-"""Triton kernels of the cascade's draft loop (``cascade.CascadeDrafter``). They store each row's
-drafts of the current cycle, look up guesses, and advance rows by different numbers of tokens.
+"""Triton kernels for the cascade's draft loop (``cascade.CascadeDrafter``). They store each row's
+drafts in the current cycle, look up guesses, and advance rows at different rates.
 
-A row's history consists of its tokens, followed by the drafts made so far. Guesses are looked up as
-in ``sparrow.model.history``.
+A row's history is its tokens followed by the drafts made so far. Guesses are looked up as in
+``sparrow.model.history``.
 
-The number of drafts may change with every cycle. Kernels in a CUDA graph read it from the device
+The draft length may change every cycle, so kernels in a CUDA graph read it from the device
 (``wanted``).
 
-Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can
-hold, T tokens of a pass, K drafts of a cycle, N tokens of the longest sequence, M blocks of the
-longest sequence, V vocabulary.
+Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
+tokens per pass, K drafts per cycle, N tokens and M blocks of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from vllm.triton_utils import tl, triton
 
 LONGEST = tl.constexpr(8)
 SHORTEST = tl.constexpr(1)
-"""Tokens of the longest and the shortest suffix that is looked up (see ``sparrow.model.history``).
-"""
+"""Longest and shortest suffix to look up, in tokens (see ``sparrow.model.history``)."""
 RANK = tl.constexpr(1 << 32)
-"""Exceeds the length of any sequence, so that ``agreeing * RANK + place`` ranks matches by length
-and then by place.
+"""Larger than any sequence length, so that ``agreeing * RANK + place`` ranks matches by length and
+then by position.
 """
 
 
@@ -44,9 +42,9 @@ def begin_history_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the tokens of a row, including the newest, to its history, and store the number of
-    drafts. In the block table, replace the block after the one of the cycle's last draft with the
-    null block, to which later tokens are then written.
+    """Copy a row's tokens, including the newest, to its history, and store the number of drafts. In
+    the block table, put the null block right after the block of the cycle's last draft, so that
+    later tokens are written there.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -58,7 +56,7 @@ def begin_history_kernel(
     token = tl.where(at == length - 1, tl.load(newest_R + row), token)
     tl.store(history_RN + row * history_stride + at, token, mask=is_token)
 
-    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after the one of the last draft
+    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after the last draft's block
     is_there = (part == 0) & (length > 0) & (beyond < M)
     tl.store(blocks_SM + row * blocks_stride + beyond, 0, mask=is_there)
     tl.store(made_R + row, 0, mask=part == 0)
@@ -68,7 +66,7 @@ def begin_history_kernel(
 @triton.jit
 def _continuation(history_N, known, BLOCK: tl.constexpr):
     """Find the longest suffix of the first ``known`` tokens that also occurs earlier. Return the
-    position after its latest earlier occurrence, or -1 if no suffix occurs earlier.
+    position right after its latest earlier occurrence, or -1 if there is none.
     """
     best = tl.zeros((), tl.int64) - 1
     for start in range(0, known, BLOCK):
@@ -110,10 +108,10 @@ def guess_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set up the sparse pass of a row, over its newest token and guesses of the tokens after it.
+    """Set up a row's sparse pass over its newest token and the guesses for the tokens after it.
 
-    A row is left out of the pass if it does not draft, already has all its drafts, or would exceed
-    the context length of ``limit`` tokens.
+    A row sits out the pass if it does not draft, already has all its drafts, or would exceed the
+    context length of ``limit`` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     K = tl.load(wanted)
@@ -164,8 +162,8 @@ def advance_kernel(
     T: tl.constexpr,
     TP: tl.constexpr,
 ):
-    """Keep the drawn tokens up to and including the first one that differs from the guess in its
-    place. Append them to the row's drafts and history, and count the pass.
+    """Keep the drawn tokens up to and including the first one that differs from its guess. Append
+    them to the row's drafts and history, and count the pass.
 
     ``decoded`` counts rows by length (see ``DecodedRows``).
     """
@@ -201,8 +199,8 @@ def fill_kernel(
     KP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill up a row's drafts with guesses if its passes made too few, and count the row's drafts
-    and guesses (see ``Runtime.count_drafts``).
+    """Top up a row's drafts with guesses if its passes made too few, and count its drafts and
+    guesses (see ``Runtime.count_drafts``).
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_R + row).to(tl.int64)
@@ -226,7 +224,7 @@ def fill_kernel(
 
 @triton.jit(do_not_specialize=["K"])
 def count_drawn_kernel(index_R, drawn_S, counts, K):
-    """Count the drafts of a row in a cycle without guesses: all of them are drawn."""
+    """Count a row's drafts in a cycle without guesses, where all of them are drawn."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_R + row).to(tl.int64)
     tl.store(drawn_S + index, tl.full((), K, tl.int64), mask=index >= 0)
@@ -246,7 +244,7 @@ def one_hot_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """Write one-hot logits for the drafts that are guesses, as if each were certain to be drawn."""
+    """Write one-hot logits for guessed drafts, as if each was certain to be drawn."""
     row = (tl.program_id(0) // K).to(tl.int64)
     place = tl.program_id(0) % K
     index = tl.load(index_R + row).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Choose how many tokens to draft, whether with guesses from history, and how much the drafts read.
-The choice is the combination that yielded the most tokens per second in similar batches, as
-measured while the engine runs.
+"""Choose how many tokens to draft, whether to use guesses from history, and how much the drafts
+read. The winner is the combination with the most tokens per second in similar batches, as measured
+while the engine runs.
 
-The choice affects only speed. Samples follow the policy, whatever is drafted.
+The choice only affects speed. Samples follow the policy no matter what is drafted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
 
 
 class DraftChooser:
-    """Chooses how each cycle drafts (``DraftLength``) and the budget of the drafts
-    (``DraftBudget``), based on measurements of earlier cycles (``Measured``).
+    """Chooses how each cycle drafts (``DraftLength``) and the draft budget (``DraftBudget``), based
+    on measurements from earlier cycles (``Measured``).
 
     Args:
-        choices: numbers of drafts to choose from, with or without guesses, including 0 (no
-            drafting).
+        choices: draft lengths to choose from, with or without guesses, including 0 (no drafting).
         budgets: budgets to choose from, as multiples of the draft schedule, including 1.
     """
 
@@ -31,56 +30,55 @@ class DraftChooser:
         self.measured = Measured(budgets)
         self.draft_length = DraftLength(choices, self.measured)
         self.draft_budget = DraftBudget(self.measured)
-        # the budget in use for batches like that of the latest cycle
+        # current budget for batches like the latest one
         self._budget = self.draft_budget.base
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Numbers of drafts to choose from, followed by those with guesses."""
+        """Draft lengths to choose from, followed by those with guesses."""
         return self.draft_length.choices
 
     @property
     def chosen(self) -> Counter[Choice]:
-        """How many cycles had each choice."""
+        """Number of cycles, by choice."""
         return self.draft_length.chosen
 
     @property
     def is_watching(self) -> bool:
-        """True if the cycle that was chosen last should be observed."""
+        """True if the latest cycle should be observed."""
         return self.draft_length.is_watching
 
     @property
     def repeats(self) -> int:
-        """Number of further cycles without drafts that need no new choice, as long as the number of
-        sequences does not change.
+        """How many more cycles to run without drafts before choosing again, as long as the batch
+        size doesn't change.
         """
         return self.draft_length.repeats
 
     def settled(self, rows: int, length: float) -> Choice | None:
-        """Return the choice in use for similar batches. Return None while different choices are
-        being timed.
+        """Return the current choice for similar batches, or None while choices are still being
+        timed.
         """
         batch = _batch(rows, length)
         case = self.measured.find(batch, self.draft_budget.in_use(batch))
         return None if case is None else case.settled
 
     def plan(self, rows: int, length: float, repeated: int = 0) -> DraftPlan:
-        """Plan the drafts of the next cycle; see ``choose`` and ``choose_budget``.
+        """Plan the next cycle's drafts; see ``choose`` and ``choose_budget``.
 
-        No budget is chosen for a cycle without drafts. The time of such a cycle counts for the
-        budget in use.
+        A cycle without drafts needs no budget. Its time counts towards the current one.
         """
         choice = self.choose(rows, length, repeated)
         budget = self.choose_budget(rows, length, choice) if choice else self._budget
         return DraftPlan(drafts_of(choice), budget, isinstance(choice, Guessed))
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> Choice:
-        """Choose how the next cycle drafts, which has ``rows`` sequences with a mean length of
-        ``length`` tokens.
+        """Choose how the next cycle drafts, with ``rows`` sequences of ``length`` tokens on
+        average.
 
         Args:
-            repeated: number of cycles without drafts that have followed the previous choice; at
-                most ``repeats``.
+            repeated: number of cycles without drafts since the previous choice, at most
+                ``repeats``.
         """
         self.draft_length.count_repeated(repeated)
         batch = _batch(rows, length)
@@ -88,9 +86,8 @@ class DraftChooser:
         return self.draft_length.choose(self.measured.case(batch, self._budget))
 
     def choose_budget(self, rows: int, length: float, choice: Choice) -> int:
-        """Choose the budget of the drafts in the next cycle, and return its index in ``budgets``.
-        If ``choose`` has returned a choice other than 0, this method must be called next, with that
-        choice.
+        """Choose the draft budget for the next cycle, and return its index in ``budgets``. Call
+        this right after ``choose``, with the choice it returned, unless that was 0.
         """
         return self.draft_budget.choose(_batch(rows, length), choice)
 
@@ -106,18 +103,18 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Record the measurements of a cycle of ``rows`` sequences, all of which had the drafts of
-        this choice.
+        """Record the measurements from a cycle with ``rows`` sequences, all drafting according to
+        ``choice``.
 
         Args:
-            seconds: time of the drafts and their verification.
+            seconds: time for drafting and verification.
             accepted: number of accepted drafts.
-            judged: number of drafts that were judged: in each sequence, those up to and including
-                the first rejected draft.
-            first: whether the previous cycle had a different choice or budget of drafts. The host
-                may have seen the end of that cycle late, so this cycle may seem too short. Its time
-                can therefore rule out a choice, but not support it.
-            budget: the budget of the drafts; by default, the budget in use for such batches.
+            judged: number of drafts judged: in each sequence, those up to and including the first
+                rejected one.
+            first: whether the previous cycle had a different choice or draft budget. The host may
+                have seen that cycle end late, so this one may look too short. Its time can
+                therefore rule out a choice, but not support it.
+            budget: the draft budget; defaults to the current one for such batches.
         """
         batch = _batch(rows, length)
         in_use = self.draft_budget.in_use(batch)
@@ -125,8 +122,8 @@ class DraftChooser:
         self.measured.add(case, rows, choice, seconds, accepted, judged, first)
 
     def in_use(self) -> dict[str, Choice]:
-        """Return the choices in use, by number of sequences and mean length, both of which are
-        rounded to the steps of ``Measured``.
+        """Return the current choices by batch size and mean length, both rounded as in
+        ``Measured``.
         """
         return {
             _name(case.batch): case.in_use
@@ -136,7 +133,7 @@ class DraftChooser:
 
     def budgets_in_use(self) -> dict[str, float]:
         """Return the budgets for the batches in ``in_use``, as multiples of the draft schedule.
-        Batches with a multiple of 1 are omitted.
+        Multiples of 1 are left out.
         """
         read = {_name(case.batch): self.budgets[case.budget] for case in self._cases_in_use()}
         return {name: multiple for name, multiple in read.items() if multiple != 1}

@@ -1,7 +1,7 @@
-"""Choose how much drafts read. The choice is the budget that yielded the most tokens per second.
+"""Choose how much drafts read, by picking the budget with the most tokens per second.
 
-The number of drafts is chosen for the budget in use (``draft_length``). Once this number is
-settled, neighbouring budgets are tried with the same number of drafts.
+The draft length is chosen for the current budget (``draft_length``). Once it has settled,
+neighbouring budgets are tried at the same draft length.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from sparrow.vllm.lossless.measured import (
 from sparrow.vllm.lossless.plan import Choice
 
 TRY_BUDGETS = 48
-"""Neighbouring budgets are tried after this many cycles with drafts, and again after twice as many
-cycles, four times as many and so on. Dense steps are timed again in other cycles.
+"""Neighbouring budgets are tried after this many cycles with drafts, then after twice as many, four
+times as many, and so on. These never coincide with the cycles that re-time dense steps.
 """
 BUDGET_PROBES = 5
-"""Number of consecutive cycles in a trial of another budget. The first of these cycles is not
-timed.
-"""
+"""How many cycles in a row to try another budget for. The first one is not timed."""
 BUDGET_LEAD = 0.02
-"""Relative gain in speed above which another budget replaces the one in use."""
+"""How much faster, relatively, another budget must be to replace the current one."""
 
 
 class DraftBudget:
-    """Chooses the budget of the drafts in each cycle, as an index into ``Measured.budgets``."""
+    """Chooses the draft budget for each cycle, as an index into ``Measured.budgets``."""
 
     def __init__(self, measured: Measured) -> None:
         self.base = measured.budgets.index(1.0)
@@ -40,8 +38,8 @@ class DraftBudget:
         self._in_use: dict[Batch, int] = {}
 
     def in_use(self, batch: Batch) -> int:
-        """Return the budget in use for a batch. A new kind of batch starts with the budget of the
-        nearest kind.
+        """Return the current budget for a batch. A new kind of batch starts with the budget of the
+        nearest kind, if there is one close enough.
         """
         budget = self._in_use.get(batch)
         if budget is None:
@@ -52,7 +50,7 @@ class DraftBudget:
         return budget
 
     def choose(self, batch: Batch, choice: Choice) -> int:
-        """Choose the budget for the next cycle, which drafts in this way."""
+        """Choose the budget for the next cycle, given how it drafts."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:
@@ -70,7 +68,7 @@ class DraftBudget:
         return budget
 
     def _compare(self, case: Case, others: Iterable[int], choice: Choice) -> None:
-        """Switch to one of the budgets ``others`` if drafting was faster with that budget."""
+        """Switch to one of the ``others`` if drafting was faster with it."""
         ours = self._measured.speed(case, choice, typical(case.seconds[choice]))
         speed = {case: (1 + BUDGET_LEAD) * ours}
         for budget in others:

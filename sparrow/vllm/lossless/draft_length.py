@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft, and whether to make the drafts with guesses from history. The
-choice is the one that yielded the most tokens per second in similar batches.
+"""Choose how many tokens to draft, and whether to use guesses from history, by picking what gave
+the most tokens per second in similar batches.
 """
 
 from __future__ import annotations
@@ -20,47 +20,43 @@ from sparrow.vllm.lossless.setup import passes_of
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""Number of cycles from one comparison of speeds to the next: ``THINK_EVERY`` while drafts are in
-use, and ``THINK_DENSE`` while no drafts are in use. Comparisons are rare because they take time on
-the host.
+"""How many cycles apart to compare speeds: ``THINK_EVERY`` while drafting, and ``THINK_DENSE``
+otherwise. Comparisons cost host time, so they are rare.
 """
 WATCHED = 2
-"""Number of cycles that are timed after a comparison when no drafts are in use. Other cycles are
-not timed, because timing also takes host time.
+"""How many cycles to time after a comparison when not drafting. The rest are not timed, because
+timing costs host time too.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Choices that lost are tried again after ``TRY_AGAIN`` cycles, after twice as many
-cycles and so on, and later every ``TRY_AGAIN_MOST`` cycles. They are tried again because acceptance
-may have changed while nothing was drafted. They are not tried often, because a trial costs about 30
-ms for one sequence.
+"""Losing choices are tried again after ``TRY_AGAIN`` cycles, twice as many, and so on, and
+eventually every ``TRY_AGAIN_MOST`` cycles, because acceptance may have changed while nothing was
+drafted. A trial costs about 30 ms for one sequence, so it can't happen often.
 """
 RETIME = 320
-"""Number of cycles after which a number of drafts that nearly won is timed again. The first times
-of a batch are the least reliable.
+"""How often, in cycles, to re-time a draft length that nearly won. A batch's first times are the
+least reliable.
 """
 DENSE_AGAIN = 8
-"""Dense steps are timed again after this many cycles with drafts, after twice as many cycles, four
-times as many and so on. The reason is that the first times of a batch may have been unusually long,
-and lossless decoding must not be slower than dense decoding.
+"""Dense steps are timed again after this many cycles with drafts, twice as many, four times as
+many, and so on. A batch's first times may have been unusually long, and lossless decoding must not
+be slower than dense decoding.
 """
 DENSE_NEAR = 0.7
-"""Dense steps are timed again only if the fastest of them reached this share of the best speed.
-Otherwise, they have no chance of being the fastest.
+"""Don't bother re-timing dense steps unless the fastest one reached this share of the best speed.
 """
 HOPELESS = 0.95
-"""A number of drafts is not tried if its speed is below this share of the best speed. The speed is
-either predicted or copied from the nearest batch.
+"""Don't try a draft length if its expected speed, whether predicted or copied from the nearest
+batch, is below this share of the best speed.
 """
 
 
 class DraftLength:
-    """Chooses the number of drafts in each cycle, and whether they are made with guesses.
+    """Chooses the draft length for each cycle, and whether to use guesses.
 
     Args:
         choices: what to choose from, including 0 (no drafting).
-        measured: the times and acceptance rates that were measured so far, on which choices are
-            based.
+        measured: the times and acceptance rates to base choices on.
     """
 
     def __init__(self, choices: Iterable[Choice], measured: Measured) -> None:
@@ -68,22 +64,20 @@ class DraftLength:
         numbers = [k for k in choices if not isinstance(k, Guessed)]
         guessed = [k for k in choices if isinstance(k, Guessed)]
         self.choices: tuple[Choice, ...] = (*numbers, *guessed)
-        # Each kind of drafts is tried with few drafts first. Drafts with guesses come last.
+        # Each kind is tried with few drafts first, and drafts with guesses come last.
         self._kinds: list[list[Choice]] = [[*numbers]]
         if guessed:
             self._kinds.append([0, *guessed])
         self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
-        self.is_watching = True  # whether to time the cycle that was chosen last
-        # Number of further cycles without drafts that need no new choice, as long as the number of
-        # sequences does not change.
+        self.is_watching = True  # whether to time the latest cycle
+        # how many more cycles to run without drafts before choosing again, as long as the batch
+        # size doesn't change
         self.repeats = 0
-        self._repeated_case: Case | None = None  # the case to which ``repeats`` applies
+        self._repeated_case: Case | None = None  # the case ``repeats`` applies to
         self._measured = measured
 
     def count_repeated(self, cycles: int) -> None:
-        """Count the cycles without drafts that have followed the latest choice; there are at most
-        ``repeats``.
-        """
+        """Count the cycles without drafts since the latest choice, at most ``repeats``."""
         if cycles and self._repeated_case is not None:
             self._repeated_case.cycles += cycles
             self.chosen[0] += cycles
@@ -97,7 +91,7 @@ class DraftLength:
         if current is not None:
             case.drafting = case.drafting + 1 if current else 0
         if current and self._dense_is_due(case):
-            # Before the first of these dense steps, forget earlier times, which may be misleading.
+            # Before the first of these dense steps, forget the old times, which may be misleading.
             if case.drafting.bit_count() == 1:
                 case.seconds.pop(0, None)
             choice: Choice = 0
@@ -114,7 +108,7 @@ class DraftLength:
         return choice
 
     def _compare(self, case: Case, current: Choice | None) -> Choice:
-        """Choose what is fastest, or what is worth timing."""
+        """Choose whatever is fastest, or still needs timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -128,8 +122,8 @@ class DraftLength:
         return choice
 
     def _forget_some_times(self, case: Case, current: Choice | None) -> None:
-        """When choices are due to be timed again, forget their times: either those of all choices
-        that lost, or those of one that nearly won.
+        """Forget the times of choices that are due for re-timing: either all the losers, or one
+        that nearly won.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
@@ -144,14 +138,12 @@ class DraftLength:
                 case.seconds.pop(near[cycle // RETIME % len(near)])
 
     def _may_repeat(self, case: Case, cycles: int) -> None:
-        """Allow this many further cycles of such batches to run without drafts and without a new
-        choice.
-        """
+        """Let this many more cycles run without drafts before choosing again."""
         self.repeats = cycles
         self._repeated_case = case
 
     def _try(self, case: Case, choice: Choice) -> Choice:
-        """Choose this. While the times of its first cycles are not known yet, choose the fastest
+        """Try this choice. While waiting for the times of its first cycles, return the fastest
         known choice instead.
         """
         if not choice or len(self._measured.seen(case, choice)) >= TRIED:
@@ -165,7 +157,7 @@ class DraftLength:
 
     def _dense_is_due(self, case: Case) -> bool:
         cycles = case.drafting
-        # number of cycles since the last power of two
+        # cycles since the last power of two
         since = cycles - (1 << cycles.bit_length() - 1)
         if cycles < DENSE_AGAIN or since >= DENSE_PROBES:
             return False
@@ -175,8 +167,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, case: Case) -> list[Choice]:
-        """List the choices that are worth timing, fastest first. For each kind of drafts, if the
-        smallest number that was never timed is worth a trial, it is added at the end.
+        """List the choices worth timing, fastest first. For each kind, the smallest number of
+        drafts that was never timed comes at the end, if it is worth a try.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -204,15 +196,15 @@ class DraftLength:
     def _predicted(
         self, choice: Choice, alike: dict[Choice, float], known: dict[Choice, float]
     ) -> float | None:
-        """Predict the seconds of a cycle from the known seconds of cycles. Return None if there is
-        no prediction.
+        """Predict a cycle's time in seconds from those already known. Return None if that's not
+        possible.
 
         Args:
-            alike: the times of the same kind of drafts, and of cycles without drafts.
+            alike: the known times for the same kind of drafts, and for cycles without drafts.
         """
         drafts = drafts_of(choice)
         if len(alike) >= 2:
-            # assumes that each draft adds the same time
+            # assumes that each draft takes the same time
             times = sorted((drafts_of(k), seconds) for k, seconds in alike.items())
             (a, at_a), (b, at_b) = times[-2:]
             predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)

@@ -1,10 +1,10 @@
-"""An fp8 copy of a model's weights for the drafts of lossless mode. All other steps use the weights
-themselves.
+"""An fp8 copy of the model's weights for drafting in lossless mode. All other steps use the real
+weights.
 
-A linear layer calls a custom operation that is opaque to torch.compile. The operation decides
-whether to read the copy when it runs or is captured in a CUDA graph, so the graphs of draft steps
-multiply in fp8, while vLLM's own graphs multiply in 16 bits. The arithmetic is that of vLLM's
-``quantization="fp8_per_channel"``, with one scale per output and one scale per token.
+Linear layers call a custom op that is opaque to torch.compile. It decides whether to use the copy
+when it runs or is captured in a CUDA graph, so draft step graphs multiply in fp8 and vLLM's own
+graphs in 16 bits. The arithmetic matches vLLM's ``quantization="fp8_per_channel"``, with per-output
+and per-token scales.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -27,7 +27,7 @@ from sparrow.errors import UnsupportedModel
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# the same as in vLLM's kernel; gives a row of zeros a valid scale
+# same as in vLLM's kernel; keeps the scale valid for rows of zeros
 SMALLEST_SCALE = 1 / (512 * LARGEST)
 ALIGNED = 16  # both sides of the kernel's matrices must be multiples of this
 
@@ -36,8 +36,8 @@ _drafting = False
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Inside the context, make linear layers use the copies of their weights, if they have any. The
-    state is global, because a process runs only one model at a time.
+    """Make linear layers use their fp8 copies, if any, inside the context. The flag is global,
+    which is fine because a process runs only one model at a time.
     """
     global _drafting
     _drafting = True
@@ -48,17 +48,16 @@ def drafting() -> Iterator[None]:
 
 
 def quantize(rows: Tensor, values: Tensor) -> Tensor:
-    """Round ``rows`` to fp8, with a separate scale for each row.
+    """Round ``rows`` to fp8 with per-row scales.
 
     Args:
-        rows: ``[rows, columns]``, contiguous in memory.
-        values: the tensor to which the result is written, float8_e4m3fn of the same shape.
+        rows: ``[rows, columns]``, contiguous.
+        values: output tensor, float8_e4m3fn of the same shape.
 
     Returns:
         The scales, float32 ``[rows, 1]``.
     """
-    # The kernel needs no temporary memory, and there may be none left once the KV cache is
-    # allocated.
+    # The kernel needs no scratch memory. There may be none left once the KV cache is allocated.
     if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
     scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
@@ -67,8 +66,8 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
 
 
 def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: Tensor) -> Tensor:
-    """Round the activations of the tokens to fp8, and multiply them by rounded weights. Return
-    ``[T, N]`` in the dtype of the activations.
+    """Round the activations to fp8, and multiply them by the fp8 weights. Return ``[T, N]`` in the
+    activations' dtype.
     """
     x8 = torch.empty(x_TK.shape, dtype=FP8, device=x_TK.device)
     scale_T1 = quantize(x_TK.contiguous(), x8)
@@ -81,8 +80,8 @@ def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: 
 def draft_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor
 ) -> Tensor:
-    """Apply a linear layer to ``x`` ``[..., K]``. Drafts use the copy (``values`` and ``scales``)
-    of the layer's ``weight`` ``[N, K]``.
+    """Apply a linear layer to ``x`` ``[..., K]``. When drafting, use the fp8 copy (``values`` and
+    ``scales``) instead of ``weight`` ``[N, K]``.
     """
     if not _drafting:
         return linear(x, weight, bias)
@@ -100,9 +99,9 @@ direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target
 
 
 class DraftLinearMethod(UnquantizedLinearMethod):
-    """The ``quant_method`` of a linear layer in vLLM, with a copy of the layer's weight. The copy
-    is not a buffer of the layer, because vLLM saves buffers before it sleeps and replaces them when
-    it reloads weights.
+    """A ``quant_method`` for vLLM's linear layers that holds an fp8 copy of the weight. The copy
+    isn't a buffer of the layer, because vLLM saves buffers before sleeping and replaces them when
+    reloading weights.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -115,13 +114,12 @@ class DraftLinearMethod(UnquantizedLinearMethod):
 
 
 class DraftWeights:
-    """The copy of the weights for the drafts of one worker. It is renewed whenever the weights
-    change.
+    """One worker's fp8 copy of the weights, refreshed whenever the weights change.
 
-    The copy is made after the model is loaded and before the model is compiled. The tensors of the
-    copy keep their addresses, because CUDA graphs refer to them.
+    Create it after the model is loaded and before it is compiled. It is updated in place, because
+    CUDA graphs refer to its tensors by address.
 
-    Raises UnsupportedModel if no layer of the model can have a copy.
+    Raises UnsupportedModel if none of the model's layers can have a copy.
     """
 
     def __init__(self, model: Any) -> None:
@@ -150,15 +148,13 @@ class DraftWeights:
             self.is_stale = True
             return load_weights(*args, **kwargs)
 
-        # Weights are always loaded through this method, unless they are written to the parameters
-        # directly, which ``patches.follow_weights`` covers.
+        # All weights are loaded through this method, except for direct writes to the parameters,
+        # which ``patches.follow_weights`` catches.
         model.load_weights = followed
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the weights again, in place, if they may have changed since. This is called before
-        drafts.
-        """
+        """Copy the weights again, in place, if they may have changed. Called before drafting."""
         if self.is_stale:
             for layer, method in self._copies:
                 method.scales.copy_(quantize(layer.weight, method.values))
@@ -168,8 +164,8 @@ class DraftWeights:
         return len(self._copies)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the memory of the copy, and the number of linear layers with and without a copy,
-        in plain types.
+        """Return the copy's memory use, and how many linear layers do and don't have a copy, as
+        plain types.
         """
         return {
             "draft_weight_bytes": self.bytes,

@@ -1,7 +1,6 @@
-"""The interface between the speculator and a drafter, which need not be the sparse actor.
+"""The interface between the speculator and a drafter, which doesn't have to be the sparse actor.
 
-Shapes: B sequences of the batch, S maximum number of sequences in the worker, k drafts, V
-vocabulary.
+Shapes: B batch size, S the worker's maximum number of sequences, k drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,48 +16,48 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """vLLM's description of the forward pass that precedes the drafts."""
+    """What vLLM says about the forward pass just before the drafts."""
 
-    batch: Any  # vLLM's input batch, whose lengths include rejected tokens
+    batch: Any  # vLLM's input batch; its lengths still include rejected tokens
     is_prefilling_B: Tensor | None  # bool; None if no sequence is in prefill
-    # number of tokens sampled per sequence; 0 for a sequence whose prompt is not complete
+    # number of tokens sampled per sequence; 0 while the prompt isn't complete
     sampled_B: Tensor
     rejected_B: Tensor  # number of rejected drafts per sequence
-    newest_S: Tensor  # the newest token of each sequence, which is not in the cache yet
+    newest_S: Tensor  # each sequence's newest token, not in the cache yet
     temperature_S: Tensor
     seed_S: Tensor
 
 
 class Drafter(Protocol):
-    """A drafter, which proposes the tokens that the next dense pass verifies.
+    """A drafter proposes tokens for the next dense pass to verify.
 
-    Whatever the drafter proposes, samples follow the policy, as long as each proposed token was
-    sampled from ``logits``.
+    Whatever it proposes, samples follow the policy, as long as each proposed token was sampled from
+    ``logits``.
     """
 
     logits: Tensor
-    """The logits from which each draft was sampled, float ``[S, k, V]``, by the index of the
-    sequence in the worker. The drafter never replaces this tensor with another one.
+    """The logits each draft was sampled from, float ``[S, k, V]``, by the sequence's index in the
+    worker. Always the same tensor.
     """
 
     captured_over: dict[str, int]
-    """The result of ``addresses`` when CUDA graphs were captured; empty if there are no graphs."""
+    """What ``addresses`` returned at CUDA graph capture; empty if there are no graphs."""
 
     drawn_S: Tensor | None
-    """How many of each sequence's latest drafts were drawn from the model; the others are guesses.
+    """How many of each sequence's latest drafts were drawn from the model; the rest are guesses.
     None if all drafts are drawn.
     """
 
     def load(self, model: Any) -> None:
-        """Store the policy's model, and allocate everything else that drafting needs."""
+        """Store the policy's model, and allocate whatever else drafting needs."""
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Draft in this KV cache, discard everything that belongs to an earlier one, and fill in
+        """Draft in this KV cache from now on, discard anything tied to an earlier one, and fill in
         ``runtime.drafting``.
         """
 
     def addresses(self) -> dict[str, int]:
-        """Return the addresses of the tensors that drafting reads and writes, by description."""
+        """Return the addresses of the tensors drafting reads or writes, keyed by description."""
         ...
 
     def capture(self) -> None:

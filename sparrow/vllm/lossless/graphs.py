@@ -1,4 +1,4 @@
-"""CUDA graphs of lossless mode: which batch sizes to capture, and which graph a step uses."""
+"""CUDA graphs in lossless mode: which batch sizes to capture, and which graph a step uses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 DEFAULT_ROWS = 256
-"""Maximum number of sequences for which CUDA graphs are captured if vLLM itself chooses
-``max_num_seqs``.
-"""
+"""Largest number of sequences to capture CUDA graphs for if ``max_num_seqs`` is left to vLLM."""
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """List the batch sizes, in tokens, for which to capture CUDA graphs. For each number of
-    sequences, there is a size for 1 token per sequence, and one for each number of drafts in
-    ``choices``.
+    """List the batch sizes, in tokens, to capture CUDA graphs for. Each number of sequences has a
+    size for 1 token per sequence, and one for each draft length in ``choices``.
     """
     counts = [
         1,
@@ -32,17 +29,16 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
 
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """Tabulate the graphs that a step can use, in order of preference, by the step's number of
-    tokens and number of active LoRAs.
+    """List the graphs a step can use, in order of preference, by number of tokens and number of
+    active LoRAs.
 
-    These are the smallest graphs of each kind (full or piecewise, for 1 token per sequence or with
-    drafts) that fit the step. vLLM itself considers only the smallest graph of any kind. If that
-    graph is for a different number of drafts, the step would run without a full graph or without
-    any graph (vllm-project/vllm#56136).
+    For each kind of graph (full or piecewise, for 1 token per sequence or with drafts), that's the
+    smallest one that fits the step. vLLM itself looks only at the smallest graph overall. If that
+    happens to be for a different draft length, the step runs without a full graph, or without any
+    (vllm-project/vllm#56136).
 
     Args:
-        graphs: vLLM's descriptions of the graphs that it captures, with those of the preferred mode
-            first.
+        graphs: vLLM's descriptions of the graphs it captures, preferred mode first.
     """
     kinds = defaultdict(list)
     for graph in graphs:

@@ -1,8 +1,8 @@
-"""Measurements of the batches of a running engine: times by number of drafts, and acceptance.
+"""Measurements from a running engine: cycle times by draft length, and acceptance.
 
-A case groups batches with the same budget and a similar number of sequences and mean length, each
-rounded to a power of sqrt(2). A new case starts with the times of the nearest existing case, so
-little needs to be timed again as sequences grow and end.
+A case groups batches with the same budget and a similar batch size and mean length, each rounded to
+a power of sqrt(2). A new case starts with the times of the nearest existing one, so little needs to
+be timed again as sequences grow and finish.
 """
 
 from __future__ import annotations
@@ -18,89 +18,85 @@ from sparrow.vllm.lossless.plan import Choice, Guessed, drafts_of
 
 PROBES = 4
 DENSE_PROBES = 6
-"""Before speeds are compared, each number of drafts is timed for ``PROBES`` cycles, and dense
-decoding for ``DENSE_PROBES`` steps. Dense decoding is timed for longer because everything is
-compared with dense steps, whose times scatter most.
+"""Before comparing speeds, time each draft length for ``PROBES`` cycles, and dense decoding for
+``DENSE_PROBES`` steps. Dense decoding gets more because everything is compared with it, and its
+times are the noisiest.
 """
 DENSE_ALIKE = 3
 ALIKE = 1.03
-"""``DENSE_ALIKE`` dense steps are enough if the longest step takes at most ``ALIKE`` times as long
-as the shortest step.
+"""``DENSE_ALIKE`` dense steps are enough if the slowest takes at most ``ALIKE`` times as long as
+the fastest.
 """
 TRIED = 2
 UNDER_WAY = 3
-"""The chooser tries a new number of drafts in ``TRIED`` cycles. It then waits for ``UNDER_WAY``
-cycles until their times are known, so that a number that turns out to be slow is not used in the
-meantime. A single time is not enough, because it may be long by chance.
+"""The chooser tries a new draft length for ``TRIED`` cycles, then waits ``UNDER_WAY`` cycles for
+their times to come in, so as not to keep using it if it turns out to be slow. One cycle isn't
+enough, because it may be slow by chance.
 """
 DENSE_LEAD = 0.06
-"""Relative gain in speed over dense decoding above which drafting is chosen. When steps wait for
-the host, times scatter by as much as this gain, and a wrong choice would make lossless decoding
-slower than dense decoding.
+"""How much faster than dense decoding, relatively, drafting must be to be chosen. When steps are
+host-bound, times vary by about this much, and a wrong choice would make lossless decoding slower
+than dense decoding.
 """
 GIVE_UP = 0.85
-"""The timing of a number of drafts is cut short if its speed, even at the shortest time so far, is
-below this share of the dense speed.
+"""Stop timing a draft length early if even its fastest cycle so far is below this share of the
+dense speed.
 """
 PRIOR = (9.0, 10.0)
-"""Number of accepted drafts and number of judged drafts that are assumed before there are
-measurements.
-"""
+"""Accepted and judged drafts to assume before there are any measurements."""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the acceptance that is expected for a budget that was not tried yet.
-The weight is large because few drafts are judged in the five cycles of a trial.
+"""Weight, in judged drafts, of the expected acceptance for a budget not tried yet. It is large
+because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
-"""Weights, in cycles of one sequence, of the number of accepted drafts that is expected before a
-number of drafts with guesses was tried at a length: ``GUESSED_NEAR`` if it was tried at another
-length. With guesses, the drafts of a cycle are one observation, because their acceptance depends on
-the place.
+"""Weights, in single-sequence cycles, of the expected number of accepted drafts for a choice with
+guesses not yet tried at some length. ``GUESSED_NEAR`` applies if it was tried at another length.
+With guesses, a whole cycle is one observation, because acceptance depends on the position in the
+text.
 """
 GUESSED_CYCLES = 100.0
-"""Weight at which the number of accepted drafts with guesses is known well enough in any case."""
+"""Weight at which the number of accepted drafts with guesses is always known well enough."""
 GUESSED_SCATTER = 0.5
-"""Standard deviation of the number of tokens of a cycle with guesses, relative to its mean."""
+"""Standard deviation of tokens per cycle with guesses, relative to the mean."""
 FEW_ROWS = 8
-"""With fewer sequences, what is known about drafts with guesses is forgotten more slowly."""
+"""In smaller batches, measurements with guesses are forgotten more slowly."""
 REACH = 2
-"""Largest distance, in steps, from a new case to a case whose times it may copy."""
+"""How far away, in steps, a case may be for a new case to copy its times."""
 FORGET = 0.98
-"""Factor by which the weight of earlier accepted and judged drafts is multiplied in each cycle."""
+"""Decay per cycle for the counts of accepted and judged drafts."""
 KEPT = 12
-"""Number of latest times kept for each number of drafts."""
+"""How many of the latest times to keep per choice."""
 
 Batch = tuple[int, int]
-"""The number of sequences and their mean length, both as numbers of steps of a factor of
-sqrt(2).
-"""
+"""Batch size and mean length, both on a log scale with steps of sqrt(2)."""
 
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """A class of batches with similar numbers of sequences, similar lengths, and the same budget.
+    """Batches with similar sizes, similar lengths, and the same budget.
 
-    The keys of the dictionaries are choices.
+    The dictionaries are keyed by choice.
     """
 
     batch: Batch
     budget: int  # an index into ``Measured.budgets``
-    # times of the latest cycles, in seconds
+    # latest cycle times, in seconds
     seconds: dict[Choice, deque[float]] = field(default_factory=dict)
-    # time of the first cycle after the choice or the budget changed, in seconds
+    # time of the first cycle after a change of choice or budget, in seconds
     first_seconds: dict[Choice, float] = field(default_factory=dict)
-    # time of a cycle in seconds, copied from the nearest case when this case was new
+    # cycle times in seconds, copied from the nearest case when this one was new
     taken_over: dict[Choice, float] = field(default_factory=dict)
-    # number of cycles since each choice was first tried
+    # cycles since each choice was first tried
     begun: Counter[Choice] = field(default_factory=Counter)
     in_use: Choice | None = None  # the choice that won the latest comparison
-    is_being_timed: bool = False  # whether different choices are being timed
+    is_being_timed: bool = False  # whether choices are still being timed
     cycles: int = 0
-    drafting: int = 0  # number of cycles since drafts came into use
+    drafting: int = 0  # cycles since drafting started
 
     @property
     def settled(self) -> Choice | None:
-        """The choice in use; None while different choices are being timed."""
+        """The current choice; None while choices are still being timed."""
         return None if self.is_being_timed else self.in_use
 
 
@@ -108,24 +104,24 @@ class Measured:
     """Times and acceptance by case.
 
     Args:
-        budgets: the budgets of drafts, as multiples of the draft schedule.
+        budgets: the draft budgets, as multiples of the draft schedule.
     """
 
     def __init__(self, budgets: tuple[float, ...]) -> None:
         self.budgets = budgets
         self.cases: dict[tuple[Batch, int], Case] = {}
-        # number of accepted drafts and number of judged drafts, by length and budget
+        # accepted and judged drafts, by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
-        # for drafts with guesses: number of accepted drafts and number of cycles, summed over
-        # sequences, by length, budget and choice
+        # with guesses: accepted drafts and cycles, summed over sequences, by length, budget and
+        # choice
         self._yields: dict[tuple[int, int, Guessed], list[float]] = {}
 
     def find(self, batch: Batch, budget: int) -> Case | None:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """Return the case of these batches. A new case starts with the times and cycle counts of
-        the nearest case that has times.
+        """Return the case for these batches. A new case starts with the times and cycle counts of
+        the nearest case that has any times.
         """
         case = self.cases.get((batch, budget))
         if case is None:
@@ -180,8 +176,8 @@ class Measured:
         counts[:] = (factor * before + now for before, now in zip(counts, added, strict=True))
 
     def forget(self, case: Case, choice: Choice) -> None:
-        """Forget the times of a choice, so that it can be timed again. With guesses, also forget
-        most of what is known about the number of accepted drafts.
+        """Forget a choice's times so that it gets timed again. With guesses, also forget most of
+        what is known about its acceptance.
         """
         case.seconds.pop(choice, None)
         if isinstance(choice, Guessed):
@@ -190,9 +186,8 @@ class Measured:
                 counts[:] = GUESSED_PRIOR * counts[0] / counts[1], GUESSED_PRIOR
 
     def known(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle, by choice. For a choice that was timed often enough in this
-        case, this is the measured time. For other choices, it is the time that is expected from the
-        times that the case copied.
+        """Return the seconds per cycle, by choice. Choices timed often enough in this case have
+        their measured time. For the others, the time is estimated from the ones this case copied.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -203,9 +198,9 @@ class Measured:
             factor = timed[fewest] / expected[fewest]
             for choice in expected.keys() - timed.keys():
                 known[choice] = factor * expected[choice]
-                # Longer sequences only slow down verification, and thereby add the same time for
-                # any number of drafts. If cycles have become shorter, a cycle without drafts saves
-                # less time than a cycle with drafts.
+                # Longer sequences only slow down verification, which adds the same time for any
+                # draft length. If cycles have become shorter, a cycle without drafts gains less
+                # than a cycle with drafts.
                 if more > 0 or drafts_of(choice) > drafts_of(fewest):
                     known[choice] = min(known[choice], expected[choice] + more)
         return known
@@ -222,13 +217,13 @@ class Measured:
         if len(seen) < TRIED or not self.is_timed(case, 0):
             return False
         dense = self.speed(case, 0, typical(case.seconds[0]))
-        # With guesses, few cycles say little about how many drafts are accepted.
+        # With guesses, a few cycles say little about acceptance.
         plain = self._without_guesses(case.batch[1], case.budget, drafts_of(choice))
         return max(self.tokens(case, choice), plain) < GIVE_UP * dense * min(seen)
 
     def _is_clear(self, case: Case, choice: Choice) -> bool:
-        """Return whether enough cycles with guesses were judged: the fewer, the more their speed
-        differs from that of every other choice. Without guesses, any number of cycles is enough.
+        """Return whether a choice with guesses has seen enough cycles. The more its speed stands
+        out from all other choices, the fewer it needs. Without guesses, this is always true.
         """
         if not isinstance(choice, Guessed):
             return True
@@ -243,22 +238,21 @@ class Measured:
         return not others or abs(ours / max(others) - 1) > 2 * self.doubt(case, choice)
 
     def doubt(self, case: Case, choice: Choice) -> float:
-        """Return the relative standard error of the number of tokens per cycle. With guesses, this
-        number scatters by about half its mean. Without guesses, the error counts as 0.
+        """Return the relative standard error of tokens per cycle, which is treated as 0 without
+        guesses.
         """
         if not isinstance(choice, Guessed):
             return 0.0
         return GUESSED_SCATTER * self.yielded(case.batch[1], case.budget, choice)[1] ** -0.5
 
     def seen(self, case: Case, choice: Choice) -> list[float]:
-        """List the times of all cycles with this choice, including the time of a first cycle."""
+        """List all cycle times for this choice, including the first cycle after a change."""
         first = case.first_seconds.get(choice)
         return [*case.seconds.get(choice, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return how many drafts were accepted and how many were judged at this length with this
-        budget. At first, these numbers are estimated from the nearest length and budget; the weight
-        of this estimate soon fades.
+        """Return how many drafts were accepted and judged at this length with this budget. This
+        starts as an estimate from the nearest length and budget, which soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -273,9 +267,9 @@ class Measured:
         return [weight * expected, weight]
 
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
-        """Return how many drafts with guesses were accepted at this length with this budget, and in
-        how many cycles. At first, these numbers are estimated from the nearest length or number of
-        drafts; the weight of this estimate soon fades.
+        """Return how many drafts with guesses were accepted at this length with this budget, and
+        over how many cycles. This starts as an estimate from the nearest budget, draft length and
+        sequence length, which soon fades.
         """
         if (length, budget, choice) in self._yields:
             return self._yields[length, budget, choice]
@@ -312,16 +306,14 @@ class Measured:
         return self._without_guesses(length, case.budget, choice)
 
     def speed(self, case: Case, choice: Choice, seconds: float) -> float:
-        """Return how many tokens per second a sequence gets with this choice. The speed of dense
-        decoding is multiplied by ``1 + DENSE_LEAD``.
+        """Return the tokens per second and sequence with this choice. Dense decoding gets a head
+        start of ``DENSE_LEAD``.
         """
         lead = 1.0 if choice else 1 + DENSE_LEAD
         return lead * self.tokens(case, choice) / seconds
 
     def speeds(self, case: Case) -> dict[Choice, float]:
-        """Return how many tokens per second a sequence gets, for each choice that was timed in this
-        case.
-        """
+        """Return the tokens per second and sequence for each choice timed in this case."""
         return {
             k: self.speed(case, k, typical(of))
             for k, of in case.seconds.items()
@@ -329,7 +321,7 @@ class Measured:
         }
 
     def expected_speeds(self, case: Case) -> dict[Choice, float]:
-        """Return how many tokens per second a sequence gets, as measured or expected, by choice."""
+        """Return the tokens per second and sequence by choice, as measured or expected."""
         return {k: self.speed(case, k, seconds) for k, seconds in self.known(case).items()}
 
 
@@ -341,8 +333,8 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """Return the mean of the middle half of the times. Extreme times are left out because, if the
-    host sees the end of a cycle late, that cycle seems too long and the next one too short.
+    """Return the mean of the middle half of the times. The extremes are dropped because whenever
+    the host sees a cycle end late, that cycle looks too long and the next one too short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4
@@ -350,9 +342,7 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def steps_of(value: float) -> int:
-    """Convert a number of sequences or tokens to a number of steps; each step is a factor of
-    sqrt(2).
-    """
+    """Put a number of sequences or tokens on a log scale with steps of sqrt(2)."""
     return round(2 * math.log2(max(value, 1.0)))
 
 

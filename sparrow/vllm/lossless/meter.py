@@ -1,8 +1,8 @@
-"""Measure the acceptance of every draft. This takes no extra pass, because verification already has
-the necessary logits on the device.
+"""Measure the acceptance of every draft. No extra pass is needed, since verification already has
+both sets of logits on the device.
 
-Shapes: T rows of logits in a verification, in which the rows of a sequence are adjacent; B
-sequences; S maximum number of sequences in the worker; k drafts; V vocabulary.
+Shapes: T rows of logits in a verification, grouped by sequence; B batch size; S the worker's
+maximum number of sequences; k drafts; V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparrow.mismatch.drafts import DraftAcceptance
     from sparrow.schedule import SparsitySchedule
 
-BUCKETS = 1000  # the same as in ``sparrow.mismatch.drafts``, which is loaded only when needed
+BUCKETS = 1000  # keep in sync with ``sparrow.mismatch.drafts``, which is only imported when needed
 
 
 @triton.jit
@@ -90,12 +90,12 @@ def overlap(
     ``[T]``.
 
     Args:
-        target_TV: the policy's logits, processed as for sampling.
-        draft_SkV: the logits from which drafts were sampled.
+        target_TV: the policy's logits, already processed for sampling.
+        draft_SkV: the logits the drafts were sampled from.
         sequence_T: for each row, the index of its sequence in ``draft_SkV``.
         place_T: for each row, the index of its draft within the sequence, or a negative number if
-            it has no draft. The result is then NaN, as it is at a temperature of 0.
-        temper: whether the drafts' logits have yet to be divided by ``temperature_S``.
+            it has no draft. Rows without a draft give NaN, as do rows at temperature 0.
+        temper: whether the draft logits still need to be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
     out_T = torch.full((T,), float("nan"), device=target_TV.device)
@@ -119,11 +119,11 @@ def overlap(
 
 
 class Tally:
-    """The acceptance of drafts by length, counted on the device until ``settle`` is called.
+    """Draft acceptance by length, counted on the device until ``settle`` is called.
 
     Args:
-        bin_tokens: width of a length bin.
-        max_length: maximum length of a sequence, in tokens.
+        bin_tokens: length bin width.
+        max_length: maximum sequence length, in tokens.
     """
 
     def __init__(self, bin_tokens: int, max_length: int, device: torch.device) -> None:
@@ -133,9 +133,7 @@ class Tally:
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(self, value_T: Tensor, position_T: Tensor) -> None:
-        """Count the acceptance of the drafts that follow the tokens at these positions, except
-        where it is NaN.
-        """
+        """Count the acceptance of the drafts right after these positions, skipping NaNs."""
         is_known_T = ~value_T.isnan()
         value_T = value_T.nan_to_num(0.0)
         bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
@@ -155,19 +153,19 @@ class Tally:
 
 
 class Metered:
-    """A second schedule, whose acceptance is measured in occasional extra steps.
+    """A second schedule whose acceptance is measured with an occasional extra step.
 
-    Such a step computes the distribution under this schedule at the position of a cycle's first
-    draft, where verification later computes the policy's. It has no lasting effect, because the
-    drafts overwrite its cache entries.
+    The extra step computes this schedule's distribution at the position of a cycle's first draft,
+    where verification later computes the policy's. It leaves no trace, because the drafts overwrite
+    its cache entries.
 
     Args:
-        schedule: the schedule, with the page layout of the drafts.
-        every: run one such step in this many cycles with drafts.
+        schedule: the schedule, with the same page layout as the drafts.
+        every: run the extra step once every this many cycles with drafts.
         table: the schedule's page counts by length (see ``PageTables.of``).
-        logits_SV: a buffer for the logits of these steps. It has one row for each sequence that the
-            worker may have, and a last row (index -1) for batch rows without drafts.
-        tally: the tally that counts the acceptance under this schedule.
+        logits_SV: a buffer for the extra steps' logits, with one row per sequence the worker can
+            hold, plus a last row (index -1) for batch rows without drafts.
+        tally: where to count the acceptance under this schedule.
     """
 
     def __init__(
@@ -179,20 +177,19 @@ class Metered:
         self.tally = tally
         self._every = every
         self._cycles = 0
-        # True for sequences whose stored logits belong to the drafts to be verified next.
+        # true for sequences whose stored logits belong to the drafts about to be verified
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Mark the stored logits of these sequences (-1 for rows without a sequence) as outdated,
-        because new drafts follow. Return whether a step under this schedule is due before those
-        drafts.
+        """Mark these sequences' stored logits as stale, since new drafts are coming. Return whether
+        an extra step is due before them. Rows without a sequence have index -1.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
         return self._cycles % self._every == 0
 
     def take(self, logits_RV: Tensor, index_R: Tensor) -> None:
-        """Store the logits of a step until the verification."""
+        """Store an extra step's logits until verification."""
         self.logits_SV[index_R.long()] = logits_RV.to(self.logits_SV.dtype)
         self._is_fresh_S[index_R.long()] = index_R >= 0
 
@@ -204,8 +201,8 @@ class Metered:
         sequence_T: Tensor,
         temperature_S: Tensor,
     ) -> None:
-        """Count the acceptance in one verification, in which ``is_first_T`` marks the rows of
-        logits that verify the first draft of a sequence.
+        """Count the acceptance in one verification. ``is_first_T`` marks the rows that verify a
+        sequence's first draft.
         """
         is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
         place_T = is_judged_T.long() - 1
@@ -216,19 +213,19 @@ class Metered:
 
 
 class Meter:
-    """The acceptance of drafts by length.
+    """Draft acceptance by length.
 
-    A draft counts only if all earlier drafts of its cycle were accepted, because a draft after a
-    rejected one cannot become part of the response. Greedy drafts do not count, because they are
-    not drawn from a distribution.
+    A draft counts only if all earlier drafts in its cycle were accepted, because a draft after a
+    rejected one can't end up in the response. Greedy drafts don't count, because they aren't drawn
+    from a distribution.
 
     Args:
-        drafts: a tally for each of ``Runtime.budgets``.
-        budget: the initial budget of drafts.
+        drafts: one tally for each of ``Runtime.budgets``.
+        budget: the initial draft budget.
         temper: see ``overlap``.
-        metered: a second schedule to measure; None if there is none.
-        drawn_S: how many drafts of each sequence were drawn from their distribution. The others are
-            guesses, which are not measured. None if there are no guesses.
+        metered: a second schedule to measure, if any.
+        drawn_S: how many of each sequence's drafts were drawn from a distribution. The rest are
+            guesses and are not measured. None if there are no guesses.
     """
 
     def __init__(
@@ -246,7 +243,7 @@ class Meter:
         self.use(budget)
 
     def use(self, budget: int) -> None:
-        """From the next verification on, count drafts under this budget."""
+        """Count drafts under this budget from the next verification on."""
         self._in_use = self._drafts[budget]
 
     def settle(self) -> list[DraftAcceptance]:
@@ -267,12 +264,12 @@ class Meter:
         """Count the acceptance in one verification.
 
         Args:
-            first_B1: index of the first row of logits of each sequence, ``[B + 1]``.
-            position_T: position of the token before each row of logits. A draft's length is this
-                position plus one.
-            sequence_T: the sequence of each row, as an index among all sequences of the worker.
-            place_T: the number of each row within its sequence.
-            sampled_B: the number of tokens that each sequence gained: its accepted drafts plus one.
+            first_B1: index of each sequence's first row of logits, ``[B + 1]``.
+            position_T: position of each row's input token. A draft's length is this plus one.
+            sequence_T: the sequence each row belongs to, as an index into all of the worker's
+                sequences.
+            place_T: each row's index within its sequence.
+            sampled_B: how many tokens each sequence gained: its accepted drafts plus one.
         """
         T = len(position_T)
         row_T = torch.searchsorted(

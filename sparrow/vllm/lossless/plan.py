@@ -1,9 +1,8 @@
-"""The scheduler's plan for drafts, and how the plan reaches the speculator.
+"""The scheduler's draft plan, and how it reaches the speculator.
 
-vLLM's scheduler and workers may run in different processes. A worker receives each step as a
-pickled ``SchedulerOutput`` of vLLM. This object has a field for the number of drafts, but none for
-their budget and for guesses. The plan is therefore stored as an extra attribute of the object,
-which only this module uses.
+vLLM's scheduler and workers may run in different processes, and a worker receives each step as a
+pickled ``SchedulerOutput``. That has a field for the number of drafts, but none for their budget or
+for guesses. So the plan travels in an extra attribute, which only this module touches.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class Guessed(NamedTuple):
-    """A number of drafts that are made with guesses from history (``cascade``)."""
+    """A number of drafts to make with guesses from history (``cascade``)."""
 
     drafts: int
 
@@ -23,25 +22,24 @@ class Guessed(NamedTuple):
 
 
 Choice = int | Guessed
-"""How a cycle drafts: a number of drafts, 0 for none, or ``Guessed`` if they are made with guesses.
-"""
+"""How a cycle drafts: a number of drafts (0 for none), or ``Guessed`` to use guesses."""
 
 
 def drafts_of(choice: Choice) -> int:
-    """Return the number of drafts of a choice."""
+    """Return how many drafts a choice makes."""
     return choice.drafts if isinstance(choice, Guessed) else choice
 
 
 class DraftPlan(NamedTuple):
-    """A plan for the drafts that follow a step."""
+    """A plan for the drafts made after a step."""
 
     tokens: int  # number of drafts per sequence, 0 for none
     budget: int  # how much the drafts read, as an index into ``Runtime.budgets``
-    guesses: bool = False  # whether the drafts are made with guesses from history
+    guesses: bool = False  # whether to use guesses from history
 
     @property
     def choice(self) -> Choice:
-        """The number of drafts, and whether they are made with guesses."""
+        """The number of drafts, and whether they use guesses."""
         return Guessed(self.tokens) if self.tokens and self.guesses else self.tokens
 
 
@@ -51,8 +49,8 @@ class _Planned(NamedTuple):
 
 
 def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
-    """Attach two plans to a step: the plan for the drafts that follow the step, and the plan for
-    the drafts that the step verifies.
+    """Attach two plans to a step: one for the drafts made after it, and one for the drafts it
+    verifies.
 
     Args:
         scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -61,12 +59,12 @@ def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
 
 
 def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
-    """Return the plan for the drafts that follow a step. If the step has no plan, the budget and
-    the use of guesses are those of ``before``.
+    """Return the plan for the drafts after a step. If the step has no plan, keep the budget and
+    guesses setting from ``before``.
 
-    A step has no plan during vLLM's warm-up, if the number of drafts does not adapt, or if the
-    scheduler repeats its choice. The number of tokens always comes from vLLM's scheduler, which has
-    reserved memory for this number.
+    A step has no plan during vLLM's warm-up, if drafting isn't adaptive, or if the scheduler
+    repeats its last choice. The number of tokens always comes from vLLM's scheduler, because that
+    is what it has reserved memory for.
     """
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     drafts = before if planned is None else planned.drafts
@@ -74,6 +72,6 @@ def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
 
 
 def verified_by(scheduled: Any, otherwise: DraftPlan) -> DraftPlan:
-    """Return the plan for the drafts that a step verifies, or ``otherwise`` if the step has none."""
+    """Return the plan for the drafts a step verifies, or ``otherwise`` if the step has none."""
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     return otherwise if planned is None else planned.verified

@@ -1,5 +1,5 @@
-"""The scheduler for lossless mode with ``adapt_draft_tokens``. It is vLLM's scheduler, extended to
-choose how many tokens to draft next, whether with guesses, and how much the drafts read.
+"""The scheduler for lossless mode with ``adapt_draft_tokens``. It extends vLLM's scheduler to
+choose how many tokens to draft next, whether to use guesses, and how much the drafts read.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from sparrow.vllm.lossless import plan
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed
 
-LOG_EVERY = 200  # minimum number of cycles between two log lines
+LOG_EVERY = 200  # minimum number of cycles between log lines
 Recorded = tuple[int, float, int, int]
-"""A number of drafts, their budget as a multiple of their schedule, the number of guesses that each
-of their passes reads, and the number of steps.
+"""Number of drafts, their budget as a multiple of the draft schedule, number of guesses per pass,
+and number of steps.
 """
 
 
 class LosslessScheduler(AsyncScheduler):
-    """A scheduler that sets the number of drafts before each step. To do so, it changes the table
-    in which vLLM looks this number up (``dynamic_sd_lookup``).
+    """A scheduler that sets the number of drafts before each step, by swapping out vLLM's lookup
+    table for it (``dynamic_sd_lookup``).
 
-    The budget and the use of guesses are attached to the step (``plan``). Since the samples that
-    are drawn with a given seed depend on these choices, the choices can be recorded and repeated by
-    another engine.
+    The budget and whether to use guesses are attached to the step (``plan``). Samples for a given
+    seed depend on these choices, so they can be recorded and replayed by another engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        # The choices cannot be read from vLLM's table, because it has only ``max_num_seqs`` entries
-        # and begins with 0.
+        # Don't read the choices from vLLM's table: it has only ``max_num_seqs`` entries, and starts
+        # with 0.
         speculative: Any = self.vllm_config.speculative_config
         decoding = config.requested_lossless(self.vllm_config)
         assert decoding is not None
@@ -46,27 +45,27 @@ class LosslessScheduler(AsyncScheduler):
         self._guess_tokens = decoding.guess_tokens
         guessed = [Guessed(k) for k in numbers if k] if self._guess_tokens else []
         self.chooser = DraftChooser([*numbers, *guessed], decoding.draft_budgets)
-        # The latest choice, which still applies to a step that starts without running sequences.
+        # The latest choice. It carries over to steps that start with nothing running.
         self._plan = DraftPlan(min(numbers), self.chooser.budgets.index(1.0))
-        self._rows = 0  # number of sequences when the latest choice was made
-        self._repeated = 0  # number of steps since the latest choice
-        self.keeps_choices = False  # set to True by a caller that will call ``take_choices``
+        self._rows = 0  # batch size when the latest choice was made
+        self._repeated = 0  # steps since the latest choice
+        self.keeps_choices = False  # set this to True before using ``take_choices``
         # the choice in each step since the last ``take_choices``
         self._choices: list[tuple[int, float, int]] = []
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in numbers}
-        # The previous step: its end time, its number of sequences, its drafts, and their budget.
+        # The previous step's end time, batch size, drafts and budget.
         self._last: tuple[float, int, Choice, int] | None = None
         self._logged: tuple[dict[str, Choice], dict[str, float]] | None = None
-        self._log_from = 0  # the cycle from which on the next line may be logged
+        self._log_from = 0  # earliest cycle for the next log line
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         may_repeat = not self._plan.tokens and self._replayed is None
         repeats = self.chooser.repeats if may_repeat else 0
         if self._repeated < repeats and len(self.running) == self._rows:
-            # such steps wait for the host, so this is all the work that is done here
+            # These steps are host-bound, so do as little as possible here.
             self._repeated += 1
             if self.keeps_choices:
                 self._choices.append(self._recorded())
@@ -91,7 +90,7 @@ class LosslessScheduler(AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def take_choices(self) -> list[Recorded]:
-        """Return the choices since the last call, in the order of the steps, and end any replay."""
+        """Return the choices since the last call, in step order, and end any replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
                 "Some recorded draft choices were not repeated, because this run differs from the "
@@ -103,11 +102,11 @@ class LosslessScheduler(AsyncScheduler):
         return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
     def replay(self, choices: Iterable[Recorded]) -> None:
-        """From the next step on, repeat these choices, until there are none left or
-        ``take_choices`` is called.
+        """Replay these choices from the next step on, until they run out or ``take_choices`` is
+        called.
 
-        Raises ConfigError if a number of drafts, a budget or a number of guesses is not among the
-        choices of this engine.
+        Raises ConfigError if a number of drafts, a budget or a number of guesses is not one that
+        this engine can choose.
         """
         choices = list(choices)
         budgets = self.chooser.budgets
@@ -127,12 +126,12 @@ class LosslessScheduler(AsyncScheduler):
         )
 
     def _recorded(self) -> tuple[int, float, int]:
-        """Return the choice in use, as recorded for one step."""
+        """Return the current choice in the form that is recorded for each step."""
         tokens, budget, has_guesses = self._plan
         return tokens, self.chooser.budgets[budget], self._guess_tokens if has_guesses else 0
 
     def _choose(self, rows: int) -> None:
-        """Choose the drafts of the next step. A choice of none also holds for the next few
+        """Choose the drafts for the next step. If there are none, that may hold for a few more
         steps.
         """
         length = sum([request.num_computed_tokens for request in self.running]) / rows
@@ -141,7 +140,7 @@ class LosslessScheduler(AsyncScheduler):
         self._repeated = 0
 
     def _repeat(self) -> None:
-        """Use the next of the recorded choices, if there is one left."""
+        """Use the next recorded choice, if any are left."""
         assert self._replayed is not None
         choice = next(self._replayed, None)
         if choice is None:
@@ -154,8 +153,8 @@ class LosslessScheduler(AsyncScheduler):
             self._plan = choice
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Record the time of a step, if all its sequences had the same number of drafts and the
-        previous step had the same number of sequences.
+        """Record a step's time, provided all sequences had the same number of drafts and the batch
+        size didn't change from the previous step.
         """
         last = self._last
         self._last = None
@@ -176,24 +175,24 @@ class LosslessScheduler(AsyncScheduler):
         self._last = (now, rows, choice, budget)
         if last is None or last[1] != rows:
             return
-        # If steps wait for the host, a dense step right after drafts seems short, because the
-        # drafts let the host run ahead. A dense step right before drafts seems long, because the
-        # host launches the next step, with its drafts, before it sees the end of the dense step.
+        # When steps are host-bound, a dense step right after drafts looks too short, because the
+        # drafts let the host run ahead. A dense step right before drafts looks too long, because
+        # the host launches the next step, drafts included, before it sees the dense step end.
         if not drafts and (last[2] or self._plan.tokens):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
             return
-        # With async scheduling, a response may have ended since this step began. Its request then
-        # no longer exists.
+        # With async scheduling, a response may have ended since this step began, and its request
+        # is gone.
         left = filter(None, map(self.requests.get, scheduled.num_scheduled_tokens))
         lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
         length = sum(lengths) / len(lengths)
         tokens = sum(emitted)
-        # Each token is the verdict on one draft, except for the last token of a sequence whose
-        # drafts were all accepted.
+        # Each token settles one draft, except the last token of a sequence with all drafts
+        # accepted.
         judged = tokens - emitted.count(drafts + 1)
         is_first = (last[2], last[3] if drafts else budget) != (choice, budget)
         self.chooser.observe(

@@ -1,5 +1,4 @@
-"""Set up lossless mode before a model is loaded: configure vLLM, and refuse what lossless mode does
-not support.
+"""Set up lossless mode before a model is loaded: configure vLLM, and refuse unsupported setups.
 
 In vLLM's ``speculative_config``, the model is its own draft model (method ``draft_model``). vLLM's
 speculator would load a second copy of the model, so ``sparrow.vllm.lossless.speculator`` replaces
@@ -16,28 +15,27 @@ from sparrow.errors import ConfigError, refuse
 from sparrow.vllm import versions
 from sparrow.vllm.lossless import graphs
 
-ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that contains Sparrow's settings
+ENGINE_KEY = "sparrow"  # where Sparrow's settings live in vLLM's ``additional_config``
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 REFUSED_OPTIONS = {
     "structured_outputs": "the grammar would have to read all drafts on the host",
     "logprob_token_ids": "vLLM does not report these log-probs for tokens that it verifies",
 }
-"""The options of a request that lossless mode refuses, and why."""
+"""Request options that lossless mode refuses, and why."""
 DRAFTS_PER_PASS = 2
-"""With guesses, a cycle has one sparse pass for every ``DRAFTS_PER_PASS`` of its ``draft_tokens``.
-Where guessing from history pays off, a pass makes about this many drafts
-(``studies/cascade/history.py``).
+"""With guesses, a cycle runs one sparse pass per this many ``draft_tokens``. It's about how many
+drafts a pass makes when guessing from history pays off (``studies/cascade/history.py``).
 """
 
 
 def passes_of(draft_tokens: int) -> int:
-    """Return how many sparse passes over guesses a cycle of ``draft_tokens`` drafts has."""
+    """Return how many sparse passes a cycle needs for ``draft_tokens`` drafts with guesses."""
     return -(-draft_tokens // DRAFTS_PER_PASS)
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List how many drafts a cycle may have: only ``draft_tokens`` or, if the number adapts, none,
-    1/3, 2/3 or all of ``draft_tokens``.
+    """List the possible draft lengths: just ``draft_tokens`` or, if drafting is adaptive, none,
+    1/3, 2/3 or all of it.
     """
     k = decoding.draft_tokens
     return (
@@ -48,11 +46,10 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Complete vLLM's ``EngineArgs`` for lossless mode. Calling this again on the result has no
-    effect.
+    """Fill in vLLM's ``EngineArgs`` for lossless mode. Calling this twice is harmless.
 
-    Raises ConfigError if this version of vLLM does not support lossless mode, or an option
-    conflicts with lossless mode.
+    Raises ConfigError if this version of vLLM does not support lossless mode, or if an option
+    conflicts with it.
     """
     versions.check(on_cpu)
     k = decoding.draft_tokens
@@ -63,8 +60,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # vLLM captures graphs for each of these numbers of drafts, and the scheduler chooses one of
-        # them before each step.
+        # vLLM captures graphs for each of these draft lengths, and the scheduler picks one before
+        # each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -117,7 +114,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether lossless mode set this ``speculative_config``, in which the model is its own
+    """Return whether this ``speculative_config`` came from lossless mode, i.e. the model is its own
     draft model.
     """
     if speculative_config is None or speculative_config.method != "draft_model":
@@ -147,7 +144,7 @@ def check_supported(vllm_config: Any) -> None:
             "it does not support pipeline parallelism; use tensor parallelism",
         ),
         (
-            # With a dense model, vLLM's data-parallel ranks are independent, and each worker sees a
+            # For dense models, vLLM's data-parallel ranks are independent, and each worker sees a
             # size of 1.
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
             "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run "
@@ -266,10 +263,9 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
 
 
 def check_request(sampling: Any) -> None:
-    """Refuse a request (vLLM's ``SamplingParams``) with options that lossless mode does not
-    support.
+    """Check a request (vLLM's ``SamplingParams``) for options that lossless mode does not support.
 
-    Raises ValueError if the request has such an option. vLLM's server then answers with HTTP 400.
+    Raises ValueError if there are any. vLLM's server then responds with HTTP 400.
     """
     for name, reason in REFUSED_OPTIONS.items():
         value = getattr(sampling, name, None)
@@ -283,9 +279,9 @@ def check_request(sampling: Any) -> None:
 def without_verified_options(sampling: Any) -> Any:
     """Return a copy of a request (vLLM's ``SamplingParams``) without ``min_p`` and ``logit_bias``.
 
-    vLLM refuses both options in speculative decoding, because its V1 model runner ignores them in
-    verification. The V2 model runner, which lossless mode needs, applies them to the logits of
-    every verified token.
+    vLLM refuses both with speculative decoding, because its V1 model runner ignores them during
+    verification. Lossless mode runs on the V2 model runner, which applies them to every verified
+    token's logits.
     """
     plain = copy(sampling)
     plain.min_p = 0.0

@@ -1,10 +1,10 @@
 """The sparse actor as a drafter: the policy's own model, reading only a few pages of its KV cache.
 
-A draft step is one CUDA graph, which also sets up the next step. It writes the keys and values of
-its token to the slot that the token will have if accepted, where the dense pass overwrites them.
+A draft step is a single CUDA graph that also sets up the next step. It writes its token's keys and
+values to the slot the token will have if accepted, and the dense pass overwrites them.
 
-Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S maximum number of sequences
-in the worker, k drafts, M blocks of the longest sequence, V vocabulary.
+Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, k
+drafts, M blocks of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""A mask for the seeds of drafts. Samples follow the dense distribution only if a draft and the
-token that replaces it on rejection are drawn independently. Some versions of vLLM draw both with
-the same noise, so with these versions, the seeds of drafts are XORed with this mask. With
-``drafter_invariant``, the noise is the same on purpose, because no token replaces a draft (see
-``sparrow.vllm.lossless.verify``).
+"""XORed into the draft seeds on vLLM versions that would otherwise draw a draft and its replacement
+on rejection with the same noise. Samples follow the dense distribution only if the two are
+independent. With ``drafter_invariant``, the noise is the same on purpose, since drafts are never
+replaced (see ``sparrow.vllm.lossless.verify``).
 """
 
 
@@ -57,7 +56,7 @@ def _set_up(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write the slots and the page counts of a draft step. Rows of length 0 have no slot."""
+    """Write a draft step's slots and page counts. Rows of length 0 get no slot."""
     block = tl.load(
         blocks_SM + row * stride + position // TOKENS, mask=held & (length > 0), other=0
     ).to(tl.int64)
@@ -162,9 +161,9 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the tokens sampled in a draft step, count the step, and set up the next one. All this
-    is one kernel, because a draft step is so short that each further kernel would noticeably slow
-    it down.
+    """Store the tokens sampled in a draft step, count the step, and set up the next one. It's all
+    one kernel because draft steps are so short that every extra launch would noticeably slow them
+    down.
 
     ``decoded`` counts rows by length (see ``DecodedRows``). ``limit`` is the context length in
     tokens.
@@ -182,7 +181,7 @@ def _advance_kernel(
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps must have read ``step`` before it changes
-    # modulo K, because the warm-up before captures runs more than K steps
+    # modulo K, because the warm-up before capture runs more than K steps
     tl.store(step, (now + 1) % K)
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
@@ -190,20 +189,20 @@ def _advance_kernel(
 
 
 class Inputs(NamedTuple):
-    """The buffers into which ``propose`` writes the newest token of each row."""
+    """The buffers where ``propose`` puts each row's newest token."""
 
     ids: Tensor
     positions: Tensor
-    lengths: Tensor  # tokens of the row, the newest included; 0 if it drafts nothing
+    lengths: Tensor  # tokens in the row, including the newest; 0 if it drafts nothing
 
 
 class SparseDrafter:
-    """A ``Drafter`` that runs decode steps of the policy's model under the draft schedule.
+    """A ``Drafter`` that runs the policy's own decode steps under the draft schedule.
 
     Args:
-        decoding: the settings of lossless mode.
-        speculator: vLLM's speculator, whose buffers contain the inputs and the drafts. CUDA graphs
-            refer to these buffers by address.
+        decoding: the lossless mode settings.
+        speculator: vLLM's speculator. Its buffers hold the inputs and the drafts, and CUDA graphs
+            refer to them by address.
     """
 
     _model: Any
@@ -231,26 +230,26 @@ class SparseDrafter:
         }
         speculator.idx_mapping.fill_(-1)
         self._slots_R = torch.full((speculator.max_num_reqs,), -1, dtype=torch.int64, device=device)
-        # The buffer is allocated here, so that vLLM includes it when it measures free memory.
+        # Allocated here so that vLLM accounts for it when measuring free memory.
         self._metered_logits: Tensor | None = None
         if decoding.meter_schedule is not None:
             S, _, V = self.logits.shape
             self._metered_logits = self.logits.new_zeros(S + 1, V)
 
     def load(self, model: Any) -> None:
-        """Use this model for drafts.
+        """Draft with this model.
 
-        Raises UnsupportedModel if ``draft_weights`` is "fp8", but no layer can have an fp8 copy.
+        Raises UnsupportedModel if ``draft_weights`` is "fp8" but no layer can have an fp8 copy.
         """
         self._model = model
-        # vLLM counts a copy made here towards the model's memory, and treats it like the weights in
-        # sleep mode.
+        # Copied here so that vLLM counts the copy as model memory, and treats it like the weights
+        # in sleep mode.
         self._weights = DraftWeights(model) if self._copies_weights else None
         if self._vllm.vllm_config.lora_config is not None:
             self._adapters = DraftAdapters(model.lora_manager, self._vllm.max_num_reqs)
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
+        """Store vLLM's block tables, and discard anything tied to an earlier cache.
 
         Raises ConfigError if ``meter_schedule`` does not work with this cache.
         """
@@ -266,8 +265,8 @@ class SparseDrafter:
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
         ]
-        # Cut off vLLM's padding to more blocks than a sequence can have, for which the kernels'
-        # workspace has no room.
+        # vLLM pads the table to more blocks than a sequence can have. Cut off the padding, because
+        # the kernels' workspace has no room for it.
         self._blocks_SM = block_tables.input_block_tables[0][
             :, : -(-self._vllm.max_model_len // self._block_tokens)
         ]
@@ -287,7 +286,7 @@ class SparseDrafter:
         )
 
     def _metered(self, runtime: Runtime) -> Metered | None:
-        """Set up the measurement of ``meter_schedule``. Return None if that schedule is not set."""
+        """Set up measuring ``meter_schedule``. Return None if it is not set."""
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
             return None
@@ -318,9 +317,7 @@ class SparseDrafter:
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def capture(self) -> None:
-        """Capture a draft step for every number of rows for which vLLM captures graphs, starting
-        with the largest.
-        """
+        """Capture a draft step for each of vLLM's capture sizes, largest first."""
         self.captured_over = self.addresses()
         with graph_capture(device=self._vllm.device) as context:
             if self._adapters is None:
@@ -396,7 +393,7 @@ class SparseDrafter:
         return Inputs(buffers.input_ids, buffers.positions, buffers.seq_lens)
 
     def _run(self, drafts: int, B: int) -> None:
-        """Run the draft steps that ``propose`` has set up."""
+        """Run the draft steps set up by ``propose``."""
         if self._weights is not None:
             self._weights.renew()
         metered = self._runtime.drafting.meter.metered
@@ -415,8 +412,8 @@ class SparseDrafter:
                 self._draft(B)
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """Run one step under another schedule before the first draft step, which then overwrites
-        its cache entries.
+        """Run one step under the metered schedule before the first draft step, which then
+        overwrites its cache entries.
         """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
@@ -435,9 +432,7 @@ class SparseDrafter:
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:
-        """Build the ``Step`` that describes a sparse step with this number of rows to the
-        layers.
-        """
+        """Describe a sparse step with this many rows to the layers."""
         return Step(
             rows=rows,
             lengths=self._vllm.input_buffers.seq_lens[:rows],
@@ -449,8 +444,8 @@ class SparseDrafter:
         )
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """Run the model on the tokens in the input buffers, and return its logits, with one row per
-        token. This also writes the KV entries of the tokens.
+        """Run the model on the tokens in the input buffers, and return its logits, one row per
+        token. This also writes the tokens' KV entries.
         """
         tokens = step.rows * step.tokens
         buffers = self._vllm.input_buffers
@@ -472,8 +467,8 @@ class SparseDrafter:
         return self._model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """Run one draft step of ``rows`` rows, and set up the inputs of the next step. CUDA graphs
-        capture this function.
+        """Run one draft step with ``rows`` rows, and set up the inputs for the next one. CUDA
+        graphs capture this function.
         """
         buffers = self._vllm.input_buffers
         runtime = self._runtime

@@ -1,14 +1,13 @@
 """Lossless mode inside a vLLM worker: a drafter proposes tokens, and a dense pass verifies them.
 
-A cycle of a batch consists of up to ``draft_tokens`` drafts, and a dense pass over the drafts and
-the token before them. vLLM runs this pass, samples from its logits, and verifies the drafts as it
-would those of any draft model. The sparse actor drafts with the policy's own weights and KV cache.
-It writes the keys and values of its drafts to the slots of the next tokens, where the dense pass
-overwrites them. The final cache is therefore dense, and samples follow the dense distribution
-exactly (arXiv 2211.17192, 2302.01318).
+Each cycle makes up to ``draft_tokens`` drafts, then runs a dense pass over them and the token
+before them. vLLM runs this pass, samples from its logits, and verifies the drafts just as it would
+for any draft model. The sparse actor drafts with the policy's own weights and KV cache. It writes
+its drafts' keys and values to the slots of the next tokens, and the dense pass overwrites them. So
+the final cache is dense, and samples follow the dense distribution exactly (arXiv 2211.17192,
+2302.01318).
 
-Shapes: B sequences of the batch, S maximum number of sequences in the worker, k drafts, V
-vocabulary.
+Shapes: B batch size, S the worker's maximum number of sequences, k drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from sparrow.vllm.runtime import Runtime, find
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """A speculator that drafts with the sparse actor. vLLM's model runner treats it as the
-    speculator of a draft model.
+    """A speculator that drafts with the sparse actor. To vLLM's model runner, it looks like a draft
+    model's speculator.
 
-    ``plan`` is the plan for the next call of ``propose``. ``is_idle`` is true if the current step
-    neither verifies nor produces drafts. ``reads_history`` is true if drafts may start from guesses;
-    if so, ``tokens_SN`` holds the tokens of every sequence, int32 ``[S, N]``, which vLLM updates
-    before it calls ``propose``.
+    ``plan`` is the plan for the next call to ``propose``. ``is_idle`` is true if the current step
+    neither verifies nor produces drafts. ``reads_history`` is true if drafts may start from
+    guesses. In that case, ``tokens_SN`` holds every sequence's tokens, int32 ``[S, N]``, and vLLM
+    updates it before calling ``propose``.
     """
 
     num_query_per_req = 1
@@ -65,8 +64,8 @@ class SparseSpeculator(DraftModelSpeculator):
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Use the target model for drafting. The speculator lists no attention layers of its own,
-        because vLLM would allocate a second cache for them.
+        """Draft with the target model. The speculator must not list any attention layers, or vLLM
+        would allocate a second cache for them.
 
         Raises UnsupportedModel if the drafter does not support the model.
         """
@@ -75,14 +74,14 @@ class SparseSpeculator(DraftModelSpeculator):
         self.draft_attn_layer_names: set[str] = set()
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *_: Any) -> None:
-        """Store vLLM's block tables, and discard everything that belongs to an earlier cache.
+        """Store vLLM's block tables, and discard anything tied to an earlier cache.
 
-        vLLM initialises its cache more than once: from 0.32 on, it first measures the memory of
-        CUDA graphs with a small cache, and then frees that cache. A graph captured with that cache
-        would read and write freed memory.
+        vLLM initialises its cache more than once: from 0.32 on, it first measures CUDA graph memory
+        with a small temporary cache. A graph captured with that cache would read and write freed
+        memory.
 
-        Raises ConfigError if the layers have different kinds of cache, or a setting does not work
-        with this cache.
+        Raises ConfigError if the layers have different kinds of cache, or if a setting does not
+        work with this cache.
         """
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
@@ -107,8 +106,8 @@ class SparseSpeculator(DraftModelSpeculator):
             self.drafter.capture()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Set the plan for the drafts that follow a step, and record whether the step involves any
-        drafts.
+        """Set the plan for the drafts after this step, and record whether the step involves drafts
+        at all.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.
@@ -134,12 +133,12 @@ class SparseSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> Tensor:
-        """Draft tokens that follow the tokens just sampled. vLLM calls this method after each
-        forward pass. ``Drafter.propose`` describes the result, and ``Pass`` the arguments.
+        """Draft the tokens after those just sampled. vLLM calls this after each forward pass. See
+        ``Drafter.propose`` for the result and ``Pass`` for the arguments.
         """
         B = input_batch.num_reqs
-        # Dummy runs measure peak memory, which drafting would not change: a draft step needs less
-        # memory than the pass before it.
+        # Dummy runs measure peak memory. No need to draft for that: a draft step takes less memory
+        # than the pass before it.
         if dummy_run:
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]
@@ -159,7 +158,7 @@ class SparseSpeculator(DraftModelSpeculator):
 
 
 def _drafter(decoding: Decoding, speculator: SparseSpeculator) -> Drafter:
-    """Make the drafter that these settings of lossless mode need."""
+    """Create the right drafter for these settings."""
     if not decoding.guess_tokens:
         return SparseDrafter(decoding, speculator)
     if not decoding.adapt_draft_tokens:

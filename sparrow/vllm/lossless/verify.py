@@ -1,15 +1,13 @@
-"""Verification with the setting ``drafter_invariant``, under which the sampled tokens do not depend
-on the drafts.
+"""Verification with ``drafter_invariant`` set, so that the sampled tokens do not depend on the
+drafts.
 
-The policy samples every token as dense decoding would, with noise determined by the request's seed
+The policy samples every token as dense decoding would, with noise derived from the request's seed
 and the token's position. Drafts are sampled with the same noise, and accepted up to the first one
 that differs from the policy's token (Daliri et al., arXiv 2408.07978). vLLM's own verification
-accepts somewhat more drafts, because it decides from a draft's probabilities under both
-distributions.
+accepts somewhat more drafts, because it compares a draft's probabilities under both distributions.
 
-Shapes: T rows of logits in a verification, in which the rows of a sequence are adjacent; B
-sequences; S maximum number of sequences in the worker; k maximum number of drafts per sequence; V
-vocabulary.
+Shapes: T rows of logits in a verification, grouped by sequence; B batch size; S the worker's
+maximum number of sequences; k maximum number of drafts per sequence; V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,18 +24,20 @@ from sparrow.vllm import versions
 if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
-# runtimes by the drafts' logits, the only object of the speculator that verification receives
+# Keyed by the draft logits, because verification gets nothing else from the speculator.
 _runtimes: Any = WeakTensorKeyDictionary()
 
 
 def register(draft_logits: Tensor, runtime: Runtime) -> None:
-    """Associate the logits of drafts with the runtime by whose settings the drafts are verified."""
+    """Remember which runtime these draft logits belong to, so that verification can find its
+    settings.
+    """
     _runtimes[draft_logits] = runtime
 
 
 def runtime_of(draft_logits: Tensor | None) -> Runtime | None:
-    """Return the runtime of the speculator whose drafts have these logits. Return None if the
-    speculator is not Sparrow's.
+    """Return the runtime registered for these draft logits, or None if the speculator is not
+    Sparrow's.
     """
     return None if draft_logits is None else _runtimes.get(draft_logits)
 
@@ -53,20 +53,21 @@ def draw(
     k: int,
     use_fp64: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token from each row of logits, and keep the tokens that dense decoding would also
-    have sampled.
+    """Sample a token from each row of logits, and keep those that dense decoding would have sampled
+    too.
 
     Args:
-        target_TV: the policy's logits, processed as for sampling.
-        input_T: the token before each row of logits; for each sequence, the token sampled last and
-            then its drafts.
-        first_B1: index of the first row of each sequence, ``[B + 1]``.
+        target_TV: the policy's logits, already processed for sampling.
+        input_T: the input token of each row: for each sequence, the last sampled token and then its
+            drafts.
+        first_B1: index of each sequence's first row, ``[B + 1]``.
         position_T: the position of each row.
-        sequence_T: the sequence of each row, as an index among all sequences of the worker.
+        sequence_T: the sequence each row belongs to, as an index into all of the worker's
+            sequences.
 
     Returns:
-        Tokens ``[B, k + 1]``, and the number of valid tokens, int32 ``[B]``. Valid tokens are the
-        accepted drafts and one more token.
+        Tokens ``[B, k + 1]``, and how many of them are valid, int32 ``[B]``: the accepted drafts
+        plus one.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(
