@@ -2,12 +2,12 @@
 
     python benchmarks/audit_drafters.py    # writes benchmarks/results/audit_drafters.json
 
-The script runs the test of ``sparrow audit`` at a significance level of 1 % on the bundled reasoner
-in bfloat16. In lossless mode, drafts read few pages. The EAGLE-3 head has random weights, so most
-of its drafts are rejected, but not all. Each drafter is compared with dense decoding by the same
-kind of engine. All of these engines run at the same time, each in its own process, and one engine
-samples all seeds. After its engine has shut down, the process ranks the tokens with transformers.
-With ``--drafters``, the file keeps its results of the other drafters.
+Runs the ``sparrow audit`` test at the 1 % level on the bundled reasoner in bfloat16. Drafts in
+lossless mode read few pages; the EAGLE-3 head has random weights, so most but not all of its drafts
+are rejected. Each drafter is compared with dense decoding by the same kind of engine. All engines
+run at once, each in its own process: one engine samples all seeds and shuts down, then the process
+ranks the tokens with transformers. With ``--drafters``, the file keeps its results for the other
+drafters.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, sampling
 from common import REASONER, machine, write
 from vllm_versions import FEW_PAGES
 
-DRAFTS = 3  # of EAGLE-3
+DRAFTS = 3  # EAGLE-3's draft length
 ARMS = {"lossless": "lossless, dense", "eagle3": "stock"}
-"""The drafters, and the arm in which each one's engine decodes densely."""
+"""The drafters, each with the dense arm it's compared with."""
 TEMPERATURES = dict.fromkeys(("lossless", "lossless, dense"), 1.0)
 TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
-"""At a higher temperature, distributions are flatter, so more of the random drafts are accepted."""
+"""A higher temperature flattens the distributions, so more of the random drafts are accepted."""
 
 
 def head(folder: Path) -> dict[str, Any]:
-    """Write an EAGLE-3 head with random weights for the reasoner. Return vLLM's options for it."""
+    """Write a random EAGLE-3 head for the reasoner, and return vLLM's options for it."""
     import torch
     from safetensors.torch import save_file
 
@@ -79,10 +79,10 @@ def head(folder: Path) -> dict[str, Any]:
 
 
 def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampled:
-    """Sample an arm with every seed in this process, and rank its tokens with the dense model.
+    """Sample an arm with all seeds in this process, and rank its tokens with the dense model.
 
     Args:
-        options: vLLM's options, as ``sparrow audit --engine`` takes them.
+        options: vLLM options, in the format of ``sparrow audit --engine``.
     """
     separate(folder, arm)
 
@@ -121,7 +121,7 @@ def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampl
 
 
 def drafts_of(engine: Any, arm: str) -> dict[str, int]:
-    """Return how many tokens an arm's engine has drafted since its start, and how many were
+    """Return how many tokens an arm's engine has drafted so far, and how many of them were
     accepted.
     """
     if arm == "lossless":

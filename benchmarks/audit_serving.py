@@ -3,18 +3,18 @@
     python benchmarks/audit_serving.py --arms LoRA             # one GPU
     python benchmarks/audit_serving.py --arms "data parallel"  # two GPUs
 
-Results are added to benchmarks/results/audit_serving.json. As in ``audit_drafters.py``, the test is
-that of ``sparrow audit`` at a significance level of 1 %, on the bundled reasoner in bfloat16, with
-drafts that read few pages.
+Results are added to benchmarks/results/audit_serving.json. As in ``audit_drafters.py``, this is the
+``sparrow audit`` test at the 1 % level, on the bundled reasoner in bfloat16, with drafts that read
+few pages.
 
 - ``LoRA``: every batch mixes requests without an adapter and requests for two random adapters, a
-  third each. Every cycle has four drafts. Transformers ranks the tokens with the adapter merged
+  third each. Every cycle drafts four tokens. Transformers ranks the tokens with the adapter merged
   into the weights.
 - ``data parallel``: a server with one engine on each of two GPUs. The engines share the requests,
-  and each engine chooses its own numbers of drafts.
+  and each picks its own draft lengths.
 
-One engine samples all seeds of an arm. An arm and the dense decoding that it is compared with run
-at the same time, each in its own process.
+One engine samples all seeds of an arm. An arm and its dense counterpart run at the same time, each
+in its own process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sparrow.rollout import Rollout, Sampling
 
 ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
-"""The arms, each with the dense arm that it is compared with."""
+"""The arms, each with the dense arm it's compared with."""
 RANKS = 2
 DRAFTS = 4
 RANK = 8
@@ -57,10 +57,10 @@ WITH_LORA = f"enable_lora=true,max_loras={ADAPTERS},max_lora_rank={RANK}"
 
 @contextlib.contextmanager
 def serving(options: str, precision: str, log: Path) -> Iterator[str]:
-    """Start a server in lossless mode with data parallelism, and yield its address.
+    """Start a data-parallel server in lossless mode, and yield its address.
 
     Args:
-        options: vLLM's options, as ``sparrow audit --engine`` takes them.
+        options: vLLM options, in the format of ``sparrow audit --engine``.
     """
     port = free_port()
     flags = []
@@ -96,8 +96,8 @@ def serving(options: str, precision: str, log: Path) -> Iterator[str]:
 
 
 def counted(address: str) -> dict[str, int]:
-    """Read the server's metrics: return the counts of drafts, and the number of tokens that each
-    rank generated.
+    """Read the draft counts, and the number of tokens each rank generated, from the server's
+    metrics.
     """
     metrics = urlopen(f"{address}/metrics").read().decode()
 
@@ -121,7 +121,7 @@ def generate(
     whose: Sequence[int],
     folder: str,
 ) -> list[Rollout]:
-    """Sample each prompt with its adapter; 0 means no adapter."""
+    """Sample each prompt with its own adapter (0: no adapter)."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -151,7 +151,7 @@ def generate(
 
 
 def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, count: int) -> Sampled:
-    """Sample an arm with every seed in this process, and rank its tokens with the dense model."""
+    """Sample an arm with all seeds in this process, and rank its tokens with the dense model."""
     separate(folder, arm)
 
     from sparrow.audit.run import tokens_of

@@ -1,8 +1,8 @@
-"""Audit several arms of an engine, each with many seeds against its dense decoding.
+"""Audit several arms of an engine, with many seeds each, against their dense decoding.
 
-An arm is a way to decode. Each arm has its own process, in which one engine samples all seeds.
-After the engine has shut down, the process ranks the tokens with transformers. Every seed is tested
-as in ``sparrow audit``, on the bundled reasoner.
+An arm is one way to decode. Each arm gets its own process, where one engine samples all seeds and
+shuts down, and the tokens are then ranked with transformers. Every seed is tested as in ``sparrow
+audit``, on the bundled reasoner.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ COUNT = 768  # responses per seed
 NEW_TOKENS = 128
 LEVEL = 0.01
 Arms = Mapping[str, str]
-"""Names of arms, each with the name of the dense arm that it is compared with."""
+"""Names of arms, each with the name of the dense arm it's compared with."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The samples of an arm."""
+    """An arm's samples."""
 
     seeds: list[Tokens]
-    drafts: dict[str, int]  # numbers of drafted and of accepted tokens; empty if nothing is drafted
+    drafts: dict[str, int]  # drafted and accepted tokens; empty if there were no drafts
 
 
 def command_line(about: str, name: str, kind: str, arms: Arms) -> argparse.ArgumentParser:
-    """Return the command line of a script.
+    """Return a script's command line.
 
     Args:
         name: name of the JSON file.
-        kind: name of the option that chooses arms, such as drafters.
+        kind: name of the option for choosing arms, e.g. "drafters".
     """
     options = parser(about, name)
     options.add_argument(f"--{kind}", nargs="+", choices=arms, default=tuple(arms))
@@ -55,18 +55,18 @@ def command_line(about: str, name: str, kind: str, arms: Arms) -> argparse.Argum
 
 
 def separate(folder: str, arm: str) -> None:
-    """Give this process its own files and port, so that it does not conflict with an engine that
-    starts at the same time.
+    """Give this process its own files and port, to avoid clashes with engines starting at the same
+    time.
     """
     os.environ["VLLM_CACHE_ROOT"] = f"{folder}/{arm.replace(' ', '-')}/cache"
     os.environ.pop("VLLM_PORT", None)
 
 
 def loaded(spec: str, precision: Any, count: int) -> tuple[Any, Any, list[list[int]]]:
-    """Return the reasoner, its tokenizer and the prompts for an engine.
+    """Load the reasoner and its tokenizer, and return them with prompts for an engine.
 
     Args:
-        spec: the engine, as ``sparrow audit --engine`` takes it.
+        spec: the engine, in the format of ``sparrow audit --engine``.
     """
     from sparrow.cli import loading
 
@@ -78,8 +78,8 @@ def loaded(spec: str, precision: Any, count: int) -> tuple[Any, Any, list[list[i
 
 
 def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> list[Sampling]:
-    """Return the sampling settings for each seed of an arm. No two arms share a seed, dense arms
-    included, so their tokens are independent.
+    """Return the sampling settings for each seed of an arm. No two arms share a seed, dense or not,
+    so their tokens are independent.
     """
     from sparrow.rollout import Sampling
 
@@ -90,11 +90,11 @@ def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> lis
 def audited(
     arms: Arms, chosen: Sequence[str], sample: Callable[..., Sampled], *arguments: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Sample the chosen arms and their dense arms at the same time, and yield each chosen arm with
-    its verdicts.
+    """Sample the chosen arms and their dense counterparts at the same time, and yield each chosen
+    arm with its verdicts.
 
     Args:
-        sample: called with the name of an arm and ``arguments``, in a new process.
+        sample: called with an arm's name and ``arguments``, in a new process.
     """
     names = dict.fromkeys(name for arm in chosen for name in (arm, arms[arm]))
     spawn = multiprocessing.get_context("spawn")
@@ -111,7 +111,7 @@ def audited(
 
 
 def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
-    """Return the verdict on a seed, its smallest p-value, and how large a bias would have been
+    """Return the verdict for a seed, its smallest p-value, and how large a bias the test could have
     detected.
     """
     from sparrow.audit.statistics import audit

@@ -1,26 +1,25 @@
-"""The cost of a cycle of each drafter: the time of the cycle divided by the time of a dense step of
-stock vLLM.
+"""Cost per cycle of each drafter: its cycle time divided by the time of a dense step in stock vLLM.
 
     python benchmarks/break_even.py --shape qwen3-1.7b    # writes results/break_even_qwen3-1.7b.json
     python benchmarks/break_even.py --shape qwen3-8b --drafters sparse dspark --points 32x4096 8x15000
 
-This ratio is the number of tokens per cycle at which a drafter breaks even. The drafters are those
-of stock vLLM (n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing
-is downloaded: models and drafters have published shapes and random weights. vLLM's synthetic
-rejection sampler rejects every draft (its acceptance rates are zero). A cycle therefore yields one
-token, and its time is the time of drafting and verifying.
+The ratio is the tokens per cycle a drafter needs to break even. The drafters are stock vLLM's
+(n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing is downloaded:
+models and drafters have published shapes and random weights. vLLM's synthetic rejection sampler
+rejects every draft (its acceptance rates are zero), so each cycle yields one token and takes as
+long as drafting and verifying do.
 
-Each drafter's engine runs in its own process, which times all points. A point consists of a number
-of sequences and the number of cached tokens of each. Points that do not fit into the cache are left
-out. States are reached without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the
-process of the next one imports vLLM and waits.
+Each drafter's engine runs in its own process, which times all points. A point is a number of
+sequences and the cached tokens of each; points that don't fit in the cache are skipped. States are
+set up without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the next one's
+process imports vLLM and waits.
 
-A run starts with dense decoding, and ratios are formed within a run. ``--deadline`` ends a run
-early. The JSON file is written after each engine. A later run with the same file adds the drafters
-that no earlier run has finished, and measures dense decoding again.
+A run starts with dense decoding, and ratios are only taken within a run. ``--deadline`` ends a run
+early. The JSON file is written after each engine. Running again with the same file adds the
+drafters that no earlier run finished, and measures dense decoding again.
 
-By default, vLLM uses its V2 model runner. It runs drafters that this runner does not support with
-the V1 runner. ``runner`` says which one was used. ``none_v1`` is dense decoding by the V1 runner.
+By default, vLLM uses its V2 model runner, and falls back to V1 for drafters that V2 doesn't
+support. ``runner`` says which one was used. ``none_v1`` is dense decoding with the V1 runner.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ POINTS = (
     (32, 30_000),
     (64, 30_000),
 )
-"""Sequences, and tokens in the cache of each; the first points matter most."""
-SPARE = 256  # additional cached tokens that a sequence may need
+"""Sequences, and cached tokens of each; the most important points come first."""
+SPARE = 256  # extra cached tokens that a sequence may need
 STEPS = 24
 SECONDS = 0.25
-"""A point is timed for at least ``STEPS`` cycles and ``SECONDS``."""
+"""A point is timed for at least ``STEPS`` cycles and at least ``SECONDS``."""
 
 DRAFT_PAGES = 61
 SPARSE_DRAFTS = (6, 12)
 DRAFT_SHAPE = "qwen3-0.6b"
-DRAFT_WORDS = 32_000  # the vocabulary of published EAGLE-3 heads
+DRAFT_WORDS = 32_000  # vocabulary size of published EAGLE-3 heads
 BLOCK_LAYERS = 5
 MASK_TOKEN = 151_669
 LIKE_THE_MODEL = (
@@ -76,17 +75,17 @@ LIKE_THE_MODEL = (
     "rms_norm_eps",
     "rope_parameters",
 )
-"""What a drafter's layers have in common with the model's."""
+"""Config fields that a drafter's layers share with the model's."""
 
 
 def like(shape: str, **further: Any) -> dict[str, Any]:
-    """Return the configuration of a drafter whose dense layers are as wide as the model's."""
+    """Return the config of a drafter with dense layers as wide as the model's."""
     model = qwen3(shape).to_dict()
     return {name: model[name] for name in LIKE_THE_MODEL} | {"dtype": "bfloat16"} | further
 
 
 def eagle3(shape: str) -> dict[str, Any]:
-    """Return a drafter with one layer, and an output layer for part of the vocabulary."""
+    """Return a one-layer drafter with an output layer for part of the vocabulary."""
     return like(
         shape,
         architectures=["LlamaForCausalLMEagle3"],
@@ -98,8 +97,8 @@ def eagle3(shape: str) -> dict[str, Any]:
 
 
 def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str, Any]:
-    """Return a drafter of five layers that drafts a block of tokens in one pass, from the hidden
-    states of five layers of the model.
+    """Return a five-layer drafter that drafts a block of tokens in one pass, from the hidden states
+    of five of the model's layers.
     """
     layers = SIZES[shape][2]
     read = [round(1 + i * (layers - 4) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)]
@@ -123,30 +122,28 @@ def dspark(shape: str) -> dict[str, Any]:
 
 
 def dflash(shape: str) -> dict[str, Any]:
-    """Return a block drafter whose tokens do not depend on each other."""
+    """Return a block drafter that predicts its tokens independently of each other."""
     made = block(shape, "DFlashDraftModel", 16)
     named = ("target_layer_ids", "mask_token_id")
     return made | {"dflash_config": {name: made[name] for name in named}}
 
 
 def draft_model(shape: str) -> dict[str, Any]:
-    """Return a small model of the same family."""
+    """Return a small model of the same family as a drafter."""
     return {**qwen3(DRAFT_SHAPE, dtype="bfloat16").to_dict()}
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A drafter of stock vLLM."""
+    """One of stock vLLM's drafters."""
 
     method: str
     drafts: int
-    config: Callable[[str], dict[str, Any]] | None = None  # of its checkpoint; None: it has none
+    config: Callable[[str], dict[str, Any]] | None = None  # its checkpoint's; None: no checkpoint
     sampling: str = "probabilistic"  # how it samples drafts, at temperature 1
 
     def speculative_config(self, shape: str, folder: Path) -> dict[str, Any]:
-        """Write the drafter's checkpoint, which consists of a configuration only, and return vLLM's
-        options for it.
-        """
+        """Write the drafter's checkpoint (just a config), and return vLLM's options for it."""
         asked: dict[str, Any] = {
             "method": self.method,
             "num_speculative_tokens": self.drafts,
@@ -168,19 +165,19 @@ RIVALS = {
     "draft_model": Rival("draft_model", 4, draft_model),
 }
 DRAFTERS = ("none", "sparse", *RIVALS, "none_v1")
-"""In the order of their engines: the first matter most."""
+"""In the order their engines run, most important first."""
 
 
 def drafts_of(drafter: str) -> tuple[int, ...]:
-    """Return the numbers of drafts that a drafter's engine times, in order."""
+    """Return the draft lengths to time for a drafter, in order."""
     if drafter == "sparse":
         return SPARSE_DRAFTS
     return (RIVALS[drafter].drafts if drafter in RIVALS else 0,)
 
 
 def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
-    """Return the batch sizes, in tokens, for which an engine captures CUDA graphs: the sizes for
-    drafting (token by token or as a block) and for verification.
+    """Return the batch sizes, in tokens, to capture CUDA graphs for: those used in drafting (token
+    by token or as a block) and in verification.
     """
     per_sequence = {1, *(k + 1 for k in drafts_of(drafter))}
     if drafter in ("dspark", "dflash"):
@@ -191,9 +188,7 @@ def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
 def fitting(
     points: Sequence[tuple[int, int]], kv_tokens: int, context: int
 ) -> list[tuple[int, int]]:
-    """Return the points that fit into the engine's cache and the model's context, both given in
-    tokens.
-    """
+    """Return the points that fit in the engine's cache and the model's context, both in tokens."""
     return [
         (batch, length)
         for batch, length in points
@@ -202,7 +197,7 @@ def fitting(
 
 
 def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any:
-    """Start the engine of a drafter."""
+    """Start a drafter's engine."""
     from lossless import runner
     from rollout import Bench
 
@@ -214,7 +209,7 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
         "cudagraph_capture_sizes": graph_sizes(drafter, batches),
     }
     if drafter == "sparse":
-        # The numbers to choose from are 0, a third, two thirds and all of ``draft_tokens``.
+        # The draft lengths to choose from are 0, a third, two thirds and all of ``draft_tokens``.
         decoding = Decoding.lossless(
             SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
             draft_tokens=3 * SPARSE_DRAFTS[0],
@@ -227,8 +222,8 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
             shape, folder / "drafter"
         )
     if drafter == "eagle3":
-        # Loading a checkpoint that has an output layer sets this. Without it, the drafter would use
-        # the model's output layer, which has a larger vocabulary.
+        # Loading a checkpoint with an output layer sets this. Without it, the drafter would use the
+        # model's output layer, which has a larger vocabulary.
         from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
         Eagle3LlamaForCausalLM.has_own_lm_head = True
@@ -243,8 +238,8 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
 def time_points(
     shape: str, drafter: str, points: Sequence[tuple[int, int]], until: float, out: Path
 ) -> None:
-    """Time the points of a drafter in this process, and write the results after each point. Stop
-    when ``time.time`` reaches ``until``.
+    """Time a drafter's points in this process, writing the results after each point. Stop once
+    ``time.time`` reaches ``until``.
     """
     from lossless import abandon, begin, hold, timed
     from rollout import CONTEXT, PROMPT
@@ -253,7 +248,7 @@ def time_points(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = start(shape, drafter, Path(folder), [batch for batch, _ in points])
-        for prefilled in (1, 8):  # compiles the remaining kernels
+        for prefilled in (1, 8):  # compile the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
 
@@ -284,7 +279,7 @@ def time_points(
 
 
 class Child(EngineProcess):
-    """The process of a drafter's engine."""
+    """The process running a drafter's engine."""
 
     def __init__(self, arguments: argparse.Namespace, drafter: str, folder: Path) -> None:
         written = folder / f"{drafter}.json"
@@ -298,7 +293,7 @@ class Child(EngineProcess):
 
 
 def finished(result: Mapping[str, Any]) -> set[str]:
-    """Return the drafters for which some run has timed every point that fits."""
+    """Return the drafters for which at least one run timed every point that fits."""
     return {
         drafter
         for run in result["runs"]
@@ -330,7 +325,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Return the sequences and tokens of a point such as ``32x15000``."""
+    """Parse a point such as ``32x15000`` into sequences and tokens."""
     batch, length = text.split("x")
     return int(batch), int(length)
 

@@ -1,4 +1,4 @@
-"""The figure of docs/which-drafter.md: break-even tokens per cycle by context, for each drafter.
+"""Draw the figure in docs/which-drafter.md: break-even tokens per cycle by context and drafter.
 
 python benchmarks/break_even_figure.py        # writes docs/figures/which-drafter.png from results
 """
@@ -23,7 +23,7 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw(result: Row, path: Path) -> None:
-    """Draw a panel for each number of sequences. The same result always gives the same bytes."""
+    """Draw one panel per batch size. The same result always gives the same bytes."""
     rows = [row for row in ratios(result) if row["drafter"] != "none_v1"]
     order = list(NAMES)
     cases = sorted(

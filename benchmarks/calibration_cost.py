@@ -1,17 +1,17 @@
-"""Measure the GPU time of a calibration for Qwen3-1.7B's shape and 32K tokens, and compare it with
+"""Measure the GPU time of a calibration for Qwen3-1.7B's shape and 32K tokens, compared with
 sampling new responses at each of 18 budgets.
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
 
-``tables.py`` computes the totals. Both methods use 256 sequences of 32,768 tokens. Decoding is
-assumed to run in batches of 32 that stay full to the end, which favours sampling; a partly filled
-batch counts as a full one. For both methods, the totals exclude prefill and statistics.
+``tables.py`` adds up the totals. Both methods use 256 sequences of 32,768 tokens. We assume that
+decoding runs in batches of 32 that stay full to the end, which favours sampling; a partly filled
+batch counts as a full one. Neither total includes prefill or statistics.
 
-With random weights, p5 is meaningless, so the results of the search's passes are simulated: p5
-depends on the budget as in the published tables, with a little noise, and the actor's own responses
-need 15 % more pages. Otherwise, ``calibrate_engine`` runs unchanged, and every pass that it
-requests is run and timed on a few sequences.
+With random weights, p5 is meaningless, so the search's passes get simulated results: p5 depends on
+the budget as in the published tables, plus a little noise, and the actor's own responses need 15 %
+more pages. Apart from that, ``calibrate_engine`` runs unchanged, and every pass it asks for is
+actually run and timed, on a few sequences.
 
 Shapes: T tokens.
 """
@@ -34,8 +34,8 @@ from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
 SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
-SCORED = 2  # sequences on which a pass is timed, one by one
-LENGTHS = (512, 4096, 16_384, 32_000)  # lengths at which steps are timed
+SCORED = 2  # sequences to time a pass on, one by one
+LENGTHS = (512, 4096, 16_384, 32_000)  # lengths to time steps at
 PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the timed steps
 BUDGETS = (
     np.geomspace(512, 16_384, 18).round(-1).astype(int)
@@ -47,8 +47,8 @@ DRIFT, NOISE = 1.15, 0.004
 
 
 def steps() -> None:
-    """Time decode steps of a full batch that return the top-20 lists which calibration needs.
-    Layers 0 and 1 are dense, as published.
+    """Time full-batch decode steps that return the top-20 lists needed for calibration. Layers 0
+    and 1 are dense, as published.
     """
     from rollout import Bench
 
@@ -66,7 +66,7 @@ def steps() -> None:
 
 
 class Told(Engine, Scorer):
-    """An engine whose passes run on a few sequences, but whose results are simulated."""
+    """An engine that runs its passes on a few sequences but reports simulated results."""
 
     def __init__(self, scorer: Any, rollouts: Sequence[Rollout]) -> None:
         self.scorer, self.rollouts = scorer, rollouts
@@ -108,8 +108,8 @@ class Told(Engine, Scorer):
         return [Scores(a[:, 0], a, np.zeros(len(a), np.float32)) for a in answers]
 
     def answer(self, schedule: SparsitySchedule, sequence: int) -> np.ndarray:
-        """Return simulated log-probs of the actor, float32 ``[T, 1]``, for lists of one token whose
-        log-prob under the policy is 0.
+        """Return the actor's simulated log-probs, float32 ``[T, 1]``, for lists of a single token
+        with log-prob 0 under the policy.
         """
         drift = DRIFT if len(self.rounds) > 1 else 1.0
         length_T = schedule.page_end(np.arange(PROMPT, LENGTH))
@@ -127,7 +127,7 @@ class Told(Engine, Scorer):
 
 
 def search() -> None:
-    """Run the search of ``sparrow calibrate``, without its sampling. A pass scores a list of 20
+    """Run the ``sparrow calibrate`` search without its sampling. Each pass scores a list of 20
     tokens at every position.
     """
     import torch
@@ -181,7 +181,7 @@ def search() -> None:
 
 
 def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> float:
-    """Return the seconds that decoding takes. Step times are interpolated linearly in length and in
+    """Return the decoding time in seconds. Step times are interpolated linearly in length and
     pages.
     """
     length_T = np.arange(PROMPT, LENGTH)
@@ -199,7 +199,7 @@ def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> f
 
 
 def calibration_cost() -> str:
-    """Compare the seconds that sampling at every budget takes with those of two ways to calibrate."""
+    """Compare the seconds for sampling at every budget with those for two ways to calibrate."""
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     dense = (
@@ -214,8 +214,8 @@ def calibration_cost() -> str:
         )
         for r, n in zip(rounds, counts, strict=True)
     )
-    # The dense pass, one pass per budget except the one sampled under, and those that --refine
-    # adds.
+    # The dense pass, one pass per budget (except the one used for sampling), and the passes added
+    # by --refine.
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
     slowest = max(s for r in rounds for p in r["passes"] for s in p["sequence_s"])
     ways = {
@@ -231,7 +231,7 @@ def calibration_cost() -> str:
     for (
         label,
         passes,
-    ) in ways.items():  # seconds per sequence of each pass, for every round
+    ) in ways.items():  # seconds per sequence for each pass, by round
         scoring = sum(sum(row) * n for row, n in zip(passes, counts, strict=True))
         scored = sum(len(row) * n for row, n in zip(passes, counts, strict=True))
         cells = [
@@ -245,7 +245,7 @@ def calibration_cost() -> str:
 
 def scoring_passes() -> str:
     def span(top_k: list[Any]) -> str:
-        """Return the range of a schedule's pages, leaving out lengths that were not measured."""
+        """Return the range of a schedule's pages, skipping lengths that were not measured."""
         pages = [k for k in top_k if k != "all"] or top_k
         return f"{pages[0]}" if len(pages) == 1 else f"{pages[0]} to {pages[-1]}"
 

@@ -1,22 +1,21 @@
-"""Guesses from history in vLLM on one GPU: the time of a sparse pass over several tokens, and the
-speed with guesses relative to stock vLLM and to lossless mode without guesses.
+"""Measure guesses from history in vLLM on one GPU: the time of a sparse pass over several tokens,
+and the speed with guesses relative to stock vLLM and to lossless mode without guesses.
 
     python benchmarks/cascade.py synthetic    # writes results/cascade_qwen3-1.7b.json
     python benchmarks/cascade.py real --model MODEL --prompts TEXT    # writes results/cascade_real.json
 
-``synthetic`` uses a random model of a published shape, and states that are reached without prefill
-(``benchmarks/rollout.py``). The drafts and guesses of such a model mean nothing, so it is decided
-at random whether they are kept. Guesses are kept with a fixed probability, chosen so that a pass
-yields a given number of drafts on average. The policy accepts a draft with a given probability
-(vLLM's synthetic rejection sampler), which is the probability measured with the text model
-(docs/lossless.md). Drafts that no pass has made are never accepted. Passes over 1, 2, 4 and 8
-tokens are also timed alone.
+``synthetic`` uses a random model of a published shape, with states set up without prefill
+(``benchmarks/rollout.py``). Such a model's drafts and guesses are meaningless, so whether they are
+kept is decided at random. Guesses are kept with a fixed probability, chosen so that a pass yields a
+given number of drafts on average. The policy accepts each draft with a given probability (vLLM's
+synthetic rejection sampler): the one measured with the text model (docs/lossless.md). Drafts that
+no pass has made are never accepted. Passes over 1, 2, 4 and 8 tokens are also timed on their own.
 
-``real`` samples continuations of a text, or answers to questions, from a given model. Guesses and
-drafts are real, and are really verified.
+``real`` samples continuations of a text, or answers to questions, from a given model, with real
+guesses, drafts and verification.
 
 Each engine runs in its own process, one after another on the same GPU. The file is written after
-each engine, and each engine also writes its results after each point.
+each engine, and engines also save their results after each point.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ DRAFT_TOKENS = 12
 GUESSES = 3
 ACCEPTANCE = 0.945
 SHARED_ACCEPTANCE = 0.921
-"""The text model's acceptance of drafts that read 1,024 tokens, with a selection for each token and
-with one for four tokens.
+"""The text model's acceptance of drafts that read 1,024 tokens, with pages selected for each token
+and with pages selected once for four tokens.
 """
 YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
 PASSES = (4, 6, 8)  # per cycle
 STEPS = 12
 SECONDS = 0.5
-"""A point is timed for at least ``STEPS`` cycles and ``SECONDS``."""
+"""A point is timed for at least ``STEPS`` cycles and at least ``SECONDS``."""
 REPLAYS = 30
 TRIALS = 20_000  # simulated cycles
 
@@ -56,9 +55,7 @@ Save = Callable[..., None]
 
 
 def keep_rate(drafts: float, guesses: int) -> float:
-    """Return the probability of keeping a guess for which a pass yields this many drafts on
-    average.
-    """
+    """Return the keep probability at which a pass yields this many drafts on average."""
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
@@ -72,9 +69,8 @@ def keep_rate(drafts: float, guesses: int) -> float:
 def acceptance_by_place(
     acceptance: float, rate: float, guesses: int, passes: int, drafts: int
 ) -> list[float]:
-    """Return the probability that each draft of a cycle is accepted, given that all earlier drafts
-    were accepted. Guesses are kept with probability ``rate``, and drafts that no pass has made are
-    rejected.
+    """Return each draft's probability of being accepted, given that all earlier drafts in the cycle
+    were. Guesses are kept with probability ``rate``, and drafts that no pass has made are rejected.
     """
     draws = np.random.default_rng(0).random((TRIALS, passes, guesses)) < rate
     made = (1 + draws.cumprod(2).sum(2)).sum(1)
@@ -118,7 +114,7 @@ def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[in
 
 
 def keep_some_guesses(rate: Any) -> None:
-    """Make the cascade's drafter keep each guess with this probability, which is a tensor."""
+    """Make the cascade's drafter keep each guess with probability ``rate``, which is a tensor."""
     import torch
 
     from sparrow.vllm.lossless import cascade
@@ -136,7 +132,7 @@ def keep_some_guesses(rate: Any) -> None:
         drafter = drafters[-1]
         ids = drafter._vllm.input_buffers.input_ids[: len(drawn)].view(-1, drafter.tokens)
         is_kept = torch.rand(ids.shape, device=ids.device) < rate
-        is_kept[:, -1:].zero_()  # no guess follows the last token
+        is_kept[:, -1:].zero_()  # there's no guess after the last token
         return torch.where(is_kept.flatten(), ids.roll(-1, 1).flatten().long(), drawn)
 
     cascade.CascadeDrafter.__init__ = init
@@ -144,9 +140,7 @@ def keep_some_guesses(rate: Any) -> None:
 
 
 def captured(drafter: Any) -> dict[int, Any]:
-    """Capture a pass over each number of tokens per sequence. Return the graphs by number of
-    tokens.
-    """
+    """Capture a pass for each number of tokens per sequence, and return the graphs by number."""
     graphs = {}
     for tokens in PASS_TOKENS:
         drafter.tokens = tokens
@@ -158,13 +152,13 @@ def captured(drafter: Any) -> dict[int, Any]:
 
 
 def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
-    """Make every sparse pass read this many tokens per sequence from now on."""
+    """Make every sparse pass read this many tokens per sequence from here on."""
     drafter.tokens = tokens
     drafter._graphs[False] = graphs[tokens]
 
 
 def time_pass(drafter: Any, rows: int) -> dict[str, float]:
-    """Time sparse passes of the running sequences. Return the median and the spread in ms."""
+    """Time sparse passes over the running sequences. Return the median and the spread in ms."""
     made = getattr(drafter, "_made_R", None)
     times = []
     for _ in range(REPLAYS):
@@ -180,9 +174,7 @@ def time_pass(drafter: Any, rows: int) -> dict[str, float]:
 def time_passes(
     bench: Any, points: Sequence[tuple[int, int]], keep: Save, graphs: dict[int, Any]
 ) -> None:
-    """Time the passes of an engine that drafts. ``graphs`` is empty if the engine does not use
-    guesses.
-    """
+    """Time a drafting engine's passes. ``graphs`` is empty if the engine doesn't use guesses."""
     from lossless import abandon, begin, hold, runner
 
     drafter = runner(bench).speculator.drafter
@@ -200,7 +192,7 @@ def time_passes(
 
 
 def cycles(bench: Any, batch: int, length: int) -> dict[str, float]:
-    """Time cycles of a state."""
+    """Time cycles in a given state."""
     from lossless import abandon, begin, timed
 
     begin(bench, [length] * batch)
@@ -212,7 +204,7 @@ def cycles(bench: Any, batch: int, length: int) -> dict[str, float]:
 def measure_synthetic(
     arguments: argparse.Namespace, bench: Any, keep: Save, rate: Any, graphs: dict[int, Any]
 ) -> None:
-    """Measure the points of an engine."""
+    """Measure an engine's points."""
     from lossless import hold, runner
 
     from sparrow.vllm.lossless import cascade
@@ -266,12 +258,12 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         bench = start_synthetic(arguments.shape, arguments.child, folder, arguments.points)
-        for _ in range(2):  # compiles the remaining kernels
+        for _ in range(2):  # compile the remaining kernels
             bench.start([256] * 8, [4] * 8, None)
             bench.finish()
         keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
         graphs: dict[int, Any] = {}
-        with torch.inference_mode():  # as in the engine, whose tensors the passes change
+        with torch.inference_mode():  # as in the engine, since passes change its tensors
             if arguments.child == "cascade":
                 graphs = captured(runner(bench).speculator.drafter)
             if arguments.child != "stock":
@@ -283,9 +275,8 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
 
 
 def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[list[int]]:
-    """Return the token ids of prompts. A file of JSON lines contains questions, which are encoded
-    with the chat template. Any other file is a text, and its prompts are parts of ``context``
-    tokens.
+    """Return the token ids of the prompts. A JSON Lines file holds questions, which go through the
+    chat template. Any other file is plain text, cut into prompts of ``context`` tokens.
     """
     text = path.read_text("utf-8", errors="ignore")
     if path.suffix == ".jsonl":
@@ -305,8 +296,8 @@ def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[l
 
 
 def real_decoding(arm: str) -> Any:
-    """Return the settings of an arm: ``stock``, ``adaptive`` (lossless mode that chooses the number
-    of drafts), ``lossless`` (a fixed number of drafts), or ``guess3`` (three guesses).
+    """Return an arm's settings: ``stock``, ``adaptive`` (lossless mode with an adaptive draft
+    length), ``lossless`` (with a fixed draft length), or ``guess3`` (three guesses).
     """
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
@@ -397,8 +388,8 @@ RUN = {"synthetic": synthetic, "real": real}
 
 
 def saving(out: Path) -> Save:
-    """Return a function that writes the result after it has added a row to one of the result's
-    lists, or values to the result itself.
+    """Return a function that adds a row to one of the result's lists, or values to the result
+    itself, and then writes the result.
     """
     result: dict[str, Any] = {"points": [], "finished": False}
     began = time.monotonic()
@@ -415,7 +406,7 @@ def saving(out: Path) -> Save:
 
 
 def again(arguments: argparse.Namespace) -> Iterator[str]:
-    """Return the command line of an engine's process, except for the engine's name and file."""
+    """Return the command line for an engine's process, up to the engine's name and file."""
     yield from (Path(__file__).name, arguments.part)
     if arguments.part == "synthetic":
         yield from ("--shape", arguments.shape, "--points")
@@ -458,7 +449,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Return the sequences and tokens of a point such as ``32x15000``."""
+    """Parse a point such as ``32x15000`` into sequences and tokens."""
     batch, length = text.split("x")
     return int(batch), int(length)
 

@@ -1,6 +1,4 @@
-"""Code shared by benchmarks and studies, mainly to read and write results and to make tables from
-them.
-"""
+"""Code shared by benchmarks and studies, mostly for reading and writing results and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 REASONER = ROOT / "sparrow" / "reasoner"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
-"""The shapes that are measured, and their names in tables."""
+"""The shapes we measure, and their names in tables."""
 SIZES = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
@@ -40,22 +38,20 @@ EXPERTS: dict[str, dict[str, Any]] = {
         architectures=["Qwen3MoeForCausalLM"],
     )
 }
-"""Configuration fields that only mixtures of experts have, or whose values differ from those of the
-other shapes.
-"""
+"""Config fields that only mixtures of experts have, or that differ from the other shapes."""
 SMALL_VOCAB = 4096
-"""The vocabulary of ``small_qwen3``."""
+"""Vocabulary size of ``small_qwen3``."""
 LINE = 300
-"""Maximum length in characters of a list or an object that is written on one line."""
+"""Maximum length in characters of a list or object that goes on one line."""
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]
 
 
 def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
-    """Return a command line whose help is the docstring of its script.
+    """Return a command line that uses the script's docstring as its help.
 
     Args:
-        out: if given, adds the option ``--out``, which defaults to ``benchmarks/results/OUT.json``.
+        out: if given, adds an ``--out`` option, which defaults to ``benchmarks/results/OUT.json``.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -68,7 +64,7 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
 
 
 def add_draft_weights(options: argparse.ArgumentParser) -> None:
-    """Add the option ``--draft-weights`` to a script that measures lossless mode."""
+    """Add the ``--draft-weights`` option to a script that measures lossless mode."""
     from sparrow.decoding import DraftWeights
 
     options.add_argument(
@@ -82,11 +78,10 @@ def add_draft_weights(options: argparse.ArgumentParser) -> None:
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:
-    """Read the command line of a script that measures a shape in several states. A state is a
-    number of sequences and their length in tokens.
+    """Read the command line of a script that measures one shape in several states. A state is a
+    batch size and the sequence length in tokens.
 
-    Returns: The shape, its requested states, and the file to write,
-        ``NAME_SHAPE.json`` by default.
+    Returns: The shape, the requested states, and the output file, ``NAME_SHAPE.json`` by default.
     """
     options.add_argument("--shape", choices=states, default="qwen3-1.7b")
     options.add_argument(
@@ -108,7 +103,7 @@ def parse_states(
 
 
 def qwen3(shape: str, **changed: Any) -> Any:
-    """Return the configuration of a Qwen3 in which no token ends a response."""
+    """Return a Qwen3 config in which no token ends a response."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     width, mlp, layers, heads, tied = SIZES[shape]
@@ -132,7 +127,7 @@ def qwen3(shape: str, **changed: Any) -> Any:
 
 
 def small_qwen3(is_mixture: bool = False) -> Any:
-    """Return the configuration of a small Qwen3 with six layers, for checks with random weights."""
+    """Return the config of a small six-layer Qwen3, for checks with random weights."""
     small: dict[str, Any] = dict(
         vocab_size=SMALL_VOCAB,
         hidden_size=1024,
@@ -154,7 +149,7 @@ def small_qwen3(is_mixture: bool = False) -> Any:
 def tracing(
     path: str | Path, lines: int, count: int, seed: int, device: Any
 ) -> tuple[Any, list[int], list[list[int]]]:
-    """Load a model for the task ``trace`` in float32. Return it with its EOS tokens and the token
+    """Load a model for the ``trace`` task in float32. Return it with its EOS tokens and the token
     ids of ``count`` prompts.
     """
     from sparrow.engines.hf import eos_ids, load_model
@@ -167,7 +162,7 @@ def tracing(
 
 
 def machine() -> str:
-    """Return the name of the GPU, or of the CPU if there is none."""
+    """Return the name of the GPU, or of the CPU if there is no GPU."""
     import torch
 
     return (
@@ -176,14 +171,14 @@ def machine() -> str:
 
 
 def device() -> Any:
-    """Return the current GPU, or the CPU if there is none."""
+    """Return the current GPU, or the CPU if there is no GPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def clock() -> float:
-    """Wait until the device has finished its work, and return the time in seconds."""
+    """Wait for the device to finish its work, and return the time in seconds."""
     import torch
 
     if torch.cuda.is_available():
@@ -192,20 +187,18 @@ def clock() -> float:
 
 
 def last_error(log: Path, code: int) -> str:
-    """Return the last error in ``log``, or the exit status ``code`` of the process if there is
-    none.
-    """
+    """Return the last error in ``log``, or the process's exit status ``code`` if there is none."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
     return lines[-1][-300:] if lines else f"exit status {code}"
 
 
 def load(name: str) -> Any:
-    """Read a result by its file name."""
+    """Load a result by file name."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file to which a run with a shape is added, and the runs that it already contains.
+    """Return the file to add a shape's run to, and the runs already in it.
 
     Args:
         out: the file; by default, ``benchmarks/results/NAME_SHAPE.json``.
@@ -223,7 +216,7 @@ def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[st
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result, adding the machine, the versions and the date if they are missing."""
+    """Write a result, filling in the machine, versions and date if they are missing."""
     import torch
 
     record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
@@ -232,9 +225,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, result: Any) -> None:
-    """Write a result without adding anything, with one row per line and numbers rounded to eight
-    digits.
-    """
+    """Write a result as it is, with one row per line and numbers rounded to eight digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = json.loads(json.dumps(result))  # turn keys into strings, and tuples into lists
     path.write_text(compact(rounded(plain)) + "\n", encoding="utf-8")
@@ -252,8 +243,8 @@ def rounded(x: Any) -> Any:
 
 
 def compact(x: Any, indent: str = "") -> str:
-    """Format as JSON, with few line breaks: a list or object is kept on one line if it fits, or if
-    it contains no other list or object.
+    """Format as JSON with few line breaks: a list or object goes on one line if it fits, or if it
+    contains no other list or object.
     """
     whole = json.dumps(x)
     inner: list[Any] = []
@@ -275,25 +266,25 @@ def compact(x: Any, indent: str = "") -> str:
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:
-    """Return the speed of the second of two engines relative to the first, with a 95 % interval.
+    """Return how fast the second of two engines is relative to the first, with a 95 % interval.
 
-    The interval is computed by resampling pairs of turns.
+    The interval comes from resampling pairs of turns.
 
     Args:
-        turns: tokens and seconds of both engines in each turn, ``[turns, 2, 2]``.
+        turns: both engines' tokens and seconds in each turn, ``[turns, 2, 2]``.
     """
     each = np.asarray(turns)
     draws = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))
     sums = np.concatenate(
         [each.sum(0)[None], each[draws].sum(1)]
-    )  # of all turns, and then of each resample
+    )  # over all turns, then for each resample
     speeds = sums[..., 0] / sums[..., 1]
     ratio, *resampled = (speeds[:, 1] / speeds[:, 0]).tolist()
     return [ratio, *np.percentile(resampled, [2.5, 97.5]).tolist()]
 
 
 def interval(values: list[float], digits: int, unit: str = "f") -> str:
-    """Format an estimate with its interval, if available."""
+    """Format an estimate, with its interval if there is one."""
     estimate, *ends = (f"{x:.{digits}{unit}}" for x in values)
     return f"{estimate} [{', '.join(ends)}]" if ends else estimate
 
@@ -316,8 +307,8 @@ def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
 
 
 def render(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """Regenerate the tables of a page, each of which is between ``<!-- table: NAME -->`` and ``<!--
-    end -->``.
+    """Regenerate a page's tables, i.e. everything between ``<!-- table: NAME -->`` and ``<!-- end
+    -->``.
     """
 
     def fill(match: re.Match[str]) -> str:

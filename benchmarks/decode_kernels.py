@@ -1,5 +1,5 @@
-"""Time the decode kernels on one GPU, and compare them with the time of reading the bytes that they
-need, and sparse decoding with dense decoding.
+"""Time the decode kernels on one GPU, against the time it takes to read the bytes they need, and
+sparse decoding against dense decoding.
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
     python benchmarks/decode_kernels.py --families # attention shapes of common models, with CUDA and with Triton
@@ -7,13 +7,13 @@ need, and sparse decoding with dense decoding.
     python benchmarks/decode_kernels.py --tokens   # several new tokens per sequence, with CUDA and with Triton
     python benchmarks/decode_kernels.py --tuned    # the shapes that `sparrow tune` has tuned on this GPU
 
-Every case has the caches of several layers, with random values and in random block order. They are
-in vLLM's layout, with landmarks in the padded tails of blocks. A CUDA graph runs through all
-layers, so that no layer is read twice in a row. The block table is as wide as for a model with
-40,960 positions, and one row in sixteen completes a page. Times are per layer: medians over graph
-replays, with the 10th and 90th percentile. "Dense" is the fastest of this project's own kernels
-with every page kept; vLLM's FlashAttention is also timed if vLLM is installed. The read limit is
-the bandwidth that a kernel which only reads reaches on this GPU.
+Every case has the caches of several layers, with random values, in random block order, and in
+vLLM's layout with landmarks in the padded tails of blocks. A CUDA graph runs through all layers, so
+no layer is read twice in a row. The block table is as wide as for a model with 40,960 positions,
+and one row in sixteen completes a page. Times are per layer: medians over graph replays, with the
+10th and 90th percentile. "Dense" is the fastest of our own kernels with every page kept; vLLM's
+FlashAttention is timed too if vLLM is installed. The read limit is the bandwidth of a kernel that
+does nothing but read on this GPU.
 
 Shapes: B sequences, L tokens per sequence, T new tokens per sequence, G query heads per kv head, k
 pages kept by score, K kv heads, D head dim, P page size.
@@ -71,7 +71,7 @@ CASES = [
     (24, 30_000, 2, 253),
     (96, 10_000, 2, 151),
 ]
-# Draft steps in the format of CASES.
+# Draft steps, in the same format as CASES.
 DRAFTS = [
     (64, 15_000, 2, 61),
     (32, 30_000, 2, 61),
@@ -79,7 +79,7 @@ DRAFTS = [
     (64, 4_096, 2, 61),
     (64, 15_000, 4, 61),
 ]
-# Batches in which every page is kept, for comparison with FlashAttention.
+# Batches with every page kept, for comparison with FlashAttention.
 DENSE = [
     (64, 15_000),
     (32, 30_000),
@@ -90,11 +90,11 @@ DENSE = [
     (8, 1_024),
     (1, 1_024),
 ]
-# Shapes and their query heads per kv head. Their batches come from the rollout traces, with rows of
-# unequal length, under the 0.86 tables.
+# Shapes and their query heads per kv head. Their batches come from the rollout traces, so rows
+# differ in length; the 0.86 tables set the budgets.
 RAGGED = [("qwen3-1.7b", 2), ("qwen3-4b", 4)]
-# Head dim, dtype of the cache, and page size. The rest of the benchmark uses the first row. All
-# rows keep the same number of tokens.
+# Head dim, cache dtype and page size. The rest of the benchmark uses the first row. All rows keep
+# the same number of tokens.
 SHAPES = [
     (128, torch.bfloat16, 16),
     (64, torch.bfloat16, 16),
@@ -105,13 +105,13 @@ SHAPES = [
 ]
 
 
-# Storage formats of keys and values, with the dtypes of landmarks to measure.
+# Storage formats for keys and values, with the landmark dtypes to measure.
 CACHES: dict[str, tuple[LandmarkDtype, ...]] = {
     "auto": ("auto",),
     "fp8": ("auto", "fp8_e4m3"),
     "int8": ("auto",),
 }
-# Kv heads, group, head dim, and a model with these numbers.
+# Kv heads, group size, head dim, and a model with these numbers.
 FAMILIES = [
     (8, 2, 128, "Qwen3-1.7B"),
     (8, 5, 128, "Qwen3-14B"),
@@ -129,11 +129,11 @@ FAMILIES = [
 FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
 TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
-TURNS = 3  # how often the shipped and the tuned configuration alternate
+TURNS = 3  # how often to alternate between the shipped and the tuned configuration
 # Batches of other tables with as many items as one of the families: sequences, tokens, kv heads,
-# group, head dim, budgets.
+# group size, head dim, budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
-# Configurations to compare with the shipped one, by head dim and number of items.
+# Configurations to compare with the shipped one, by head dim and item count.
 SWEPT = {
     (128, 512): [CudaConfig(8, 1, 2), CudaConfig(2, 2, 4)],
     (128, 256): [
@@ -177,18 +177,18 @@ SWEPT = {
         CudaConfig(8, 1, 1),
     ],
 }
-# Steps over several new tokens: batches, groups (each with a model as an example), and numbers of
+# Steps over several new tokens: batches, group sizes (each with an example model), and numbers of
 # new tokens. 64 pages of 16 tokens are kept.
 WIDE_BATCHES = [(32, 15_000), (64, 4_096)]
 WIDE_GROUPS = {2: "Qwen3-1.7B", 4: "Qwen3-8B"}
 WIDE_TOKENS = (1, 2, 4, 8)
 WIDE_BUDGET = 61
-INT8_EXPONENT = 122  # for a scale of 2^-5, so that the code 127 is four standard deviations
+INT8_EXPONENT = 122  # for a scale of 2^-5, which puts code 127 at four standard deviations
 
 
 class Pool:
-    """The caches of all layers. Each is a single allocation of ``[blocks, K, P, 2 D]`` with a tail
-    of landmarks per block.
+    """The caches of all layers, each a single ``[blocks, K, P, 2 D]`` allocation with a tail of
+    landmarks per block.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class Pool:
 
 
 class Case:
-    """A batch whose sequences use blocks of the pool, the same ones in every layer."""
+    """A batch of sequences stored in the pool's blocks, using the same blocks in every layer."""
 
-    budgets: Sequence[torch.Tensor] = ()  # per layer, if not all kv heads keep ``top_k``
+    budgets: Sequence[torch.Tensor] = ()  # per layer, unless all kv heads keep ``top_k``
     triton = False  # whether to use Triton's kernels for any number of rows
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int, tokens: int = 1) -> None:
@@ -279,8 +279,8 @@ class Case:
         )
 
     def bytes(self, top_k: torch.Tensor) -> float:
-        """Return the bytes that a layer reads: the landmarks of heads that leave out pages, and the
-        keys and values of kept pages.
+        """Return the bytes a layer reads: landmarks for heads that skip pages, plus the keys and
+        values of kept pages.
         """
         P, D, K = self.pool.layout.page_size, self.pool.D, self.pool.K
         every = list(self.budgets) or [torch.full((K,), BUDGET_UNIT, device="cuda")]
@@ -296,8 +296,8 @@ class Case:
         return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(budgets)
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
-        """Return the launches of a decode step. If ``config`` is None, they use the shipped
-        configuration.
+        """Return the launches of a decode step, with the shipped configuration if ``config`` is
+        None.
         """
         pool = self.pool
         batch = DecodeBatch(
@@ -335,8 +335,8 @@ class Case:
         return timed([launches(step, what) for step in steps])
 
     def flash(self) -> dict[str, float] | None:
-        """Return the time per layer of vLLM's FlashAttention on the whole cache, called as in a
-        captured decode step.
+        """Return the time per layer of vLLM's FlashAttention on the whole cache, called the way a
+        captured decode step does.
         """
         try:
             from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -395,8 +395,8 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
 
 
 def measured(case: Case, limit: float, **about: Any) -> Row:
-    """Time a sparse step and a step with every page kept, and return a row with their times and
-    read limits.
+    """Time a sparse step and one with every page kept, and return a row with their times and read
+    limits.
     """
     everything = torch.full_like(case.top_k, ALL_PAGES)
     row = about | dict(
@@ -410,7 +410,7 @@ def measured(case: Case, limit: float, **about: Any) -> Row:
 
 
 def sparse_only(case: Case, limit: float, **about: Any) -> Row:
-    """Time a sparse step, and return a row with its time and its read limit."""
+    """Time a sparse step, and return a row with its time and read limit."""
     row = about | case.time(None, "step") | {"limit_us": case.bytes(case.top_k) / limit * 1e6}
     show(about, row, row["limit_us"])
     return row
@@ -442,7 +442,7 @@ def ragged(pool: Pool, limit: float) -> list[Row]:
 
 
 def landmarks(limit: float) -> Row:
-    """Measure draft steps with landmarks in the dtype of the cache and in 8 bits."""
+    """Measure draft steps with landmarks in the cache dtype and in 8 bits."""
     rows = []
     for dtype in get_args(LandmarkDtype):
         pool = Pool(TOKENS, LAYERS, landmark_dtype=dtype)
@@ -454,8 +454,8 @@ def landmarks(limit: float) -> Row:
 
 
 def caches(limit: float, names: Sequence[str]) -> Row:
-    """Measure sparse and dense steps with 16-bit and 8-bit keys and values. Landmarks have 16 bits
-    and, with fp8, also 8 bits.
+    """Measure sparse and dense steps with 16-bit and 8-bit keys and values. Landmarks are 16-bit
+    and, with fp8, also 8-bit.
     """
     rows = []
     for cache, landmark_dtype in [(name, dtype) for name in names for dtype in CACHES[name]]:
@@ -469,8 +469,8 @@ def caches(limit: float, names: Sequence[str]) -> Row:
 
 
 def head_budgets(limit: float, spread: float) -> Row:
-    """Measure steps whose kv heads all have the same budget, and steps whose budgets differ but
-    have the same mean. ``spread`` is the standard deviation of their logarithms.
+    """Measure steps with the same budget for all kv heads, and with budgets that vary around the
+    same mean. ``spread`` is the standard deviation of their logarithms.
     """
     pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
@@ -485,14 +485,14 @@ def head_budgets(limit: float, spread: float) -> Row:
 
 
 def family_pool(K: int, D: int) -> Pool:
-    """Return caches whose size in bytes is the same for every shape, so that the L2 cache helps all
-    shapes equally.
+    """Return caches with the same size in bytes for every shape, so that all shapes benefit equally
+    from the L2 cache.
     """
     return Pool(TOKENS, LAYERS * 8 * 128 // (K * D), D, K=K)
 
 
 def families(limit: float) -> Row:
-    """Measure the attention shapes of common models with the CUDA kernel and with Triton's kernels."""
+    """Measure the attention shapes of common models with the CUDA kernel and the Triton kernels."""
     B, L = FAMILY_BATCH
     rows = []
     for K, G, D, model in FAMILIES:
@@ -514,7 +514,7 @@ def families(limit: float) -> Row:
 
 
 def tuned(limit: float) -> Row:
-    """Measure Triton's kernels as shipped and as tuned, for the shapes that ``sparrow tune`` has
+    """Measure the Triton kernels as shipped and as tuned, for the shapes that ``sparrow tune`` has
     tuned on this GPU.
 
     Raises SystemExit if no shape has been tuned.
@@ -580,8 +580,8 @@ def sweep(limit: float) -> Row:
 
 
 def several_tokens(limit: float) -> Row:
-    """Measure steps over several new tokens per sequence with the CUDA kernel and with Triton's
-    kernels, and for comparison, a step over one token with the default kernel.
+    """Measure steps over several new tokens per sequence with the CUDA kernel and the Triton
+    kernels and, for comparison, a one-token step with the default kernel.
     """
     pool, rows = Pool(TOKENS // 2, LAYERS), []
     sizes = [(B, L, G, T) for B, L in WIDE_BATCHES for G in WIDE_GROUPS for T in WIDE_TOKENS]
@@ -605,7 +605,7 @@ def several_tokens(limit: float) -> Row:
 
 
 def compile_wide(cases: Sequence[Case]) -> None:
-    """Compile both implementations' kernels for these cases in parallel threads."""
+    """Compile both implementations' kernels for these cases, in parallel threads."""
     steps: dict[str, list[Any]] = {}
     for kernel in ("cuda", "triton"):
         for case in cases:
@@ -613,13 +613,13 @@ def compile_wide(cases: Sequence[Case]) -> None:
         steps[kernel] = [case.step(None, 0) for case in cases]
     with ThreadPoolExecutor() as executor:
         list(executor.map(compile_for, steps["cuda"]))
-        # Triton compiles on the first launch. These launches are safe because Triton's steps were
-        # planned last, so the plans in memory are theirs.
+        # Triton compiles on the first launch. Launching is safe here: Triton's steps were planned
+        # last, so the plans in memory are theirs.
         list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
 
 
 def compile_for(step: cuda.Launches) -> None:
-    """Compile a step's kernel, so that later launches with the same macros find it compiled."""
+    """Compile a step's kernel ahead of later launches with the same macros."""
     compiled("decode.cu", tuple(step.defines.items()), "sm_90")
 
 

@@ -1,18 +1,17 @@
-"""Measure the time that DistillSparse adds to the dense policy update, with the trainer's own code
+"""Measure how much time DistillSparse adds to the dense policy update, with the trainer's own code
 and a full-size model with random weights.
 
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
-The script runs on one GPU, with Qwen3-1.7B's shape, float32 weights under bfloat16 autocast,
-gradient checkpointing, and the published 0.86 schedule. A dense update comprises everything from
-the corrections to the optimiser step. "added" is the time of the adapter's update, including its
-own optimiser step, divided by the time of the dense update in the same round, given as median and
-range.
+Runs on one GPU with Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient
+checkpointing, and the published 0.86 schedule. A dense update is everything from the corrections to
+the optimiser step. "added" is the adapter's update time, including its own optimiser step, divided
+by the dense update time in the same round (median and range).
 
-The cost of sparse attention depends on ``read``: the number of pages that a tile of 32 neighbouring
-positions reads, divided by the number that a single position keeps. Two kinds of text are timed:
-"random" tokens, where neighbours keep different pages (the worst case), and "runs" of equal tokens,
-which are long enough for a ``read`` of about 3, as with the trained reasoner (docs/LOG.md).
+The cost of sparse attention depends on ``read``: how many pages a tile of 32 neighbouring positions
+reads, divided by how many a single position keeps. Two kinds of text are timed: "random" tokens,
+where neighbours keep different pages (the worst case), and "runs" of equal tokens, long enough for
+a ``read`` of about 3, as with the trained reasoner (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from sparrow.train.trainer import Trainer
 
 PROMPT, TOP_N = 256, 20
 TOKENS, RESPONSES, ROUNDS = 16_384, 4, 2
-"""Tokens per sequence (prompt and response), responses per update, and how often each update is
-timed.
+"""Tokens per sequence (prompt and response), responses per update, and how often to time each
+update.
 """
 EVERYTHING = DistillConfig(enabled=True, responses=1.0)
 VARIANTS = {
@@ -52,12 +51,12 @@ VARIANTS = {
     "a_quarter_of_the_responses": replace(EVERYTHING, responses=0.25),
 }
 TEXTS = {"random": 1, "runs": 12}
-"""The length of the runs of equal tokens, by kind of text."""
+"""Run length of equal tokens, by kind of text."""
 
 
 def experience(run: int) -> Experience:
-    """Return responses of random tokens in runs of ``run`` equal tokens, with top-n lists of
-    equally unlikely tokens.
+    """Return responses made of random runs of ``run`` equal tokens, with top-n lists of equally
+    unlikely tokens.
     """
     rng = np.random.default_rng(0)
     T = TOKENS - PROMPT
@@ -91,12 +90,12 @@ def make_trainer(folder: str) -> Trainer:
         distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
-    unused = cast(Any, None)  # the script does not tokenize, sample or verify
+    unused = cast(Any, None)  # this script doesn't tokenize, sample or verify
     return Trainer(config, model, unused, unused, unused, schedule)
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
-    """Return how many seconds ``work`` takes, and its peak memory in GiB."""
+    """Return how long ``work`` takes in seconds, and its peak memory in GiB."""
     torch.cuda.reset_peak_memory_stats()
     begin = clock()
     work(*arguments)
@@ -105,8 +104,8 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Return the pages that a tile reads per page that one of its positions keeps, averaged over
-    the sparse layers, for one response.
+    """Return how many pages a tile reads per page kept by one of its positions, averaged over the
+    sparse layers, for one response.
     """
     ratios = []
     select = Call.select
@@ -126,7 +125,7 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 
 def measure(trainer: Trainer, out: Path) -> None:
-    """Time the dense update and all variants on every kind of text, and save the results after each
+    """Time the dense update and all variants on every kind of text, saving the results after each
     round.
     """
     learner = trainer.learner
@@ -138,7 +137,7 @@ def measure(trainer: Trainer, out: Path) -> None:
         assessment = learner.assess(step, trainer.schedule)[0]
         advantages_B = torch.tensor([1.0, -1.0]).repeat(RESPONSES)[:RESPONSES]
         pages = read(distiller, step)
-        learner.update(step, assessment, 0)  # compiles
+        learner.update(step, assessment, 0)  # compile
         distiller.update(step, assessment, advantages_B)
         rounds: list[dict[str, tuple[float, float]]] = []
         for _ in range(ROUNDS):
@@ -152,8 +151,8 @@ def measure(trainer: Trainer, out: Path) -> None:
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
-    """Return an update's seconds in each round, its peak memory, and its time relative to the dense
-    update of the same round.
+    """Return an update's seconds in each round, its peak memory, and its time relative to the same
+    round's dense update.
     """
     added = [times[name][0] / times["dense_update"][0] for times in rounds]
     return {

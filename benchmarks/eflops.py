@@ -1,4 +1,4 @@
-"""The paper's formulas for eFLOPs, in its own symbols (Sparrow, arXiv 2606.08446, section 5; after
+"""The paper's eFLOPs formulas, in its own notation (Sparrow, arXiv 2606.08446, section 5; after
 Kinetics, arXiv 2506.05333).
 """
 # ruff: noqa: E741
@@ -16,11 +16,11 @@ from sparrow.schedule import SparsitySchedule
 def dense_eflops(
     P_w: float, N: float, L_in: float, L_out: float, D: float, r: float, I: float
 ) -> float:
-    """Return the eFLOPs of a dense rollout of N samples of a prompt, as published.
+    """Return the eFLOPs of a dense rollout of N samples per prompt, as published.
 
-    D is ``ModelShape.kv_width``, the width of keys and values together. With this width and a 2-byte
-    cache, the memory term is exact in bytes, the attention term is exact in FLOPs, and the formula
-    equals that of Kinetics' code. I = 0 leaves only the compute.
+    D is ``ModelShape.kv_width``, the width of keys and values together. With this width and a
+    2-byte cache, the memory term is exact in bytes, the attention term is exact in FLOPs, and the
+    formula matches Kinetics' code. Use I = 0 to get just the compute.
     """
     compute = 2 * P_w * N * L_out + r * (2 * L_in + L_out) * L_out * N * D
     return compute + I * (2 * L_in * L_out * D + N * L_out**2 * D)
@@ -38,7 +38,7 @@ def sparse_eflops(
     P: float,
 ) -> float:
     """Return the eFLOPs of a sparse rollout that keeps b tokens in pages of P, as published: the
-    terms for scoring the prompt lack 1/P, and one of them lacks r.
+    prompt-scoring terms lack 1/P, and one of them lacks r.
     """
     attend = 2 * P_w * N * L_out + 2 * r * N * D * b * L_out + 2 * I * N * D * b * L_out
     score = 2 * N * L_in * D * L_out + r * N * D * L_out**2 / (2 * P)
@@ -54,7 +54,7 @@ def ideal_speedup(
     samples: int = 1,
 ) -> float:
     """Return the ratio of dense to sparse eFLOPs for responses of ``response`` tokens. b is the
-    schedule's budget, averaged over the response.
+    schedule's average budget over the response.
     """
     b = float(schedule.tokens_read(prompt + np.arange(1, response + 1)).mean())
     common = (
@@ -73,8 +73,8 @@ PUBLISHED = (5.2, 5.1, 3.5, 3.5, 2.7)
 
 
 def ideal() -> str:
-    """Compare the speed-ups published for a p5 of 0.86 on an H200 with those that the formulas give
-    for the released schedules.
+    """Compare the published speed-ups for a p5 of 0.86 on an H200 with what the formulas give for
+    the released schedules.
     """
     schedules = [(shape, name, SparsitySchedule.preset(shape)) for shape, name in SHAPES.items()]
     schedules.insert(3, ("qwen3-8b", "8B, table 0.87", SparsitySchedule.preset("qwen3-8b", 0.87)))

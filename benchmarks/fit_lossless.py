@@ -1,10 +1,10 @@
-"""Fit the constants of a lossless cycle to all points that ``benchmarks/lossless.py`` wrote to
+"""Fit the lossless cycle constants to all points that ``benchmarks/lossless.py`` wrote to
 ``benchmarks/results``.
 
     python benchmarks/fit_lossless.py
 
-The script prints the fitted constants, those in ``sparrow.cost.lossless``, and the errors of the
-latter by shape.
+Prints the fitted constants, the ones in ``sparrow.cost.lossless``, and the errors of the latter by
+shape.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ H200 = MACHINES["h200"]
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return the cycles measured on an H200 with a fixed number of drafts and a 16-bit cache.
-    Acceptance does not affect the time of a cycle.
+    """Return the cycles measured on an H200 with a fixed draft length and a 16-bit cache.
+    Acceptance doesn't affect cycle time.
     """
     points = []
     for path in sorted(RESULTS.glob("lossless_*.json")):
@@ -45,14 +45,13 @@ def measured() -> list[dict[str, Any]]:
 
 
 def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
-    """Fit non-negative constants by least squares of the relative errors of ``cycle_seconds``.
+    """Fit non-negative constants by least squares on the relative errors of ``cycle_seconds``.
 
     Args:
-        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``,
-            ``length``, ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype``
-            and ``draft_weights`` where these are not ``auto``.
-        machine: the machine that they ran on. Its dense steps are assumed to have the overheads of
-        an H200.
+        cycles: measured cycles without top lists, each with ``shape`` (from ``SHAPES``), ``batch``,
+            ``length``, ``pages``, ``drafts`` (at least 1) and ``ms``, plus ``landmark_dtype`` and
+            ``draft_weights`` if these are not ``auto``.
+        machine: the machine they ran on. Its dense steps are assumed to have an H200's overheads.
     """
     rows, left = [], []
     for cycle in cycles:
@@ -70,7 +69,7 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
 
 
 def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
-    """Predict how many seconds a cycle takes, given in the format of ``fit_cycles``."""
+    """Predict a cycle's seconds; ``cycle`` is in the format of ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
     drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
@@ -80,13 +79,13 @@ def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) 
 
 
 def errors(cycles: list[dict[str, Any]]) -> list[float]:
-    """Return the relative errors of the shipped constants."""
+    """Return the relative errors with the shipped constants."""
     return [cycle_seconds(cycle, H200, CYCLE_H200) / (cycle["ms"] / 1e3) - 1 for cycle in cycles]
 
 
 def fitted() -> str:
-    """Return, for each shape, the errors of the shipped constants and the errors of a fit without
-    that shape.
+    """Return, for each shape, the errors with the shipped constants and with a fit that leaves the
+    shape out.
     """
     rows = []
     everything = measured()
@@ -105,7 +104,7 @@ def fitted() -> str:
         rows.append([shape, len(own), *cells])
     for shape in sorted(
         {cycle["shape"] for cycle in in_fp8}
-    ):  # two shapes and two constants: neither shape can be left out
+    ):  # with two shapes and two constants, neither shape can be left out
         off = errors([cycle for cycle in in_fp8 if cycle["shape"] == shape])
         name = f"{shape}, drafts with weights in fp8"
         rows.append([name, len(off), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])

@@ -4,14 +4,14 @@ them.
     python benchmarks/fit_roofline.py                       # refits the H200's constants
 
 ``roofline_h200.json`` contains a ``machine`` (a key of ``sparrow.cost.MACHINES``) and ``steps``. A
-step is a whole decode step with ``shape``, ``batch``, ``length`` and ``ms``. A sparse step also has
-a ``schedule`` (in a form that ``SparsitySchedule.load`` accepts), and a step that returns top-20
-lists has ``lists``. The dense and sparse steps that ``rollout.py`` measured are added. The fit
-minimises the squared relative errors with non-negative constants. The last column is the error of a
-fit without any point of the same model shape. The steps of the rollout traces, whose sequences
-differ in length, are not used in any fit; their errors come after the table. The host's seconds per
-sequence are fitted to the rollouts of ``grpo_step.py``, whose first steps are so large that the
-host cannot keep up.
+step is a whole decode step with ``shape``, ``batch``, ``length`` and ``ms``. Sparse steps also have
+a ``schedule`` (anything ``SparsitySchedule.load`` accepts), and steps that return top-20 lists have
+``lists``. The dense and sparse steps measured by ``rollout.py`` are added. The fit minimises the
+squared relative errors with non-negative constants. The last column is the error of a fit without
+any point of the same model shape. Steps of the rollout traces, where sequences differ in length,
+are not used in any fit; their errors come after the table. The host's seconds per sequence are
+fitted to the rollouts of ``grpo_step.py``, where the first steps are so large that the host can't
+keep up.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sparrow.cost import MACHINES, SHAPES, Overheads, decode_step
 from sparrow.schedule import SparsitySchedule
 
 STEADY = 1.5
-"""Above this ratio of the 90th to the 10th percentile, the times of a step fall into two clusters,
-depending on whether the host keeps up.
+"""If the ratio of a step's 90th to its 10th percentile is above this, its times fall into two
+clusters, depending on whether the host keeps up.
 """
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured step. ``features`` are the factors of the constants in its prediction (for
-    read_fraction, the factor of its inverse).
+    """A measured step. ``features`` are the factors its prediction multiplies the constants by (for
+    read_fraction, its inverse).
     """
 
     name: str
@@ -48,8 +48,8 @@ class Point:
 
 
 def measured() -> dict[str, Any]:
-    """Read the H200's file, and add the decode steps that ``rollout.py`` measured. The steps of its
-    traces are ``ragged``.
+    """Read the H200's file, and add the decode steps measured by ``rollout.py``. Its trace steps go
+    under ``ragged``.
     """
     rows = load("roofline_h200") | {
         "ragged": [],
@@ -85,7 +85,7 @@ def measured() -> dict[str, Any]:
 
 
 def point(row: Mapping[str, Any], machine: str) -> Point:
-    """Compute the factors of the constants in the prediction of a measured step."""
+    """Compute the factors of the constants in a measured step's prediction."""
     shape, spec = SHAPES[row["shape"]], row.get("schedule")
     schedule = None if spec is None else SparsitySchedule.load(spec)
     lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
@@ -104,14 +104,14 @@ def point(row: Mapping[str, Any], machine: str) -> Point:
 
 
 def fit(points: list[Point]) -> Overheads:
-    """Return the constants with the smallest sum of squared relative errors."""
+    """Return the constants that minimise the sum of squared relative errors."""
     features, seconds = arrays(points)
     *constants, slowness = nnls(features / seconds[:, None], np.ones(len(points)))[0].tolist()
     return Overheads(*constants, 1 / slowness)
 
 
 def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]:
-    """Return the response lengths and the schedule of a step of ``grpo_step.py``."""
+    """Return the response lengths and the schedule of a ``grpo_step.py`` step."""
     preset = SparsitySchedule.preset(run["shape"])
     pages = tuple(run["schedule"] or preset.top_k)
     schedule = preset.replace(top_k=pages, bin_tokens=preset.bin_tokens // run["scale"])
@@ -119,8 +119,8 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
-    """Return ``overheads`` with the host's seconds per sequence that minimise the relative errors
-    over parts of rollouts.
+    """Return ``overheads`` with the host's seconds per sequence fitted to minimise the relative
+    errors over parts of rollouts.
     """
     rows, device, seconds = [], [], []
     for run in runs:
@@ -130,7 +130,7 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
         for part, ms in zip(parts, run["engine"]["ms"], strict=True):
             now = int(part[len(part) // 2])
             running = int((mine > now).sum())
-            cached = [64 + now] * running  # prompts have 64 tokens
+            cached = [64 + now] * running  # 64-token prompts
             rows.append(running)
             device.append(
                 decode_step(
@@ -147,7 +147,7 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
 
 
 def predicted(points: list[Point], overheads: Overheads) -> NDArray[np.float64]:
-    """Predict the seconds of each point."""
+    """Predict each point's seconds."""
     *constants, read_fraction, _ = astuple(overheads)
     return arrays(points)[0] @ np.array([*constants, 1 / read_fraction])
 
@@ -160,7 +160,7 @@ def arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
     """Return the fitted constants and, for each point, its predicted seconds, its relative error,
-    and its error in a fit without its shape.
+    and its error in a fit that leaves its shape out.
     """
     points = [point(row, rows["machine"]) for row in rows["steps"]]
     overheads = fit_host(fit(points), rows["rollouts"])
@@ -175,7 +175,7 @@ def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float,
 
 
 def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, list[float]]:
-    """Return the relative errors for the steps of the traces, by shape and kind."""
+    """Return the relative errors for the trace steps, by shape and kind."""
     by_kind: dict[str, list[float]] = {}
     for row in rows["ragged"]:
         p = point(row, rows["machine"])
@@ -187,7 +187,7 @@ def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, li
 
 
 def report(rows: Mapping[str, Any]) -> list[str]:
-    """Format the constants and all errors as lines of text, with errors in percent."""
+    """Format the constants and all errors as lines of text; errors are in percent."""
     overheads, table = errors(rows)
     lines = [f"{'point':42} {'measured ms':>12} {'predicted':>10} {'error':>8} {'left out':>9}"]
     for p, seconds, error, held_out in table:

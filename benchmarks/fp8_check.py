@@ -5,16 +5,16 @@ rounded keys and values.
     python benchmarks/fp8_check.py --cache int8    # writes benchmarks/results/int8_equal.json
 
 The model is the random one of ``vllm_check.py``. Three engines decode with every page kept: stock
-vLLM in bfloat16, stock vLLM with an fp8 cache (whose FlashAttention 3 rounds queries to fp8 as
-well), and Sparrow with an fp8 cache. Each engine's own samples are scored by transformers. *truth*
-is the score in float32. *rounded* is the score with every key and value rounded to e4m3 with
-Sparrow's own scales, in float32 (to show what an fp8 cache costs by itself) and in bfloat16 (the
-yardstick for a kernel that rounds once more, as in ``vllm_check.py``). *prefill from decode*
-compares the log-probs of a response as it was decoded with those that the same engine returns if
-prompt and response are passed as one prompt.
+vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3 also rounds queries to fp8),
+and Sparrow with an fp8 cache. Transformers scores each engine's own samples. *truth* is the float32
+score. *rounded* is the score with every key and value rounded to e4m3 with Sparrow's own scales,
+both in float32 (to show what an fp8 cache costs by itself) and in bfloat16 (the yardstick for a
+kernel that rounds once more, as in ``vllm_check.py``). *prefill from decode* compares a response's
+log-probs as decoded with those the same engine returns when prompt and response are passed as one
+prompt.
 
-``--cache int8`` does the same for keys and values in int8, with one scale per token and head. Stock
-vLLM uses its Triton backend for this, and its scales are not powers of 2.
+``--cache int8`` does the same for int8 keys and values, with one scale per token and head. Stock
+vLLM uses its Triton backend here, and its scales are not powers of 2.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from sparrow.rollout import Rollout
 from sparrow.vllm.runtime import find
 
 STORED = {"fp8": "fp8", "int8": "int8_per_token_head"}
-"""vLLM's names for these cache formats."""
+"""vLLM's names for the cache formats."""
 
 
 def sampled(llm: LLM) -> list[Rollout]:
-    """Sample from vLLM, stock or with Sparrow, with the settings in ``vllm_check.SAMPLED``."""
+    """Sample from vLLM, stock or with Sparrow, using the ``vllm_check.SAMPLED`` settings."""
     parameters = [
         SamplingParams(
             max_tokens=192,
@@ -68,7 +68,7 @@ def sampled(llm: LLM) -> list[Rollout]:
 
 
 def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
-    """Return the differences between the log-probs of rollouts and those of the same tokens in a
+    """Return the differences between rollouts' log-probs and those of the same tokens passed as a
     prompt.
     """
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
@@ -110,7 +110,7 @@ def main() -> None:
         def from_truth(rollouts: Sequence[Any], schedule: Any) -> dict[str, float]:
             return base.miss(rollouts, scores(truth, rollouts, schedule))
 
-        kept = []  # kept to the end, because their graphs use vLLM's graph memory pool
+        kept = []  # kept alive to the end, since their graphs use vLLM's graph memory pool
         for label, more in {"stock": {}, f"stock {name}": {"kv_cache_dtype": stored}}.items():
             llm = LLM(
                 str(folder),
@@ -157,8 +157,8 @@ def main() -> None:
         def weights_go_and_come(
             engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str
         ) -> list[Rollout]:
-            """Replace the weights and restore them, and record whether samples are the same as
-            before. Return the samples with the new weights.
+            """Replace the weights and restore them, recording whether the samples match the earlier
+            ones. Return the samples taken with the new weights.
             """
             engine.update_weights(new_weights.named_parameters())
             updated = generated(engine)

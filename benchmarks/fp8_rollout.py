@@ -1,16 +1,14 @@
-"""Compare rollouts of Sparrow with 8-bit KV caches and fp8 weights with those of stock vLLM, on one
-GPU.
+"""Compare rollouts by Sparrow with 8-bit KV caches and fp8 weights with stock vLLM's, on one GPU.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
 The variants run one after another on the same GPU, each in its own engine: stock vLLM in bfloat16;
 stock vLLM with cache and weights in fp8, for a fair comparison; and Sparrow with the published
-table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. In all of them, vLLM
-quantises the weights (``quantization="fp8_per_channel"``). ``--variants`` selects the variants to
-measure; earlier results of other variants are kept. The trace of ``rollout.py`` is timed as in that
-script, with top-20 log-probs: once with as many concurrent requests as fit in the bfloat16 cache,
-and once with as many as fit in the variant's own cache. Tokens per second include the prefill of
-new requests.
+table in bfloat16, with an fp8 or int8 cache, and with fp8 weights on top. vLLM always does the
+weight quantisation (``quantization="fp8_per_channel"``). ``--variants`` selects the variants to
+measure; earlier results for the others are kept. The trace is timed as in ``rollout.py``, with
+top-20 log-probs: once with as many concurrent requests as fit in the bfloat16 cache, and once with
+as many as fit in the variant's own cache. Tokens per second include the prefill of new requests.
 """
 
 from __future__ import annotations
@@ -40,15 +38,13 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 REQUESTS = 240
 MOST = 2.75
-"""The number of concurrent requests for which engines start, relative to the number that fit on an
-H200 in bfloat16.
+"""How many concurrent requests engines are started for, relative to what fits on an H200 in
+bfloat16.
 """
 
 
 def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
-    """Estimate the time of a trace with ``slots`` concurrent requests from ``count`` of its
-    steps.
-    """
+    """Estimate a trace's time with ``slots`` concurrent requests from ``count`` of its steps."""
     tokens = responses(REQUESTS)
     spans = simulate([PROMPT] * REQUESTS, tokens, slots)
     chosen, steps = states(spans, count), sum(n for n, _, _ in spans)
@@ -80,7 +76,7 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
 
 
 def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
-    """Measure one variant in this process, timing ``count`` steps of each trace."""
+    """Measure one variant in this process, timing ``count`` steps per trace."""
     kind, options = VARIANTS[variant]
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +84,7 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
         for prefilled in (
             1,
             8,
-        ):  # compiles the remaining kernels, and sets the scales of an fp8 cache
+        ):  # compile the remaining kernels, and set the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         if kind == "sparse":
@@ -114,7 +110,7 @@ def main() -> None:
     options.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     options.add_argument("--states", type=int, default=12, help="number of steps to time per trace")
     arguments = options.parse_args()
-    out = RESULTS / f"fp8_{arguments.shape}.json"  # variants not measured now are kept
+    out = RESULTS / f"fp8_{arguments.shape}.json"  # keeps variants that aren't measured now
     variants = json.loads(out.read_text())["variants"] if out.exists() else {}
     for variant in arguments.variants:
         with ProcessPoolExecutor(

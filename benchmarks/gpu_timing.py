@@ -1,6 +1,4 @@
-"""Time GPU work that the host launches. To time CUDA graphs, use
-``sparrow.attention.triton.timing``.
-"""
+"""Time GPU work launched by the host. For CUDA graphs, use ``sparrow.attention.triton.timing``."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the median GPU time of ``work``, which the host launches anew each time."""
+    """Return the median GPU time of ``work``, launched anew by the host each time."""
     work()
     torch.cuda.synchronize()
     times = []

@@ -8,22 +8,22 @@ one or several GPUs.
     accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2] \\
         benchmarks/grpo_step.py --variant sparse --out ...
 
-Sparrow's own trainer runs unchanged: rollouts in vLLM with top-20 log-probs, dense log-probs of the
-policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
+Runs Sparrow's own trainer unchanged: rollouts in vLLM with top-20 log-probs, the policy's dense
+log-probs, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
 checkpointing), and transfer of the new weights to vLLM. Weights are random, rewards are coin
-tosses, and each response ends at a length drawn beforehand. A first step with a sixteenth of the
-lengths, which compiles kernels and initialises AdamW's moments, is not counted. The drafts of
-``lossless`` are accepted with a given probability, as in ``benchmarks/lossless.py``.
+tosses, and each response ends at a length drawn beforehand. A first step at a sixteenth of the
+lengths, to compile kernels and initialise AdamW's moments, isn't counted. ``lossless`` drafts are
+accepted with a given probability, as in ``benchmarks/lossless.py``.
 
 A full-length step, with 240 responses of 14,268 tokens on average, would take most of an hour.
 There are two ways to shorten it:
 
 - ``--scale 8``: all 240 responses at once, each an eighth as long (mean 1,783, cut at 4,096), with
   the schedule scaled to match (an eighth of the pages, in bins an eighth as wide). A decode step
-  then reads as many bytes of KV as a step of 30 full-length responses (60 with ``--scale 4``). As
-  in a full-length step, only the longest responses are left at the end.
-- ``--part 15``: every fifteenth response by length, at its full length. Training time adds up over
-  responses, rollout time does not. ``--variant given`` has random tokens in place of rollouts.
+  then reads as many KV bytes as a step over 30 full-length responses (60 with ``--scale 4``). As in
+  a full-length step, only the longest responses are left at the end.
+- ``--part 15``: every fifteenth response by length, at full length. Training time adds up over
+  responses; rollout time doesn't. ``--variant given`` uses random tokens instead of rollouts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # stock vLLM, too, gets weights on the GPU
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that stock vLLM gets weights on the GPU too
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
@@ -63,13 +63,13 @@ RESPONSES, SAMPLES = 240, 8
 SHAPE = "qwen3-1.7b"
 VOCABULARY = 151_936
 PROMPT = 64
-"""Tokens of a prompt."""
+"""Prompt length in tokens."""
 ACCEPTANCE = 0.945
 """Acceptance of drafts that read 1,024 tokens, measured with the text model."""
 
 
 class Coin:
-    """A task whose rewards are random."""
+    """A task with random rewards."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         chance = random.Random(index)
@@ -77,8 +77,8 @@ class Coin:
 
 
 class Given:
-    """A stand-in for an engine, which returns random tokens. ``lengths`` has the response lengths
-    of each call.
+    """A stand-in for an engine that returns random tokens. ``lengths`` are the response lengths for
+    each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -87,7 +87,7 @@ class Given:
 
     def _next(self, count: int) -> Sequence[int]:
         """Return the lengths of the next ``count`` responses. The call that measures the ceiling
-        requests fewer than the others.
+        asks for fewer than the others.
         """
         return next(self._lengths)[:count]
 
@@ -105,7 +105,7 @@ class Given:
             weight.bfloat16()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing: vLLM keeps the schedule with which it was started."""
+        """No-op: vLLM keeps the schedule it was started with."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
@@ -116,7 +116,7 @@ class Given:
 
 
 class Engine(Given):
-    """Stock vLLM or vLLM with Sparrow as an engine for the trainer, with given response lengths."""
+    """vLLM, stock or with Sparrow, as an engine for the trainer, with given response lengths."""
 
     def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
         super().__init__(lengths)
@@ -183,9 +183,7 @@ def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
 
 
 def chosen(part: int, scale: int) -> list[int]:
-    """Return the lengths of every ``part``-th response when sorted by length, in the order of the
-    trace.
-    """
+    """Sort responses by length, take every ``part``-th, and return the lengths in trace order."""
     lengths = np.array(responses(RESPONSES))
     return [
         max(1, int(n) // scale)
@@ -196,7 +194,7 @@ def chosen(part: int, scale: int) -> list[int]:
 def start(
     variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int
 ) -> LLM:
-    """Start vLLM for the model in ``folder``, with room for all responses at once."""
+    """Start vLLM with the model in ``folder``, with room for all responses at once."""
     spans, token_bytes = (
         simulate([PROMPT] * len(lengths), lengths, len(lengths)),
         2 * SHAPES[SHAPE].kv_width,

@@ -2,18 +2,16 @@
 
     python benchmarks/lora_check.py    # writes benchmarks/results/lossless_lora.json
 
-A batch mixes requests without an adapter with requests for two adapters, which change every linear
-layer. Stock vLLM and lossless mode decode the batch greedily in three ways: eagerly, with CUDA
-graphs, and with CUDA graphs and ``torch.compile``. The model and the adapters have random weights
-in bfloat16.
+A batch mixes requests without an adapter with requests for two adapters that change every linear
+layer. Stock vLLM and lossless mode decode it greedily in three ways: eagerly, with CUDA graphs, and
+with CUDA graphs and ``torch.compile``. The model and the adapters have random weights in bfloat16.
 
-- Log-probs are compared with those of transformers in float32 with the adapters merged, up to the
-  first token that differs between stock vLLM and lossless mode; stock vLLM is the yardstick.
-- Drafts keep every page, so nearly all of them are accepted if they use the adapters of their
-  requests. For comparison, the acceptance is also measured for requests without adapters, and with
-  drafts that ignore the adapters of their requests.
-- The time of lossless mode is measured with adapters, without adapters, and without
-  ``enable_lora``.
+- Log-probs are compared with transformers in float32 with the adapters merged, up to the first
+  token where stock vLLM and lossless mode differ; stock vLLM is the yardstick.
+- Drafts keep every page, so nearly all of them should be accepted if they use their requests'
+  adapters. For comparison, acceptance is also measured for requests without adapters, and with
+  drafts that ignore the adapters.
+- Lossless mode is timed with adapters, without adapters, and without ``enable_lora``.
 
 All engines run at the same time, each in its own process, but only one is timed at a time.
 """
@@ -41,13 +39,13 @@ from transformers import Qwen3ForCausalLM
 
 LENGTHS = (700, 17, 300, 1601, 33, 512, 64, 1024, 90, 150, 48, 800)
 WHOSE = (0, 1, 2, 2, 0, 1, 1, 2, 0, 2, 0, 1)
-"""The adapter of each prompt; 0 means no adapter."""
+"""Each prompt's adapter (0: no adapter)."""
 NEW_TOKENS = 128
 DRAFT_TOKENS = 4
 RANK = 16
 ALPHA = 32
 STRENGTH = 0.1
-"""Standard deviation of the weights of B. Those of A have variance 1 / inputs."""
+"""Standard deviation of B's weights. A's weights have variance 1 / inputs."""
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -68,7 +66,7 @@ LORA: dict[str, Any] = dict(enable_lora=True, max_loras=2, max_lora_rank=RANK)
 
 @dataclass
 class Found:
-    """The responses of an arm and, in lossless mode, the shares of accepted drafts."""
+    """An arm's responses and, in lossless mode, the fractions of drafts accepted."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -89,7 +87,7 @@ def write_adapter(
     alpha: int = ALPHA,
     strength: float = STRENGTH,
 ) -> None:
-    """Write an adapter with random weights, in PEFT's format, for the linear layers of a model."""
+    """Write a random adapter for a model's linear layers, in PEFT's format."""
     from safetensors.torch import save_file
 
     torch.manual_seed(seed)
@@ -116,7 +114,7 @@ def write_adapter(
 
 @torch.no_grad()
 def merge(model: Any, folder: Path) -> None:
-    """Merge the adapter in ``folder`` into the weights of a model."""
+    """Merge the adapter in ``folder`` into a model's weights."""
     from safetensors.torch import load_file
 
     weights = load_file(folder / "adapter_model.safetensors")
@@ -137,14 +135,14 @@ def prompts() -> list[list[int]]:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """Hold a lock, so that only one process at a time runs the body of this context."""
+    """Hold a lock so that only one process at a time runs the body."""
     with Path(folder, "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def run(arm: str, folder: str) -> Found:
-    """Decode the batch in one arm, in this process."""
+    """Decode the batch in this process, in one arm."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / "cache" / arm.replace(" ", "-"))
     os.environ.pop("VLLM_PORT", None)
@@ -169,7 +167,7 @@ def run(arm: str, folder: str) -> Found:
     requests = [{"prompt_token_ids": prompt} for prompt in prompts()]
 
     def decoded(whose: Sequence[int]) -> tuple[list[Any], float, float]:
-        """Return the responses, the share of accepted drafts, and milliseconds per token."""
+        """Return the responses, the fraction of drafts accepted, and milliseconds per token."""
         adapters = [
             LoRARequest(f"a{n}", n, str(Path(folder) / f"adapter-{n}")) if n else None
             for n in whose
@@ -206,7 +204,7 @@ def run(arm: str, folder: str) -> Found:
         found.accepted = {"with adapters": share, "without adapters": share_of_nobody}
 
         def without(self: DraftAdapters) -> contextlib.AbstractContextManager[None]:
-            return self.captured(with_adapters=True)  # what drafts use if no row has an adapter
+            return self.captured(with_adapters=True)  # what drafts use when no row has an adapter
 
         DraftAdapters.by_sequence = without  # type: ignore[method-assign]
         found.accepted["drafts without adapters"] = decoded(WHOSE)[1]

@@ -1,25 +1,24 @@
 """Measure the tokens per second of lossless decoding and of stock vLLM on one GPU, at a given
-acceptance of drafts.
+acceptance rate.
 
     python benchmarks/lossless.py --shape qwen3-1.7b --variant stock \\
         --out results/lossless_qwen3-1.7b_stock.json
     python benchmarks/lossless.py --shape qwen3-1.7b --variant lossless \\
         --out results/lossless_qwen3-1.7b.json
 
-As in ``benchmarks/rollout.py``, models are random, and states are set up without prefill. With a
-random model, the real acceptance would be meaningless, so vLLM's synthetic rejection sampler
-accepts each draft with a given probability. Everything else, including the meter, runs as in real
-use. Parts:
+As in ``benchmarks/rollout.py``, models are random, and states are set up without prefill. A random
+model's real acceptance would be meaningless, so vLLM's synthetic rejection sampler accepts each
+draft with a given probability. Everything else, including the meter, runs as in real use. Parts:
 
-- ``points``: sequences of equal length. Stock vLLM and each fixed number of drafts are timed for
-  ``FIXED_S``. Sparrow's own choice of the number is timed for ``SECONDS``, which include its
-  initial search, and then for another ``SETTLED_S``. Sequences start shorter than the length of the
-  state by half of their expected growth (at the speed of the previous row), so that their mean
-  length is that of the state.
-- ``trace``: the trace of ``benchmarks/rollout.py``, with log-probs of the sampled tokens, whose
-  time is estimated from states as in that script. The time per token is the time of a cycle divided
-  by its tokens. Timing starts after the number of drafts has settled.
-- ``whole``: a smaller trace, which is run from beginning to end.
+- ``points``: sequences of equal length. Stock vLLM and each fixed draft length are timed for
+  ``FIXED_S``. Sparrow's own choice of draft length is timed for ``SECONDS``, including its initial
+  search, and then for another ``SETTLED_S``. Sequences start shorter than the state's length by
+  half of their expected growth (at the previous row's speed), so that their mean length is that of
+  the state.
+- ``trace``: the trace of ``benchmarks/rollout.py``, with log-probs of the sampled tokens. Its time
+  is estimated from states as in that script. The time per token is the cycle time divided by the
+  tokens per cycle. Timing starts once the draft length has settled.
+- ``whole``: a smaller trace, run from beginning to end.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
 SETTLED, SETTLED_CYCLES = 512, 48
-"""By how many tokens a request may grow while the number of drafts settles, and how many cycles to
-run after the first choice, so that dense steps are timed again.
+"""How many tokens a request may grow by while the draft length settles, and how many cycles to run
+after the first choice so that dense steps get timed again.
 """
 MARGIN = 8192
-"""Maximum number of new tokens per request, so large that no request ends while it is timed."""
+"""Maximum new tokens per request, large enough that no request ends while it is being timed."""
 
 
 def scheduler(bench: Bench) -> Any:
@@ -71,8 +70,8 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Make vLLM accept each draft of the standard budget with probability ``rate``, and drafts of
-    other budgets with the probability that ``acceptance_at`` expects for them.
+    """Make vLLM accept drafts at the standard budget with probability ``rate``, and drafts at other
+    budgets with the probability predicted by ``acceptance_at``.
     """
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
@@ -84,9 +83,7 @@ def accept(bench: Bench, rate: float) -> None:
 
 
 def generated(bench: Bench) -> int:
-    """Return the number of output tokens of the running requests that the host has received so
-    far.
-    """
+    """Return how many output tokens of the running requests the host has received so far."""
     return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
@@ -123,8 +120,8 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Start requests with ``lengths`` cached tokens, and run a few steps before timing begins,
-    because the first step returns before the GPU has finished it.
+    """Start requests with ``lengths`` cached tokens and run a few steps before timing begins, since
+    the first step returns before the GPU has finished it.
     """
     bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
@@ -132,7 +129,7 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 
 
 def hold(bench: Bench, drafts: int) -> None:
-    """Make every cycle draft this many tokens."""
+    """Fix the draft length of every cycle."""
     before = scheduler(bench).chooser
     chooser: Any = DraftChooser(before.choices, before.budgets)
     chooser.choose = lambda *_: drafts
@@ -142,14 +139,14 @@ def hold(bench: Bench, drafts: int) -> None:
 def point(
     bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0
 ) -> dict[str, Any]:
-    """Time ``batch`` sequences that have ``length`` tokens on average while they are timed.
+    """Time ``batch`` sequences with an average length of ``length`` tokens over the timed period.
 
     Args:
-        tokens_per_s: an estimate of their speed, from which their growth is computed.
+        tokens_per_s: an estimate of their speed, used to compute how much they grow.
     """
     lengths = [
         length - 32 - int(tokens_per_s * seconds / batch / 2)
-    ] * batch  # 32: about the growth before timing begins
+    ] * batch  # 32: roughly how much they grow before timing begins
     begin(bench, lengths)
     metrics = timed(bench, lengths, TIMED, seconds)
     abandon(bench, batch)
@@ -157,8 +154,8 @@ def point(
 
 
 def settle(bench: Bench, lengths: np.ndarray) -> int:
-    """Run a state until it has had a settled number of drafts for ``SETTLED_CYCLES`` cycles, and
-    return this number.
+    """Run a state until its draft length has stayed settled for ``SETTLED_CYCLES`` cycles, and
+    return that draft length.
     """
     behind = np.maximum(PROMPT + 1, lengths - SETTLED)
     chooser = scheduler(bench).chooser
@@ -178,7 +175,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
     """Time a state of the trace. ``ms_per_token`` is the time per token of each request.
 
     Args:
-        rate: acceptance of drafts, whose number settles before timing begins. None: stock vLLM.
+        rate: acceptance rate; the draft length settles before timing begins. None: stock vLLM.
     """
     drafts = 0
     if rate is not None:
@@ -187,7 +184,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
         hold(bench, drafts)
     grown = round(
         (SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts)
-    )  # at the middle of the timed cycles
+    )  # halfway through the timed cycles
     behind = np.maximum(PROMPT + 1, lengths - grown).tolist()
     begin(bench, behind, LOGPROBS["sampled"])
     metrics = timed(bench, behind, TIMED, 0.5)
@@ -199,7 +196,7 @@ def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, fl
 
 
 def whole(bench: Bench, requests: int) -> dict[str, Any]:
-    """Run a trace from the prefill of the first prompt to the last token."""
+    """Run a trace from the first prompt's prefill to the last token."""
     tokens, engine, rows = responses(requests), bench.llm.llm_engine, list[list[float]]()
     bench.start([PROMPT] * requests, tokens, LOGPROBS["sampled"], only_final=True)
     began, steps = time.perf_counter(), 0
@@ -222,8 +219,8 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
 
 
 def in_cuda(bench: Bench, steps: int) -> str:
-    """Profile steps of the running requests, and list the GPU time by kernel and the host's calls
-    of torch and CUDA by time.
+    """Profile steps of the running requests, and list GPU time by kernel and the host's torch and
+    CUDA calls by time.
     """
     calls, kernels = recorded(bench, steps)
     lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]

@@ -4,13 +4,12 @@
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
 As in ``benchmarks/lossless.py``, states are set up without prefill, and acceptance is synthetic. It
-is specified for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at`` predicts it for
-half or twice that budget. Each state is timed with every fixed budget, and with a budget that
-Sparrow chooses, starting without measurements. Sparrow always chooses the number of drafts. Before
-the timed round, both choices settle in other rounds, and every round starts again from the length
-of the state. Tokens per second are computed from the expected number of tokens of each cycle,
-because the number of sampled tokens varies by 2 % over a few seconds, about as much as budgets
-differ.
+is given for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at`` predicts it for half
+or twice that budget. Each state is timed with every fixed budget, and with Sparrow choosing the
+budget from scratch. Sparrow always chooses the draft length. Both choices settle in earlier rounds
+before the timed one, and every round starts from the state's original length. Tokens per second are
+computed from the expected tokens per cycle, because the number of sampled tokens varies by 2 % over
+a few seconds, about as much as the budgets differ.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ STATES = {
     "qwen3-1.7b": [(64, 4096), (64, 15000), (32, 30000), (8, 30000)],
     "qwen3-8b": [(48, 4096), (24, 30000)],
 }
-"""The number of sequences, and the cached tokens of each at the start."""
+"""The batch size, and the cached tokens of each sequence at the start."""
 RATES = (0.9, 0.945, 0.98)
 HELD, FOUND = (2.0,), (4.0, 4.0, 4.0, 4.0)
-"""Durations in seconds of the rounds before the timed one, with a fixed budget and with a chosen
-one.
-"""
+"""Seconds for each round before the timed one, with a fixed and with a chosen budget."""
 TIMED_S = 2.0
 
 
 class Counted(DraftChooser):
-    """A chooser that counts cycles by the number and the budget of their drafts. ``held`` fixes the
-    budget, as a multiple of the draft schedule's; None leaves it free.
+    """A chooser that counts cycles by draft length and budget. ``held`` fixes the budget, as a
+    multiple of the draft schedule's; None leaves it free.
     """
 
     def __init__(self, choices: tuple[int, ...], held: float | None) -> None:
@@ -57,7 +54,7 @@ class Counted(DraftChooser):
         drafts = super().choose(rows, length, repeated)
         self.cycles[0, 1.0] += repeated + (
             not drafts
-        )  # no budget is chosen for cycles without drafts
+        )  # cycles without drafts don't choose a budget
         return drafts
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:

@@ -1,4 +1,4 @@
-"""Check on a GPU that samples of lossless mode in vLLM follow the dense model's distribution.
+"""Check on a GPU that lossless mode in vLLM samples from the dense model's distribution.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
         [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
@@ -7,17 +7,16 @@
 
 All models are random, and drafts are accepted or rejected as in real use.
 
-- ``equal`` compares log-probs with those of transformers in float32, with the yardstick of
+- ``equal`` compares log-probs with transformers in float32, using the yardstick of
   ``vllm_check.py``. It also compares greedy tokens with stock vLLM's. Where they first differ, it
-  reports the difference between the float32 model's log-probs of the two tokens. With ``--cache
-  fp8``, stock vLLM uses such a cache too, and the yardstick is its error relative to float32.
-- ``samples`` counts how often each continuation of a prompt is sampled at temperature 1, for a
-  small vocabulary, and compares the counts with the probabilities that transformers computes in
-  float32 (chi-square).
-- ``invariant`` compares the tokens that ``drafter_invariant`` samples with those that stock vLLM
-  samples with the same seed, up to the first difference. The yardstick is stock vLLM with fewer
-  concurrent sequences, whose rounding also differs. Without the option, lossless decoding differs
-  at once.
+  reports how far apart the two tokens' log-probs are in the float32 model. With ``--cache fp8``,
+  stock vLLM gets such a cache too, and the yardstick is its error relative to float32.
+- ``samples`` counts how often each continuation of a prompt is sampled at temperature 1, with a
+  small vocabulary, and compares the counts with transformers' float32 probabilities (chi-square).
+- ``invariant`` compares the tokens sampled by ``drafter_invariant`` with those sampled by stock
+  vLLM with the same seed, up to the first difference. The yardstick is stock vLLM with fewer
+  concurrent sequences, which also rounds differently. Without the option, lossless decoding differs
+  right away.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
-    """Return the position at which greedy tokens first differ, and how much likelier one of the two
-    is under the float32 model, for each pair of responses that differ.
+    """For each pair of responses that differ, return where their greedy tokens first differ, and
+    how much likelier one of the two tokens is under the float32 model.
     """
     scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
     differences = []
@@ -118,7 +117,7 @@ def equal(arguments: argparse.Namespace) -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # not freed until the end, because its graphs use vLLM's memory pool
+        )  # kept alive to the end, because its graphs use vLLM's memory pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate(
             [{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False
@@ -232,7 +231,7 @@ def invariant(arguments: argparse.Namespace) -> None:
 
 
 def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
-    """Return the probabilities of all continuations, ``[VOCAB ** TOKENS]``."""
+    """Return the probability of every continuation, ``[VOCAB ** TOKENS]``."""
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(TOKENS):
         rows = torch.tensor([[*prompt, *row] for row in written], device=model.device)
@@ -248,12 +247,12 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 def drawn(
     folder: str, decoding: dict[str, Any], process: int, seeds: range
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Sample a continuation for each seed. Return how often each continuation occurred, and the
-    engine's counters.
+    """Sample a continuation for each seed. Return how often each one occurred, and the engine's
+    counters.
     """
     os.environ["VLLM_PORT"] = str(
         41_000 + 50 * process
-    )  # otherwise, engines that start at the same time may choose the same free port
+    )  # otherwise, engines starting at the same time could pick the same free port
     cuda = torch.cuda.is_available()
     machine = (
         {"max_num_seqs": 1024}
@@ -315,7 +314,7 @@ def samples(arguments: argparse.Namespace) -> None:
                 layer.self_attn.q_norm.weight.fill_(2.0)
                 layer.self_attn.k_norm.weight.fill_(2.0)
             model.lm_head.weight.normal_(0.0, 0.05)  # so that no continuation is too rare
-        # 10^6 samples would reveal the coarser rounding of bfloat16.
+        # With 10^6 samples, bfloat16's coarser rounding would show.
         model.to(torch.float16 if cuda else torch.float32).save_pretrained(folder)
         truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         expected = enumerated(truth, sample_prompt())

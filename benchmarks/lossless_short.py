@@ -1,4 +1,4 @@
-"""Test whether lossless mode in vLLM is slower than stock vLLM where drafting does not pay: with
+"""Test whether lossless mode in vLLM is slower than stock vLLM where drafting doesn't pay: with
 short contexts and few sequences.
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
@@ -6,29 +6,29 @@ short contexts and few sequences.
     python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
 The speed of a short step depends on the host, whose own speed varies from minute to minute by more
-than the difference in question. Three engines therefore share one GPU and take turns of ``TURN_S``:
-stock vLLM, lossless mode, and a second stock vLLM. The last one shows how much even two stock
-engines differ (``control`` is its speed relative to the first). The speed of lossless mode is given
-relative to both stock engines together. Each engine has its own process, as in real use, because
-its scheduler would be slower in a process with engines of another kind. The threads that run steps
-share one core, the last that the script may use, so they all run at the same speed. Because hosts
-differ, and so do two processes of the same engine, several runs are more informative than one long
-run; ``benchmarks/tables.py`` averages them.
+than the difference we're after. So three engines share one GPU and take turns of ``TURN_S``: stock
+vLLM, lossless mode, and a second stock vLLM, which shows how much even two stock engines differ
+(``control`` is its speed relative to the first). Lossless mode's speed is given relative to both
+stock engines together. Each engine has its own process, as in real use, because its scheduler would
+be slower in a process with other kinds of engines. The threads that run steps share one core, the
+last one the script may use, so they all run at the same speed. Because hosts differ, and so do two
+processes of the same engine, several runs tell you more than one long run; ``benchmarks/tables.py``
+averages them.
 
 Sequences start with their tokens already in the cache (see ``benchmarks/rollout.py``), and grow by
 at most ``GROWTH`` tokens or for at most ``SECONDS``. Acceptance is synthetic (see
-``benchmarks/lossless.py``). Either nothing is drafted, or Sparrow chooses the number of drafts and
-their budget, starting without measurements. Ratios are those of tokens per second over all turns.
-Intervals are computed by resampling rounds of turns.
+``benchmarks/lossless.py``). Either nothing is drafted, or Sparrow chooses the draft length and
+budget from scratch. Ratios are of tokens per second over all turns, with intervals from resampling
+rounds of turns.
 
-Taking turns costs time that real use does not: at the start of a turn, the GPU waits for the host,
-and at the end, the host waits for the GPU. A turn is therefore timed from the result of one step to
-that of a later one, without its first ``UNDER_WAY`` steps and without the wait at the end
-(``with_pauses`` is the ratio with both). Objects that exist when a state begins are excluded from
-Python's garbage collection, which would otherwise scan them during some turn.
+Taking turns costs time that real use doesn't: at the start of a turn, the GPU waits for the host,
+and at the end, the host waits for the GPU. So a turn is timed from one step's result to a later
+one's, leaving out its first ``UNDER_WAY`` steps and the wait at the end (``with_pauses`` is the
+ratio including both). Objects that exist when a state begins are excluded from Python's garbage
+collection, which would otherwise scan them during some turn.
 
-For each engine, ``host_us``, which is only printed, contains the microseconds that the host spends
-on each of ``PARTS`` per step. To profile the GPU, use ``benchmarks/lossless.py --profile``.
+``host_us``, which is only printed, gives each engine's host time in microseconds per step for each
+of ``PARTS``. To profile the GPU, use ``benchmarks/lossless.py --profile``.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ STATES = {
     "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],
     "qwen3-8b": [(64, 320), (8, 1024), (1, 1024), (2, 30000)],
 }
-"""The number of sequences, and the cached tokens of each at the start. vLLM has no CUDA graph for
+"""The batch size, and the cached tokens of each sequence at the start. vLLM has no CUDA graph for
 60 sequences.
 """
 KEPT = ("ratio", "control", "tokens_per_s", "grown", "cycles_by_drafts")
-"""What the JSON file contains for each case. All other results except the individual turns are
+"""What goes into the JSON file for each case. All other results except the individual turns are
 printed.
 """
 RATES = (None, 0.95, 0.9, 0.5)
-"""Probabilities with which vLLM accepts a draft; None: nothing is drafted."""
+"""vLLM's acceptance probabilities for drafts; None: nothing is drafted."""
 ENGINES = ("stock", "lossless", "control")
-"""The engines in the order of their turns; ``control`` is also stock vLLM."""
+"""The engines, in turn order; ``control`` is also stock vLLM."""
 TURN_S = 0.2
 GROWTH, SECONDS = 4096, 25.0
-"""Maximum growth of a sequence in tokens, and maximum time for which engines take turns."""
+"""How many tokens a sequence may grow by, and how long engines take turns, at most."""
 UNDER_WAY = 2  # steps in flight in vLLM when a turn ends
-BLOCK = 16  # tokens per block of vLLM's KV cache
+BLOCK = 16  # tokens per KV cache block in vLLM
 SPARE = 64  # room for drafts, in tokens per sequence
 MEMORY, CACHE_BYTES = 0.3, 20 * 2**30
-"""The share of the GPU's memory that must be free when an engine starts, and the size of its KV
-cache. The size is fixed, because vLLM would derive it from the memory in use, which changes while
-the other engines start.
+"""The fraction of GPU memory that must be free when an engine starts, and the KV cache size. The
+size is fixed because vLLM would derive it from the memory in use, which changes while the other
+engines start.
 """
 DECODING = Decoding.lossless(
     SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"), adapt_draft_budget=True
@@ -88,13 +88,11 @@ PARTS = {
     "execute_model": "model_executor",
     "sample_tokens": "model_executor",
 }
-"""Methods that every step calls, and the attributes of vLLM's engine core to which they belong."""
+"""Methods called in every step, and the attributes of vLLM's engine core they belong to."""
 
 
 def clock_parts(bench: Bench) -> Counter[str]:
-    """Make an engine add up the seconds that it spends on each of ``PARTS``, and count its
-    steps.
-    """
+    """Make an engine add up the seconds it spends on each of ``PARTS``, and count its steps."""
     core, spent = bench.llm.llm_engine.engine_core.engine_core, Counter[str]()
 
     def clocked(part: str, method: Any) -> Any:
@@ -118,7 +116,7 @@ class Engine:
 
     def __init__(self, bench: Bench, lossless: bool) -> None:
         self.bench, self.spent = bench, clock_parts(bench)
-        # The numbers of drafts to choose from; empty for stock vLLM.
+        # The draft lengths to choose from; empty for stock vLLM.
         self.choices: Sequence[int] = scheduler(bench).chooser.choices if lossless else ()
 
     def kv_tokens(self) -> int:
@@ -126,7 +124,7 @@ class Engine:
 
     def prepare(self, lengths: Sequence[int], rate: float | None) -> int:
         """Start requests with ``lengths`` cached tokens, and return how many tokens they have
-        already generated.
+        generated so far.
         """
         if self.choices:
             choices = [0] if rate is None else self.choices
@@ -141,11 +139,11 @@ class Engine:
 
     def turn(self, tokens: int) -> list[float]:
         """Run steps for ``TURN_S``, or until the requests have generated ``tokens`` tokens in
-        total. Return new tokens and seconds without pauses, and then both with pauses.
+        total. Return new tokens and seconds without pauses, then both with pauses.
         """
         bench, resumed, had = self.bench, clock(), generated(self.bench)
         for _ in range(UNDER_WAY):
-            scheduler(bench)._last = None  # do not time the step that ended during the pause
+            scheduler(bench)._last = None  # don't time the step that ended during the pause
             bench.llm.llm_engine.step()
         scheduler(bench)._last = None
         began = now = time.perf_counter()
@@ -157,8 +155,8 @@ class Engine:
         return [new - before, now - began, new - had, clock() - resumed]
 
     def end(self, batch: int) -> dict[str, Any]:
-        """Abort the requests. Return the host's microseconds for each part of a step, and how many
-        cycles had each number of drafts.
+        """Abort the requests. Return the host's microseconds for each part of a step, and the
+        number of cycles with each draft length.
         """
         abandon(self.bench, batch)
         host_us = {part: 1e6 * self.spent[part] / self.spent["steps"] for part in PARTS}
@@ -167,14 +165,14 @@ class Engine:
 
 
 _engine: Engine
-"""The engine of this process."""
+"""This process's engine."""
 
 
 def start(shape: str, name: str, folder: str) -> None:
     """Start an engine in this process."""
     global _engine
     os.environ["VLLM_CACHE_ROOT"] = (
-        f"{folder}/cache"  # engines that start at the same time must not share files
+        f"{folder}/cache"  # engines starting at the same time must not share files
     )
     slots, lossless = max(batch for batch, _ in STATES[shape]), name == "lossless"
     kind, decoding = ("lossless", DECODING) if lossless else ("stock", None)
@@ -184,7 +182,7 @@ def start(shape: str, name: str, folder: str) -> None:
     _engine = Engine(bench, lossless)
     os.sched_setaffinity(
         0, {max(os.sched_getaffinity(0))}
-    )  # only this thread; the engine's other threads may use any core
+    )  # this thread only; the engine's other threads may use any core
 
 
 def run(method: str, *arguments: Any) -> Any:
@@ -196,8 +194,8 @@ def side_by_side(
     engines: Mapping[str, ProcessPoolExecutor], batch: int, length: int, rate: float | None
 ) -> dict[str, Any]:
     """Let the engines take turns on one state, and compare them. Return the speed of lossless mode
-    relative to stock vLLM and that of the second stock engine relative to the first, with
-    intervals, as well as tokens per second, host times, and all turns.
+    relative to stock vLLM and of the second stock engine relative to the first, with intervals,
+    plus tokens per second, host times, and all turns.
     """
 
     def ask(name: str, method: str, *arguments: Any) -> Any:
@@ -205,7 +203,7 @@ def side_by_side(
 
     lengths = [
         length + i % BLOCK for i in range(batch)
-    ]  # so that sequences complete their blocks at different times, as in real use
+    ]  # so that sequences fill their blocks at different times, as in real use
     most = min(CONTEXT, *(ask(name, "kv_tokens") // batch for name in engines)) - BLOCK - SPARE
     growth = min(GROWTH, most - length)
     ends = {name: ask(name, "prepare", lengths, rate) + growth * batch for name in engines}

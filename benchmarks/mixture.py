@@ -1,4 +1,4 @@
-"""Measure rollouts of a mixture of experts in vLLM on one GPU, in stock vLLM and in both modes, in
+"""Measure rollouts of a mixture of experts in vLLM on one GPU, with stock vLLM and both modes in
 one run.
 
     python benchmarks/mixture.py    # Qwen3-30B-A3B; writes results/mixture_qwen3-30b-a3b.json
@@ -6,26 +6,25 @@ one run.
 
 As in ``benchmarks/lossless.py``, models are random, states are set up without prefill, and vLLM
 accepts each draft with a given probability. A random router uses all experts about equally often,
-so a pass reads more experts than it would with a trained router. No schedule was published for this
-shape, so lossy mode uses that of Qwen3-4B.
+so a pass reads more experts than it would with a trained router. There is no published schedule for
+this shape, so lossy mode uses Qwen3-4B's.
 
-With all 128 experts per layer, the weights take 61 GB. ``--experts`` keeps fewer of them, without
+With all 128 experts per layer, the weights take 61 GB. ``--experts`` keeps fewer of them without
 changing the number of experts per token, and ``--layers`` keeps fewer layers, for trials. The JSON
-file states how many were kept.
+file records how many were kept.
 
 Parts:
 
-- ``points``: a number of sequences, and their length in tokens. Points that do not fit in an
-  engine's cache are left out. Lossless mode is timed with each number of drafts for ``FIXED_S``.
-  Sparrow's own choice of the number is timed for ``SECONDS``, which include its initial search, and
-  then for another ``SETTLED_S``.
-- ``trace``: states of the trace of ``benchmarks/lossless.py``, with at most ``--slots`` concurrent
-  sequences and with log-probs of the sampled tokens. Timing starts after the number of drafts has
-  settled.
+- ``points``: a batch size, and a sequence length in tokens. Points that don't fit in an engine's
+  cache are skipped. Lossless mode is timed with each draft length for ``FIXED_S``. Sparrow's own
+  choice of draft length is timed for ``SECONDS``, including its initial search, and then for
+  another ``SETTLED_S``.
+- ``trace``: states from the trace of ``benchmarks/lossless.py``, with at most ``--slots``
+  concurrent sequences and with log-probs of the sampled tokens. Timing starts once the draft length
+  has settled.
 
-The engines of the three modes run one after another, each in its own process. Every invocation is a
-separate run, which is added to the file, and ratios are computed within a run. ``--deadline`` ends
-a run early.
+The three modes' engines run one after another, each in its own process. Every invocation adds a
+separate run to the file, and ratios are computed within a run. ``--deadline`` ends a run early.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from rollout_trace import PROMPT, most_cached, responses, simulate, states
 MODES = ("stock", "lossless", "lossy")
 PARTS = ("points", "trace")
 POINTS = ((40, 15_000), (20, 30_000), (8, 30_000), (40, 1_024))
-"""The default points, which fit on an H200 together with the weights of all experts."""
+"""The default points, which fit on an H200 alongside the weights of all experts."""
 SLOTS = 40
 REQUESTS = 240
 STATES = 8
@@ -59,20 +58,20 @@ FIXED_S = 2.0
 SECONDS = 4.0
 SETTLED_S = 6.0
 PREFILLED = 2048
-"""The maximum number of tokens that vLLM prefills at once. It is small because only short prompts
-are prefilled here, and vLLM reserves memory for the experts' activations of this many tokens.
+"""How many tokens vLLM prefills at once, at most. Kept small because only short prompts are
+prefilled here, and vLLM reserves memory for the experts' activations at this many tokens.
 """
 
 
 def changes(experts: int | None, layers: int | None) -> dict[str, int]:
-    """Return the fields of the model's configuration that differ from those of the shape."""
+    """Return the model config fields that differ from the shape's."""
     given = {"num_experts": experts, "num_hidden_layers": layers}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]]]:
-    """Return a description of the trace, and its states. A state is a step and the number of cached
-    tokens of each request.
+    """Return a description of the trace, and its states. A state is a step and each request's
+    cached tokens.
     """
     tokens = responses(REQUESTS)
     spans = simulate([PROMPT] * REQUESTS, tokens, slots)
@@ -87,14 +86,14 @@ def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]
 
 
 def graph_sizes(batches: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """List the batch sizes, in tokens, for which an engine captures CUDA graphs. Since captures
-    take long, these are only the sizes of decode steps with each number of drafts.
+    """List the batch sizes, in tokens, to capture CUDA graphs for. Capturing is slow, so these are
+    only the decode step sizes for each draft length.
     """
     return sorted({batch * (drafts + 1) for batch in batches for drafts in choices})
 
 
 def start(arguments: argparse.Namespace, mode: str, folder: str) -> Any:
-    """Start the engine of a mode."""
+    """Start a mode's engine."""
     from rollout import Bench
 
     from sparrow import SparsitySchedule
@@ -127,8 +126,8 @@ def start(arguments: argparse.Namespace, mode: str, folder: str) -> Any:
 
 
 def time_point(bench: Any, mode: str, batch: int, length: int) -> list[dict[str, Any]]:
-    """Time a point. In lossless mode, time it with each number of drafts and with the chosen
-    number.
+    """Time a point. In lossless mode, time it with each draft length and with the one Sparrow
+    chooses.
     """
     from lossless import hold, point, scheduler
 
@@ -154,7 +153,7 @@ def time_point(bench: Any, mode: str, batch: int, length: int) -> list[dict[str,
 
 
 def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None:
-    """Measure a mode in this process, and write the results after each row. Stop when ``time.time``
+    """Measure a mode in this process, writing the results after each row. Stop once ``time.time``
     reaches ``until``.
     """
     from lossless import accept, scheduler, state
@@ -165,7 +164,7 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         bench = start(arguments, mode, folder)
-        for prefilled in (1, 8):  # compiles the remaining kernels
+        for prefilled in (1, 8):  # compile the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
         rate = None
@@ -199,7 +198,7 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
         if "trace" in arguments.parts:
             found["rollout"], chosen = traced(arguments.slots, arguments.states)
-            # Each sequence may have one partly filled block.
+            # Each sequence may have a partly filled block.
             peak = found["rollout"]["peak"] + 64 * arguments.slots
             assert peak < bench.kv_tokens, (
                 f"{peak} tokens do not fit in the KV cache; reduce --slots"
@@ -216,7 +215,7 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
 
 def found_by(mode: str, out: Path) -> Path:
-    """Return the file that a mode's process writes. It is next to the result, so that its
+    """Return the file that a mode's process writes. It sits next to the result, so that
     measurements survive if the script is killed, and is deleted once they have been added to the
     result.
     """
@@ -224,7 +223,7 @@ def found_by(mode: str, out: Path) -> Path:
 
 
 class Child(EngineProcess):
-    """The process of a mode's engine."""
+    """The process running a mode's engine."""
 
     def __init__(self, arguments: argparse.Namespace, mode: str) -> None:
         written = found_by(mode, arguments.out)

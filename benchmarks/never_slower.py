@@ -1,34 +1,34 @@
-"""Test whether either mode of Sparrow is slower than stock vLLM where reading fewer pages may gain
-nothing, because sequences are short or the model is small.
+"""Test whether either mode of Sparrow is slower than stock vLLM where reading fewer pages may not
+help, because sequences are short or the model is small.
 
     python benchmarks/never_slower.py --tokenizer TOKENIZER     # results/never_slower_smollm2-135m.json
     python benchmarks/never_slower.py --shape qwen3-1.7b        # 512 x 128 + 300, as on GSM8K
     python benchmarks/never_slower.py --model CHECKPOINT        # the same shape, with real weights
     python benchmarks/never_slower.py --engines stock lossy before --before OLD_TREE --cells 512x128+512
 
-The GPU waits for the host in such steps, and the host's speed varies by a tenth from minute to
-minute and from process to process. The engines (stock vLLM, lossless mode and lossy mode) therefore
-run side by side and take turns. As in real use, vLLM's engine core has its own process. A turn is
-one call of ``LLM.generate`` for a whole cell (requests x prompt + new tokens), at temperature 1,
-with log-probs of the sampled tokens and a seed for each request, while the other engines wait. In
-each round, every engine has one turn for each cell, with and without detokenisation, and the engine
-that goes first changes from cell to cell. Ratios are computed within a round. All engines receive
-the same prompts of random tokens, which are new in each round, so that nothing comes from the
-prefix cache. To warm up, every engine first generates eight tokens for every request of each cell.
+In such steps, the GPU waits for the host, and the host's speed varies by a tenth from minute to
+minute and from process to process. So the engines (stock vLLM, lossless mode and lossy mode) run
+side by side and take turns. As in real use, vLLM's engine core has its own process. A turn is one
+``LLM.generate`` call for a whole cell (requests x prompt + new tokens), at temperature 1, with
+log-probs of the sampled tokens and a seed per request, while the other engines wait. In each round,
+every engine has one turn per cell, with and without detokenisation, and which engine goes first
+changes from cell to cell. Ratios are computed within a round. All engines get the same prompts of
+random tokens, new in each round so that nothing comes from the prefix cache. To warm up, every
+engine first generates eight tokens for every request of each cell.
 
 Without ``--model``, weights are random, and nothing is downloaded. Nearly every draft is then
 accepted, which makes lossless mode faster than with real weights. Without a tokenizer, there are no
 turns with detokenisation.
 
-The engine ``before`` runs lossy mode with an earlier version of Sparrow; ``--before`` names the
-folder with its source tree.
+The ``before`` engine runs lossy mode with an earlier version of Sparrow; ``--before`` is the folder
+of its source tree.
 
-The KV caches of all engines must fit on the GPU together: 130 GB for the three cells of SmolLM2.
-With ``--sleep``, this is not necessary: engines start one after another and sleep between turns.
+The KV caches of all engines must fit on the GPU together: 130 GB for the three SmolLM2 cells.
+``--sleep`` avoids this: engines start one after another and sleep between turns.
 
-Results are written after each turn. A later call with the same file adds its rounds to it, even
-with another version of vLLM. With ``--deadline``, a turn starts only if it is expected to end
-before the deadline. If ``VLLM_CACHE_ROOT`` is set, later calls start faster.
+Results are written after each turn. Running again with the same file adds more rounds to it, even
+with another version of vLLM. With ``--deadline``, a turn only starts if it is expected to end in
+time. If ``VLLM_CACHE_ROOT`` is set, later runs start faster.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from common import RESULTS, ROOT, parser, qwen3, write
 
 ENGINES = ("stock", "lossy", "lossless", "before")
 WARM_UP = 8  # tokens
-SPARE = 64  # room for drafts and for partly filled blocks, in tokens per sequence
+SPARE = 64  # room for drafts and partly filled blocks, in tokens per sequence
 BATCHED_TOKENS = 16_384
 
 
 class Cell(NamedTuple):
-    """A batch of requests of the same size."""
+    """A batch of equal-sized requests."""
 
     requests: int
     prompt: int
@@ -77,11 +77,11 @@ CELLS = {
     "qwen3-1.7b": (Cell(512, 128, 300),),
 }
 LOSSY = {"smollm2-135m": "fixed:96", "qwen3-1.7b": "qwen3-1.7b-0.86"}
-"""The schedule of lossy mode."""
+"""Lossy mode's schedule."""
 
 
 def smollm2() -> Any:
-    """Return the configuration of SmolLM2-135M, in which no token ends a response."""
+    """Return SmolLM2-135M's config, changed so that no token ends a response."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -104,14 +104,12 @@ def smollm2() -> Any:
 
 
 def shape_config(shape: str) -> Any:
-    """Return the transformers configuration of a shape."""
+    """Return a shape's transformers config."""
     return smollm2() if shape == "smollm2-135m" else qwen3(shape, dtype="bfloat16")
 
 
 def cache_bytes(model: Any, cells: Sequence[Cell]) -> int:
-    """Return the size in bytes of the KV cache that the largest cell needs, including room for
-    landmarks.
-    """
+    """Return the KV cache size in bytes for the largest cell, including room for landmarks."""
     tokens = max(cell.requests * (cell.prompt + cell.new + SPARE) for cell in cells)
     heads = model.num_hidden_layers * model.num_key_value_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -119,7 +117,7 @@ def cache_bytes(model: Any, cells: Sequence[Cell]) -> int:
 
 
 def engine_options(name: str, schedule: str) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` that set an engine's mode."""
+    """Return the ``LLM`` arguments that set an engine's mode."""
     if name == "stock":
         return {}
     if name == "lossless":
@@ -128,13 +126,13 @@ def engine_options(name: str, schedule: str) -> dict[str, Any]:
 
 
 _llm: Any
-"""The engine of this process."""
+"""This process's engine."""
 _sleeps = False
 
 
 def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine in this process with the package of a source tree, and return the GPU, the
-    versions, and the start-up time.
+    """Start an engine in this process, using the package of a given source tree. Return the GPU,
+    the versions and the start-up time.
     """
     global _llm, _sleeps
     sys.path.insert(0, str(tree))
@@ -167,8 +165,8 @@ def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[s
 def generate(
     cell: Cell, new: int, detokenize: bool, seed: Sequence[int], vocabulary: int
 ) -> dict[str, Any]:
-    """Generate ``new`` tokens for each request of a cell with this process's engine. Return the
-    number of tokens, the seconds, and Sparrow's counters.
+    """Generate ``new`` tokens for each of a cell's requests with this process's engine. Return the
+    token count, the seconds, and Sparrow's counters.
     """
     import numpy as np
     from vllm import SamplingParams
@@ -215,7 +213,7 @@ def turns(
     detokenize: Sequence[bool],
     engines: Sequence[str],
 ) -> Iterator[Turn]:
-    """List the turns of ``rounds`` rounds, the first of which has the number ``first``."""
+    """List the turns of ``rounds`` rounds, starting with round ``first``."""
     for number in range(first, first + rounds):
         begins = number
         for text in detokenize:
@@ -226,7 +224,7 @@ def turns(
 
 
 def row_of(turn: Turn, measured: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn and its result as a row of the file."""
+    """Return a turn and its result as a row for the file."""
     counts = measured["counts"]
     shown = ("rows", "dense_rows_short", "dense_rows_schedule", "dense_steps", "preemptions")
     return {
@@ -251,8 +249,8 @@ class Engines:
     def call(
         self, function: Callable[..., dict[str, Any]], arguments: Mapping[str, Sequence[Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Call a function in the processes of the given engines: concurrently, unless the engines
-        take turns in using the GPU's memory.
+        """Call a function in the given engines' processes: concurrently, unless the engines take
+        turns with the GPU's memory.
         """
         begun = {}
         for name, given in arguments.items():
@@ -306,7 +304,7 @@ def main() -> None:
     names = given.engines
     engines = Engines(names, given.sleep)
     with tempfile.TemporaryDirectory() as temporary:
-        # If VLLM_CACHE_ROOT is set, later calls find the compiled models there.
+        # If VLLM_CACHE_ROOT is set, later runs find the compiled models there.
         folder = os.environ.get("VLLM_CACHE_ROOT", temporary)
         model, shared = prepared(given, f"{folder}/{given.shape}")
         trees = {name: given.before.resolve() if name == "before" else ROOT for name in names}
@@ -339,7 +337,7 @@ def main() -> None:
         for cell in given.cells:
             turn = Turn(first, cell, given.texts[0], "")
             engines.call(generate, dict.fromkeys(names, arguments(turn, WARM_UP)))
-        likely = dict.fromkeys(given.cells, 0.0)  # seconds that a turn takes
+        likely = dict.fromkeys(given.cells, 0.0)  # expected seconds per turn
         for turn in turns(first, given.rounds, given.cells, given.texts, names):
             left = given.deadline - (time.perf_counter() - began)
             if left < max(likely[turn.cell], 1):
@@ -355,8 +353,8 @@ def main() -> None:
 
 
 def prepared(given: argparse.Namespace, folder: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model's configuration and the arguments of ``LLM`` that all engines share. For a
-    model with random weights, only a configuration is written to ``folder``.
+    """Return the model's config and the ``LLM`` arguments shared by all engines. For a model with
+    random weights, only a config is written to ``folder``.
     """
     from transformers import AutoConfig
 
@@ -372,7 +370,7 @@ def prepared(given: argparse.Namespace, folder: str) -> tuple[Any, dict[str, Any
         "max_num_seqs": max(cell.requests for cell in given.cells),
         "max_num_batched_tokens": BATCHED_TOKENS,
         "kv_cache_memory_bytes": cache_bytes(model, given.cells),
-        # This share only has to be free at the start: the size of the cache is set above.
+        # Only has to be free at the start: the cache size is set above.
         "gpu_memory_utilization": 0.05,
         "enable_sleep_mode": given.sleep,
     }

@@ -1,7 +1,7 @@
 """Run vLLM engines one after another, each in its own process.
 
-Importing vLLM takes long, so each process imports it while the previous engine is still using the
-GPU, and then waits for its turn.
+Importing vLLM is slow, so each process imports it while the previous engine is still using the GPU,
+and then waits for its turn.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from common import last_error
 
 LEAST_S = 25.0
-"""No engine is started if less time is left, because it could not time even one point."""
+"""Don't start an engine with less time left than this, since it couldn't time even one point."""
 GRACE_S = 10.0
 """At the deadline, an engine should stop after the current point. If it is still running this much
-later, it is killed.
+later, it gets killed.
 """
 
 
 class EngineProcess:
-    """A process that imports vLLM, and then waits to be told to start its engine.
+    """A process that imports vLLM, and then waits for the signal to start its engine.
 
     Args:
-        command: the script and its arguments. written: the JSON file to which the process writes
-        its results. log: the file for everything that the process prints; deleted if the process
-        succeeds.
+        command: the script and its arguments.
+        written: the JSON file the process writes its results to.
+        log: the file for everything the process prints; deleted if the process succeeds.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class EngineProcess:
             )
 
     def measure(self, until: float) -> dict[str, Any]:
-        """Let the engine time its points until ``until`` (by ``time.time``). Return its results
-        and, if it failed, the reason.
+        """Let the engine time its points until ``until`` (a ``time.time`` value). Return its
+        results and, if it failed, the reason.
         """
         code = None
         with suppress(BrokenPipeError):
@@ -82,8 +82,8 @@ class EngineProcess:
 
 
 def told_to_start() -> float:
-    """In an engine's process, import vLLM, wait to be told to start, and return the deadline."""
-    import rollout  # noqa: F401  imports vLLM, while another engine runs
+    """In an engine's process, import vLLM, wait for the start signal, and return the deadline."""
+    import rollout  # noqa: F401  imports vLLM while another engine runs
 
     return float(sys.stdin.readline() or "inf")
 
@@ -91,10 +91,11 @@ def told_to_start() -> float:
 def in_turn(
     names: Sequence[str], start: Callable[[str], EngineProcess], until: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure engines one after another while there is time, and yield the results of each.
+    """Measure engines one after another while time is left, and yield each one's results.
 
     Args:
-        start: starts the process of an engine. until: the deadline, by ``time.time``.
+        start: starts an engine's process.
+        until: the deadline, a ``time.time`` value.
     """
     waiting = list(names)
     name = waiting.pop(0)

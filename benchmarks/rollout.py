@@ -1,33 +1,30 @@
-"""Time decode steps and whole traces of long responses in vLLM on one GPU, with stock vLLM and with
-Sparrow.
+"""Time decode steps and whole traces of long responses in vLLM on one GPU, stock and with Sparrow.
 
     python benchmarks/rollout.py --shape qwen3-1.7b --variant stock \\
         --out results/rollout_qwen3-1.7b_stock.json
     python benchmarks/rollout.py --shape qwen3-1.7b --variant sparse \\
         --out results/rollout_qwen3-1.7b_sparse.json
 
-``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random,
+``benchmarks/tables.py`` makes the tables in docs/performance.md from the files. Models are random,
 so nothing is downloaded.
 
 A trace consists of 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests``
-takes other numbers). The response lengths follow a fixed log-normal distribution with a mean of
-14,268, cut at 32,768. vLLM serves requests in order of arrival, at most ``slots`` at a time, as
-many as fit in the KV cache without preemption. Which requests run in a step, and at which lengths,
-therefore depends neither on the variant nor on how long a step takes, and can be computed
-beforehand.
+takes other numbers). Response lengths follow a fixed log-normal distribution with a mean of 14,268,
+cut at 32,768. vLLM serves requests in order of arrival, at most ``slots`` at a time, which is as
+many as fit in the KV cache without preemption. So which requests run in a step, and at which
+lengths, depends neither on the variant nor on step times, and can be computed beforehand.
 
 Running the whole trace would take hours. Instead, its steps are divided into equal strata, and the
-step in the middle of each stratum is set up in vLLM (with its requests at their lengths, and with
-vLLM's own scheduler, CUDA graphs and sampler) and timed. The estimated time of the trace is the
-mean of these times multiplied by the number of steps, plus the measured delays from prefilling new
-requests. ``validate`` runs a shorter trace from beginning to end and compares its time with the
-estimate for that trace. Of each response, it generates only the 1/64 that ends at the response's
-middle.
+middle step of each stratum is set up in vLLM (with its requests at their lengths, and with vLLM's
+own scheduler, CUDA graphs and sampler) and timed. The estimated time of the trace is the mean of
+these times multiplied by the number of steps, plus the measured delays from prefilling new
+requests. ``validate`` runs a shorter trace from beginning to end and compares its time with its
+estimate. Of each response, it generates only the 1/64 that ends at the middle.
 
-States are set up without prefill: vLLM's own KV connector for decode benchmarks reports that the
-cache of a request already exists. The whole cache is filled once with random normal data, including
-landmarks computed from it, so the pages that the actor selects are scattered. Both variants use
-this connector, ``torch.compile`` (vLLM's default), and full CUDA graphs for decoding.
+States are set up without prefill: vLLM's own KV connector for decode benchmarks reports that a
+request's cache already exists. The whole cache is filled once with random normal data, including
+landmarks computed from it, so the actor selects scattered pages. Both variants use this connector,
+``torch.compile`` (vLLM's default), and full CUDA graphs for decoding.
 """
 
 from __future__ import annotations
@@ -60,11 +57,11 @@ from sparrow.vllm import plugin, selfcheck
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
-"""Warm-up steps and timed steps per measurement. The times of short steps vary, because they depend
-on the host, so 16 times as many of them are timed.
+"""Warm-up steps and timed steps per measurement. Short steps vary in time because they depend on
+the host, so 16 times as many of them are timed.
 """
 SHORT = 100_000
-"""A step with at most this many cached tokens is short."""
+"""Steps with at most this many cached tokens are short."""
 POINTS = {
     "qwen3-1.7b": [
         (64, 15000),
@@ -79,19 +76,17 @@ POINTS = {
     "qwen3-8b": [(48, 15000), (24, 30000), (48, 1024)],
     "qwen3-14b": [(32, 15000), (16, 30000), (32, 1024)],
 }
-"""Decode steps with sequences of equal length: the number of sequences, and the cached tokens of
-each.
-"""
+"""Decode steps with equal-length sequences: the batch size, and the cached tokens per sequence."""
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
 MEMORY = 0.93  # vLLM's gpu_memory_utilization
-# the scale 2^-5 for random keys and values in int8, so that 127 is four standard deviations
+# scale of 2^-5 for random int8 keys and values, which puts 127 at four standard deviations
 INT8_EXPONENT = 122
 
 
 class Connector(DecodeBenchConnector):
-    """vLLM's connector for decode benchmarks, with two changes: prompts of up to ``PROMPT`` tokens
-    are prefilled, and the cache and its landmarks are filled once rather than per request.
+    """vLLM's connector for decode benchmarks, except that prompts of up to ``PROMPT`` tokens are
+    prefilled, and the cache and its landmarks are filled once rather than per request.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -132,7 +127,7 @@ class Connector(DecodeBenchConnector):
 
 
 def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return keys and values as stored in a cache of ``dtype``; uint8 stands for e4m3."""
+    """Return keys and values as stored in a ``dtype`` cache; uint8 stands for e4m3."""
     if dtype == torch.int8:
         return (values * 2.0 ** (127 - INT8_EXPONENT)).round().clamp(-127, 127).to(dtype)
     return values.to(torch.float8_e4m3fn).view(dtype) if dtype == torch.uint8 else values
@@ -142,10 +137,10 @@ class Bench:
     """One vLLM engine, stock or with Sparrow.
 
     Args:
-        slots: maximum number of concurrent sequences, if larger than in the shape's points.
-        schedule: the schedule of lossy mode; by default, the one published for the shape. config:
-        fields of the model's configuration that differ from those of the shape. more: options of
-        vLLM.
+        slots: maximum number of concurrent sequences, if more than in the shape's points.
+        schedule: lossy mode's schedule; by default, the one published for the shape.
+        config: model config fields that differ from the shape's.
+        more: vLLM options.
     """
 
     def __init__(
@@ -160,7 +155,7 @@ class Bench:
         config: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        self.served = 0  # requests so far, from which request ids are made
+        self.served = 0  # requests so far, used to make request ids
         batches = [batch for batch, _ in POINTS.get(shape, ())]
         self.shape = shape
         self.slots = max(slots, SLOTS.get(shape, 0), *batches)
@@ -186,8 +181,8 @@ class Bench:
             **more,
         )
         self.engine: VLLMEngine | None = None
-        # A connector without landmarks is refused; this one creates them. The steps of the
-        # self-check would not be announced to it.
+        # Connectors without landmarks are refused, but this one creates them. The self-check's
+        # steps would not be announced to it.
         plugin_config.check_supported = lambda *_: None
         selfcheck.run = lambda *_: None
         if variant == "stock":
@@ -212,7 +207,7 @@ class Bench:
 
     @property
     def kv_tokens(self) -> int:
-        """Return the number of tokens that fit into the KV cache."""
+        """Return how many tokens fit in the KV cache."""
         cache = self.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
@@ -235,8 +230,8 @@ class Bench:
         logprobs: int | None,
         only_final: bool = False,
     ) -> None:
-        """Queue requests with prompts and responses of these lengths, with the sampling settings of
-        the trainer's engine.
+        """Queue requests with prompts and responses of these lengths, using the trainer engine's
+        sampling settings.
         """
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -257,7 +252,7 @@ class Bench:
             self.llm.llm_engine.add_request(str(self.served), request, parameters)
 
     def finish(self) -> list[float]:
-        """Run until all requests have finished, and return the seconds of every step."""
+        """Run until all requests have finished, and return each step's seconds."""
         engine, seconds, last = self.llm.llm_engine, [], time.perf_counter()
         while engine.has_unfinished_requests():
             engine.step()
@@ -286,7 +281,7 @@ class Bench:
         }
 
     def join(self, lengths: np.ndarray, logprobs: int | None) -> float:
-        """Return by how many ms a new request's prefill delays the running requests."""
+        """Return how long a new request's prefill delays the running requests, in ms."""
         lengths, total = lengths[: self.slots - 4], []
         for joining in (0, 4):
             self.start(np.maximum(lengths, PROMPT + 1), [40] * len(lengths), logprobs)
@@ -305,7 +300,7 @@ class Bench:
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
     """Initialise the weights as for training, because vLLM's dummy weights are so small that
-    activations would be mere noise.
+    activations would be pure noise.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, weight in model.named_parameters():
@@ -313,7 +308,7 @@ def randomise(model: torch.nn.Module) -> None:
             weight.fill_(1.0)
         elif (
             weight.element_size() > 1 and "scale" not in name
-        ):  # quantised weights keep the dummy values that their scales fit
+        ):  # quantised weights keep their dummy values, which their scales fit
             weight.normal_(0.0, 0.02, generator=generator)
 
 
@@ -348,7 +343,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "compilation_mode": int(bench.vllm_config.compilation_config.mode),
             },
         )
-        for prefilled in (1, 8):  # compiles the remaining kernels
+        for prefilled in (1, 8):  # compile the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         bench.step([1024] * 8, 20)
@@ -427,8 +422,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
-    """Profile decode steps with top-20 log-probs. Return the kernels' total time per step in us
-    and, for the 25 slowest kernels, time and launches per step.
+    """Profile decode steps with top-20 log-probs. Return the total kernel time per step in us and,
+    for the 25 slowest kernels, time and launches per step.
     """
     steps = 10
     bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)

@@ -1,8 +1,8 @@
-"""The rollout traces of ``rollout.py``: response lengths, and the requests that run in each step
-with their lengths.
+"""The rollout traces used by ``rollout.py``: response lengths, and the requests that run in each
+step with their lengths.
 
-Requests join in order of arrival as soon as there is room, and none is ever preempted, so the
-response lengths alone determine the trace, however long a step takes.
+Requests join in order of arrival as soon as there is room, and none is ever preempted, so the trace
+depends only on the response lengths, not on step times.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from sparrow.cost import response_lengths
 MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
 """Maximum number of concurrent requests: the largest multiple of 8 for which the whole trace fits
-in the KV cache of an H200.
+in an H200's KV cache.
 """
 Span = tuple[int, np.ndarray, int]
-"""A series of steps with the same requests: the number of steps, and, for the first step, the
-cached tokens of every request and the number of requests that join.
+"""A series of steps with the same requests: the number of steps and, for the first step, each
+request's cached tokens and the number of requests that join.
 """
 
 
 def responses(requests: int) -> list[int]:
-    """Return the length in tokens of every response of a trace."""
+    """Return the length of each response in a trace, in tokens."""
     return response_lengths(MEDIAN, CUTOFF, requests).tolist()
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return prompt and response lengths of a trace that is short enough to run: only the 1/64 of
-    each response that ends at its middle is generated.
+    """Return the prompt and response lengths of a trace short enough to run: of each response, it
+    generates only the 1/64 that ends at the middle.
     """
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last
 
 
 def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[Span]:
-    """Divide a trace into spans, each of which lasts until a request ends. A request receives its
-    first token in the step in which it joins.
+    """Divide a trace into spans, each lasting until a request ends. A request gets its first token
+    in the step it joins.
     """
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[int, int]] = []  # last step, request
@@ -68,7 +68,7 @@ def most_cached(spans: Sequence[Span]) -> int:
 
 
 def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
-    """Return the middle steps of ``count`` strata of the trace, with the cached tokens of every
+    """Return the middle steps of ``count`` strata of the trace, with the cached tokens of each
     request in them.
     """
     ends = np.cumsum([steps for steps, _, _ in spans])

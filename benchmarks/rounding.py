@@ -1,5 +1,5 @@
 """Round the keys, values or weights of a Qwen3 or Llama in transformers to 8 bits (e4m3 or int8),
-as vLLM with Sparrow does.
+the way vLLM with Sparrow does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparrow.attention.pages import FP8_MAX, to_fp8
 from sparrow.vllm.fp8 import power_of_two
 
 Scales = Sequence[tuple[Tensor, Tensor]]
-"""The scales of keys and of values for each layer, float32 ``[K]``."""
+"""Each layer's key and value scales, float32 ``[K]``."""
 
 
 def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -26,8 +26,8 @@ def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def through_int8(x: Tensor) -> Tensor:
-    """Round ``x`` to int8 with one scale per vector along the last dimension, as an int8 cache
-    does, and return it in its own dtype.
+    """Round ``x`` to int8 with one scale per vector along the last dimension, like an int8 cache,
+    and return it in its own dtype.
     """
     return from_int8(*to_int8(x), x.dtype)
 
@@ -35,8 +35,7 @@ def through_int8(x: Tensor) -> Tensor:
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
     """Within a context, replace keys after the rotary embedding ``[B, K, T, D]`` and values ``[B,
-    T, K, D]`` by the results of two functions. Each is called with the layer's number and the
-    tensor.
+    T, K, D]`` with the results of two functions, each called with the layer number and the tensor.
     """
     layer_now, modeling = [0], sys.modules[type(model).__module__]
     stock = modeling.apply_rotary_pos_emb
@@ -65,7 +64,7 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
 
 
 def rounded_cache(model: Any, scales: Scales) -> Any:
-    """Return a context in which layer i rounds its keys and values to e4m3 with ``scales[i]``."""
+    """Return a context in which layer i rounds its keys and values to e4m3 using ``scales[i]``."""
     return _watched(
         model,
         lambda i, k: through_fp8(k, scales[i][0][:, None, None]),
@@ -74,15 +73,15 @@ def rounded_cache(model: Any, scales: Scales) -> Any:
 
 
 def int8_cache(model: Any) -> Any:
-    """Return a context in which the model rounds keys and values to int8, with a power of 2 as the
-    scale of each token and head.
+    """Return a context in which the model rounds keys and values to int8, with a power-of-2 scale
+    per token and head.
     """
     return _watched(model, lambda _, k: through_int8(k), lambda _, v: through_int8(v))
 
 
 @torch.no_grad()
 def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
-    """Return the scales that Sparrow would set if it first prefilled these prompts."""
+    """Return the scales Sparrow would set if these prompts were prefilled first."""
     largest: list[dict[int, Tensor]] = [{}, {}]
 
     def note(which: int, heads: tuple[int, ...]) -> Any:
@@ -100,8 +99,9 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Within a context, round the layers' weights to e4m3 with a scale per output, and their inputs
-    with a scale per token, as vLLM's ``quantization="fp8_per_channel"`` does. Products are exact.
+    """Within a context, round the layers' weights to e4m3 with one scale per output, and their
+    inputs with one scale per token, like vLLM's ``quantization="fp8_per_channel"``. Products are
+    exact.
     """
 
     def per_row(x: Tensor) -> Tensor:

@@ -3,16 +3,16 @@ process or its server.
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json
 
-All runs of ``sparrow train --engine vllm`` train the bundled reasoner, as in ``vllm_train.py``, and
-run side by side. Two GPUs are enough for all of them except *ddp4* and *fsdp2_4*, which need four;
-select runs with ``--runs``. Two further runs on one GPU show by how much runs differ anyway: in
-*again*, vLLM runs fewer responses at a time, which changes the rounding in bfloat16, and *seed* has
-different problems and samples.
+All ``sparrow train --engine vllm`` runs train the bundled reasoner, as in ``vllm_train.py``, side
+by side. Two GPUs are enough for everything except *ddp4* and *fsdp2_4*, which need four; pick runs
+with ``--runs``. Two more runs on one GPU show how much runs differ anyway: *again* has vLLM run
+fewer responses at a time, which changes the bfloat16 rounding, and *seed* uses different problems
+and samples.
 
 *killed* is a DDP run whose second process is killed after three steps; the run then resumes from
 its checkpoint on one GPU. *killed_fsdp2* is the same with FSDP2, and resumes with FSDP2. *server*
-samples from a ``vllm serve`` process on the other GPU, which is killed after two steps. For the
-server to load the plugin, Sparrow must be installed.
+samples from a ``vllm serve`` process on the other GPU, which is killed after two steps. Sparrow
+must be installed for the server to load the plugin.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PATIENCE_S = 300.0
 
 
 class Bench:
-    """Starts processes whose output goes to files in a folder."""
+    """Starts processes, writing their output to files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,7 +94,7 @@ class Bench:
         return self.start(name, gpus, command)
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Wait for a run to end, and return its exit status, last messages and steps."""
+        """Wait for a run to end, and return its exit status, its last messages and its steps."""
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))

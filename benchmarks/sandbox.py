@@ -4,15 +4,15 @@ leaked resources.
     python benchmarks/sandbox.py          # 2,000 programs, two at a time; writes JSON to benchmarks/results/
     python benchmarks/sandbox.py --programs 200 --workers 8
 
-Most programs are honest: correct or wrong programs with known verdicts, for every kind of test. One
-program in eight is an attack. Half of the attacks are drawn from a few with known verdicts, which
-loop, fork, fill memory, flood their output or exit early. The other half are those of
-tests/rewards/sandbox, which must not pass. Before and after the test, the script counts this
-process's memory, file descriptors, threads and children, and all processes on the machine that
-carry this run's mark. Memory is also sampled during the test. Throughput is measured a second time
-for honest programs alone, with ten tests each; half of them read stdin, and the other half define a
-function. There are several rounds, because a short sample says little on a busy machine. The exit
-status is 0 if every verdict is as expected, nothing is left behind, and memory does not grow.
+Most programs are honest: right or wrong, with known verdicts, for every kind of test. One in eight
+is an attack. Half of the attacks come from a small set with known verdicts: they loop, fork, fill
+memory, flood their output or exit early. The other half come from tests/rewards/sandbox and must
+not pass. Before and after the test, the script counts this process's memory, file descriptors,
+threads and children, and all processes on the machine that carry this run's mark. Memory is also
+sampled during the test. Throughput is then measured again for honest programs alone, with ten tests
+each; half of them read stdin, and half define a function. There are several rounds, because a short
+sample says little on a busy machine. The exit status is 0 if every verdict is as expected, nothing
+is left behind, and memory doesn't grow.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
 MARK = "SPARROW_SOAK"
 HELD = "anything but pass"
 FLAT_MB = 8.0
-"""By how much this process's memory in the second half of a soak test may exceed that in the
-first.
-"""
+"""How much more memory this process may use in the second half of a soak test than in the first."""
 
 STDIO = {
     "inputs": [f"{n} {n * n}\n" for n in range(10)],
@@ -100,7 +98,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 
 
 def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
-    """Draw programs at random, with their tests and expected verdicts. One in eight is hostile."""
+    """Draw random programs with their tests and expected verdicts. One in eight is hostile."""
     rng = random.Random(seed)
     missing = {
         "OUTSIDE": "/nonexistent",
@@ -121,7 +119,7 @@ def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def left_behind() -> dict[str, Any]:
-    """Count this process's resources, and all sandboxed processes of this run on the machine."""
+    """Count this process's resources, and all of this run's sandboxed processes on the machine."""
     me = psutil.Process()
     marked = 0
     for process in psutil.process_iter():
@@ -142,7 +140,7 @@ def left_behind() -> dict[str, Any]:
 def soak(
     verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]
 ) -> dict[str, Any]:
-    """Judge all programs, and return their verdicts, the times, and any unexpected verdicts."""
+    """Judge all programs, and return verdicts, times, and any unexpected verdicts."""
     began = time.monotonic()
     rss_mb, me = [], psutil.Process()
 
@@ -181,9 +179,7 @@ def soak(
 
 
 def honest(verifier: CodeVerifier, programs: int, rounds: int) -> dict[str, Any]:
-    """Judge several rounds of correct programs, and return the median and range of the
-    throughput.
-    """
+    """Judge several rounds of correct programs, and return the throughput's median and range."""
     sample = [HONEST[:6:5][number % 2] for number in range(programs)]
     soaked = [soak(verifier, sample) for _ in range(rounds)]
     rates = [round_["programs_per_minute"] for round_ in soaked]
@@ -229,7 +225,7 @@ def main() -> int:
     verifier = CodeVerifier(LIMITS, "auto", options.workers)
     result: dict[str, Any] = {"machine": machine(), "isolation": choose_isolation()}
     result["workers"] = options.workers
-    soak(verifier, mixture(40, seed=1))  # warm up: imports, caches and thread stacks are not leaks
+    soak(verifier, mixture(40, seed=1))  # warm up: imports, caches and thread stacks aren't leaks
     result["before"] = left_behind()
     result["mixed"] = soak(verifier, mixture(options.programs))
     result["after"] = left_behind()

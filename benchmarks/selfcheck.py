@@ -3,12 +3,12 @@
     python benchmarks/selfcheck.py --out benchmarks/results/selfcheck/0.33.0_h200.json
 
 Each case starts an engine with the random model of ``vllm_check.py`` in its own process; ``--jobs``
-cases run at a time. Cases with a fault first break one part of Sparrow: landmarks are written one
-block off, attention uses a wrong scale, the scales of an fp8 KV cache are doubled, or a tensor
-moves after CUDA graphs that use it have been captured. Sound engines are checked twice (the second
-time, all kernels have already been compiled), and then generate tokens. The exit status is 1 if any
-case does not end as expected. ``--only`` selects the cases whose names contain all of the given
-words; the JSON file keeps its results of other cases.
+cases run at a time. Faulty cases first break one part of Sparrow: landmarks are written one block
+off, attention uses the wrong scale, the scales of an fp8 KV cache are doubled, or a tensor moves
+after CUDA graphs using it have been captured. Sound engines are checked twice (the second time with
+all kernels already compiled) and then generate tokens. The exit status is 1 if any case doesn't end
+as expected. ``--only`` selects cases by name: those that contain all of the given words. The JSON
+file keeps its results for the other cases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from common import SMALL_VOCAB, parser, save
 
 RESPONSE_TOKENS = 24
 RESULT = "result: "
-"""The prefix of the line in which the process of a case prints its result."""
+"""Prefix of the line in which a case's process prints its result."""
 LOSSLESS = {
     "mode": "lossless",
     "draft_schedule": {"top_k": [4], "dense_layers": []},
@@ -42,7 +42,7 @@ LOSSY = {"top_k": [4], "bin_tokens": 2000, "dense_layers": [0]}
 EAGER = {"enforce_eager": True}
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 COMPILED: dict[str, Any] = {}
-"""vLLM's defaults: torch.compile, and CUDA graphs of whole decode steps."""
+"""vLLM's defaults: torch.compile, and full CUDA graphs for decode steps."""
 ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 2048,
@@ -108,7 +108,7 @@ def moved_block_table() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """An engine to start, and the expected outcome of its self-check."""
+    """An engine to start, and how its self-check should turn out."""
 
     name: str
     sparrow: dict[str, Any]
@@ -153,7 +153,7 @@ CASES = (
 
 @contextmanager
 def checked_twice(result: dict[str, Any]) -> Iterator[None]:
-    """Run each self-check twice, and record its times and differences."""
+    """Run each self-check twice, recording its times and differences."""
     import torch
 
     from sparrow.vllm import selfcheck
@@ -217,13 +217,14 @@ def outcome(folder: str, case: Case) -> dict[str, Any]:
 
 
 def checkpoint_of(folder: str, is_mixture: bool) -> Path:
-    """Return the folder of a case's model."""
+    """Return the folder with a case's model."""
     return Path(folder) / ("mixture" if is_mixture else "dense")
 
 
 def in_own_process(folder: str, case: Case) -> dict[str, Any]:
-    """Run a case in a new process, and return its result. Raises RuntimeError if the process prints
-    none.
+    """Run a case in a new process, and return its result.
+
+    Raises RuntimeError if the process prints none.
     """
     checkpoint = str(checkpoint_of(folder, case.is_mixture))
     command = [sys.executable, __file__, "--case", case.name, "--checkpoint", checkpoint]
@@ -238,8 +239,8 @@ def in_own_process(folder: str, case: Case) -> dict[str, Any]:
 
 
 def measure(out: Path, words: list[str], jobs: int) -> list[str]:
-    """Run the cases whose names contain all of ``words``, and return the names of those that end
-    unexpectedly.
+    """Run the cases whose names contain all of ``words``, and return the names of those with an
+    unexpected outcome.
     """
     import vllm
     from vllm_check import random_model
@@ -276,7 +277,7 @@ def main() -> None:
     arguments = options.parse_args()
 
     if arguments.case is not None:
-        # Faults affect only an engine that runs in this process.
+        # Faults only affect an engine in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         (case,) = (case for case in CASES if case.name == arguments.case)
         print(RESULT + json.dumps(outcome(arguments.checkpoint, case)), flush=True)

@@ -5,11 +5,11 @@ every step.
 
 The rollout has 256 prompts of 64 tokens with 1,024 new tokens each, and random weights. Stock vLLM
 and Sparrow's engine return the same lists. They run in separate processes and take turns; the best
-time of each variant counts. ``--before`` adds the engine of an earlier source tree, here one whose
-lists were Python objects. Sparrow decodes under the published 0.86 schedule, which keeps nearly
-every page at this length. *host* is the time per token that vLLM's scheduler, its output processor
-and the reading of the lists take, measured in a separate rollout. On a CPU, the model is smaller
-and the responses are shorter, so that only *host* says anything about a GPU.
+time of each variant counts. ``--before`` adds the engine from an earlier source tree, here one
+whose lists were still Python objects. Sparrow decodes under the published 0.86 schedule, which
+keeps nearly every page at this length. *host* is the time per token spent in vLLM's scheduler, in
+its output processor and on reading the lists, measured in a separate rollout. On a CPU, the model
+is smaller and the responses are shorter, so only *host* tells you anything about a GPU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str, tree: Path) -> dict[str, float]:
-    """Measure one variant in this process with the package of a source tree, and return tokens per
-    second and the host's microseconds per token.
+    """Measure one variant in this process, using the package of a given source tree. Return tokens
+    per second and the host's microseconds per token.
     """
     sys.path.insert(0, str(tree))
-    # Sparrow's engine registers the plugin itself; stock vLLM must not load any.
+    # Sparrow's engine registers the plugin itself, and stock vLLM must not load any.
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         HF_HUB_OFFLINE="1",
@@ -97,7 +97,7 @@ def measure(variant: str, tree: Path) -> dict[str, float]:
 
 def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
     """Start stock vLLM. Return a function that runs the rollout and converts the lists to arrays,
-    as a trainer would.
+    like a trainer would.
     """
     from vllm import LLM, SamplingParams
 
@@ -122,13 +122,13 @@ def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens
 
 
 class Lists:
-    """Converts stock vLLM's lists as a trainer would. It is a class so that ``watch_host`` can time
-    it.
+    """Converts stock vLLM's lists like a trainer would. It's a class so that ``watch_host`` can
+    time it.
     """
 
     @staticmethod
     def read(lists: Any) -> Any:
-        """Return the token ids and log-probs in the lists of a response."""
+        """Return the token ids and log-probs from a response's lists."""
         import numpy as np
 
         return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(
@@ -142,7 +142,7 @@ def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens:
     from sparrow.engines.vllm.engine import (
         Sampling,
         VLLMEngine,
-    )  # in this module in earlier trees, too
+    )  # earlier trees have it in this module too
 
     engine = VLLMEngine(
         folder,
@@ -154,9 +154,7 @@ def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens:
 
 
 def watch_host() -> dict[str, float]:
-    """Return a dictionary in which the seconds of each part of the host's work are added up from
-    now on.
-    """
+    """Return a dictionary that adds up the seconds of each part of the host's work from now on."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -184,7 +182,7 @@ def watch_host() -> dict[str, float]:
     watched(OutputProcessor, "process_outputs", OUTPUT)
     watched(
         engine, "rollout_of" if hasattr(engine, "rollout_of") else "_rollout", READING
-    )  # its earlier name
+    )  # what it used to be called
     watched(Lists, "read", READING)
     return spent
 

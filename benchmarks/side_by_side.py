@@ -1,14 +1,14 @@
-"""Time the shipped decode kernels of two source trees alternately on one GPU, to show how a change
+"""Time two source trees' shipped decode kernels alternately on one GPU, to show how a change
 affects each row.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
 
 Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark. The
 old and the new tree alternate, in separate processes. A row's time is its best median over all
-processes and over ``BATCHES`` batches per process. One batch is not enough: with few sequences, a
-kernel may take longer for one batch than for the next one, even with the same shape and the same
-caches. Rows that only one tree has are listed but not compared. The exit status is 1 if a row is
-more than 2 % slower than before (25 % if only Triton supports its shape).
+processes and over ``BATCHES`` batches per process. One batch isn't enough: with few sequences, a
+kernel may be slower on one batch than on the next, even with the same shape and the same caches.
+Rows that only one tree has are listed but not compared. The exit status is 1 if a row is more than
+2 % slower than before (25 % if only Triton supports its shape).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ BATCHES = 4
 
 
 def measure(with_triton: bool) -> dict[str, float]:
-    """Time every row with the tree that is first on the path, and return microseconds per layer.
+    """Time every row using whichever tree is first on the path, and return microseconds per layer.
     Rows that only Triton supports are optional.
     """
     import torch
 
-    # Older trees call the module ``kernels``. That name must not be looked up first, because
-    # transformers looks for a package of the same name.
+    # Older trees call the module ``kernels``. Don't look that name up first, because transformers
+    # looks for a package of the same name.
     kernels = import_module("decode_kernels" if find_spec("decode_kernels") else "kernels")
     torch.manual_seed(0)
     times: dict[str, float] = {}
@@ -64,7 +64,7 @@ def measure(with_triton: bool) -> dict[str, float]:
     for B, L in kernels.DENSE:
         time_row(f"{B} x {L}, all pages", pool, B, L, 2, 0, every_page=True)
     for _ in range(BATCHES):
-        # It prints shares of a read limit, which is not measured here.
+        # It prints fractions of a read limit, which isn't measured here.
         with redirect_stdout(StringIO()):
             rows = kernels.ragged(pool, 1.0)
         for row in rows:
@@ -82,7 +82,7 @@ def measure(with_triton: bool) -> dict[str, float]:
 
 
 def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
-    """Return the rows that have become slower than allowed."""
+    """Return the rows that got slower than allowed."""
     both = [row for row in old if row in new]
     return [
         row

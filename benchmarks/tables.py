@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py            # rewrites everything between <!-- table: NAME --> and <!-- end -->
 
-``tests/benchmarks/test_tables.py`` fails if a page differs from the files.
+``tests/benchmarks/test_tables.py`` fails if a page is out of date with the files.
 """
 
 from __future__ import annotations

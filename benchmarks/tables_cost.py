@@ -1,4 +1,4 @@
-"""Tables of the cost model: errors of the roofline, traces, and clusters."""
+"""Tables for the cost model: roofline errors, traces, and clusters."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from sparrow.cost.lossless import (
 from sparrow.cost.lossless import rows as cost_rows
 from sparrow.schedule import SparsitySchedule
 
-ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens
+ACCEPTANCE = 0.94  # for drafts that read 1,024 tokens
 
 
 def limits(requests: str = "240") -> str:
-    """Tabulate the speedup of the whole trace by the cost model, as its overheads are removed in
-    stages. Without overheads, only the bytes that are read limit the speed.
+    """Tabulate the whole trace's speed-up according to the cost model, with its overheads removed
+    in stages. Without overheads, the only limit is the number of bytes read.
     """
     overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
@@ -66,7 +66,7 @@ def limits(requests: str = "240") -> str:
 
 
 def roofline() -> str:
-    """Tabulate errors of all steps by shape, and the steps with the largest errors."""
+    """Tabulate the errors over all steps by shape, and the steps with the largest errors."""
     _, points = fit_roofline.errors(fit_roofline.measured())
     rows = []
     for shape, kind in itertools.product(SHAPES, ("dense", "sparse")):
@@ -132,7 +132,7 @@ def ragged() -> str:
 
 
 def planned() -> str:
-    """Tabulate predictions of ``sparrow.cost.cluster`` for the measured steps."""
+    """Tabulate the predictions of ``sparrow.cost.cluster`` for the measured steps."""
     names = {
         "stock": "dense, stock vLLM",
         "sparse": "sparse",
@@ -168,7 +168,7 @@ def cost_example() -> str:
 
 
 def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPrediction]:
-    """Predict rollouts on an H200: dense, lossy, and lossless with acceptance probability
+    """Predict rollouts on an H200: dense, lossy, and lossless at an acceptance rate of
     ``ACCEPTANCE``.
     """
     known, machine, lengths = (
@@ -181,11 +181,11 @@ def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPre
 
 
 STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.35}
-"""Published speed-ups of a whole step (source as for ``PUBLISHED``)."""
+"""Published whole-step speed-ups (same source as ``PUBLISHED``)."""
 
 
 def predicted() -> str:
-    """Tabulate the published setting as predicted by the cost model."""
+    """Tabulate the cost model's predictions for the published setting."""
     predictions = {
         shape: predict(
             SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule
@@ -229,7 +229,7 @@ STATES = (
 
 
 def draft_budgets() -> str:
-    """Tabulate the best draft budget with the best number of drafts, and its gain over a budget of
+    """Tabulate the best draft budget with the best draft length, and its gain over a budget of
     ``REFERENCE_TOKENS``.
     """
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
@@ -251,7 +251,7 @@ def draft_budgets() -> str:
 
 
 MIXTURES = {"qwen3-30b-a3b": 1, "qwen3-next-80b-a3b": 2}
-"""Shapes with experts, and the GPUs of an engine of each."""
+"""Shapes with experts, and how many GPUs an engine needs for each."""
 MIXTURE_STATES = ((8, 15_000), (32, 15_000), (64, 15_000), (8, 60_000), (32, 60_000))
 MIXTURE_PAGES = 253
 
@@ -290,7 +290,7 @@ def mixtures() -> str:
 
 
 def published_run() -> str:
-    """Tabulate the hours of 53,000 examples, 14B, on 32 H200s."""
+    """Tabulate the hours for 53,000 examples with 14B on 32 H200s."""
     schedule, rows = SparsitySchedule.preset("qwen3-14b"), []
     for median in (8_000, 14_000):
         cells = []
@@ -310,7 +310,7 @@ def published_run() -> str:
 
 
 def paper_runs() -> str:
-    """Tabulate memory and hours of the paper's runs, as predicted by
+    """Tabulate the memory and hours of the paper's runs, as predicted by
     ``recipes/paper/predicted.py``.
     """
     rows = []

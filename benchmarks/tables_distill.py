@@ -19,8 +19,8 @@ ARMS = {
 
 
 def distilled() -> tuple[dict[str, list[Row]], list[int]]:
-    """Return the runs of the study by kind of training, and the first positions of the bins that
-    most responses reach.
+    """Return the study's runs by kind of training, and the start of each bin that most responses
+    reach.
     """
     runs = load("distill")["runs"].items()
     arms = {
@@ -36,17 +36,17 @@ def distilled() -> tuple[dict[str, list[Row]], list[int]]:
 
 
 def with_adapter(run: Row) -> Row:
-    """Return measurements of the actor, with its adapter if it has one."""
+    """Return the actor's measurements, with its adapter if it has one."""
     return run.get("with", run["without"])
 
 
 def by_bin(measured: Row, reached: list[int]) -> Any:
-    """Return p5 and the ends of its interval, ``[bins, 3]``."""
+    """Return p5 with the ends of its interval, ``[bins, 3]``."""
     return np.array([b[2:5] for b in measured["bins"] if b[0] in reached])
 
 
 def distill_tail() -> str:
-    """Tabulate p5 of the actor by length on held-out problems, before and after."""
+    """Tabulate the actor's p5 by length on held-out problems, before and after training."""
     arms, reached = distilled()
     rows = []
     for name, runs in arms.items():
@@ -59,8 +59,8 @@ def distill_tail() -> str:
 
 
 def distill_runs() -> str:
-    """Tabulate the lowest p5 of every run, the gain from the adapter, and the step from which
-    training held 0.86.
+    """Tabulate each run's lowest p5, the gain from the adapter, and the step from which training
+    held 0.86.
     """
     arms, reached = distilled()
     rows = []
@@ -93,7 +93,7 @@ def distill_runs() -> str:
 
 
 def distill_rewards() -> str:
-    """Tabulate mean rewards of every run."""
+    """Tabulate each run's mean rewards."""
     rows = []
     for name, runs in distilled()[0].items():
         last = [np.mean(run["reward"][-10:]) for run in runs if "steps" in run]
@@ -106,7 +106,7 @@ def distill_rewards() -> str:
 
 
 def each(values: Sequence[float], sign: str = "") -> str:
-    """Format the mean and the value of each run; empty without runs."""
+    """Format the mean, and each run's value; empty if there are no runs."""
     return (
         f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})"
         if values
@@ -115,8 +115,8 @@ def each(values: Sequence[float], sign: str = "") -> str:
 
 
 def first_holding(low: Sequence[float]) -> int | None:
-    """Return the first of three consecutive steps in which the interval of the lowest bin begins at
-    0.86 or above.
+    """Return the first of three consecutive steps where the lowest bin's interval starts at 0.86 or
+    above.
     """
     return next((i + 1 for i in range(len(low) - 2) if min(low[i : i + 3]) >= 0.86), None)
 

@@ -1,4 +1,4 @@
-"""The tables of drafters, from the results of ``benchmarks/break_even.py``."""
+"""Tables of drafters, from the results of ``benchmarks/break_even.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = {
     "sparse": "sparse actor",
     "none_v1": "none, V1 model runner",
 }
-"""The drafters in the order of the table, and what it calls them."""
+"""The drafters in table order, with their names in the table."""
 PUBLISHED = {
     ("eagle3", 3): (2.05, 2.47),
     ("dspark", 7): (4.9, 6.2),
@@ -28,13 +28,13 @@ CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
 
 def results() -> list[Row]:
-    """Return one result for each shape that was measured, the smallest shape first."""
+    """Return one result per measured shape, smallest shape first."""
     paths = [RESULTS / f"break_even_{shape}.json" for shape in CALLED]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def at(row: Row) -> tuple[int, int]:
-    """Return the point to which a row belongs."""
+    """Return the point a row belongs to."""
     return row["batch"], row["length"]
 
 
@@ -50,8 +50,8 @@ def dense(result: Row) -> dict[tuple[int, int], float]:
 
 
 def ratios(result: Row) -> list[Row]:
-    """Return the points of all drafters with their break-even tokens per cycle, which are ratios
-    within a run. If several runs timed a point of a drafter, the last run counts.
+    """Return all drafters' points with their break-even tokens per cycle, which are ratios within a
+    run. If several runs timed the same point of a drafter, the last one counts.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for run in result["runs"]:
@@ -66,14 +66,14 @@ def ratios(result: Row) -> list[Row]:
 
 
 def gpu(result: Row) -> str:
-    """Return the short names of the GPUs of all runs."""
+    """Return the short names of the GPUs used in any run."""
     known = ("H100", "H200")
     cards = {next(name for name in known if name in run["gpu"]) for run in result["runs"]}
     return ", ".join(sorted(cards))
 
 
 def break_even() -> str:
-    """One row per shape, drafter and number of drafts; one column per point."""
+    """One row per shape, drafter and draft length; one column per point."""
     measured = results()
     if not measured:
         return ""

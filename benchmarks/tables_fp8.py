@@ -1,4 +1,4 @@
-"""Tables of 8-bit KV caches and fp8 weights: kernels, rollouts, equalities, acceptance."""
+"""Tables for 8-bit KV caches and fp8 weights: kernels, rollouts, equalities, acceptance."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NAMES = {
 
 
 def rollouts() -> str:
-    """Tabulate every variant with the rows that fit into the bfloat16 cache, and with those that
-    fit into its own.
+    """Tabulate every variant with the rows that fit in the bfloat16 cache, and with those that fit
+    in its own.
     """
     rows = []
     for shape in SLOTS:
@@ -52,9 +52,7 @@ def rollouts() -> str:
 
 
 def attention() -> str:
-    """Tabulate the decode kernels alone, with 16-bit and 8-bit keys and values and 16-bit
-    landmarks.
-    """
+    """Tabulate just the decode kernels: 16-bit and 8-bit keys and values, 16-bit landmarks."""
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
     wide, narrow, int8 = (
         [row for row in cases if row["cache"] == name] for name in ("auto", "fp8", "int8")
@@ -81,7 +79,7 @@ def attention() -> str:
 
 
 def equalities() -> str:
-    """Tabulate the distance of log-probs from the float32 truth, and of prefill from decoding."""
+    """Tabulate how far log-probs are from the float32 truth, and prefill from decoding."""
     rows: dict[str, tuple[Any, Any, Any]] = {}
     for stored in ("fp8", "int8"):
         result = load(f"{stored}_equal")
@@ -143,13 +141,13 @@ ROUNDED = {
 
 
 def _rounded(row: Row) -> list[str]:
-    """Return the first columns of a row of ``studies/text/fewer_bits.py``."""
+    """Return the first columns for a row of ``studies/text/fewer_bits.py``."""
     budget = "all" if row["budget"] is None else f"{row['budget']:,}"
     return [budget, ROUNDED[row["rounded"]], *(interval(row[name], 3) for name in ("mean", "p5"))]
 
 
 def acceptance() -> str:
-    """What each rounding costs in acceptance, alone and with sparse attention."""
+    """Tabulate what each kind of rounding costs in acceptance, alone and with sparse attention."""
     return table(
         ["tokens read", "rounding", "mean", "p5"], map(_rounded, load("text_bits")["rows"])
     )

@@ -1,6 +1,4 @@
-"""Tables of lossless decoding in vLLM, measured by ``benchmarks/lossless*.py`` and
-``vllm_train.py``.
-"""
+"""Tables for lossless decoding in vLLM, from ``benchmarks/lossless*.py`` and ``vllm_train.py``."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ def landmarks(result: Row) -> str:
 
 
 def text_model() -> dict[int, float]:
-    """Return the acceptance measured with the text model, by pages that drafts read; states were
-    timed at this acceptance.
+    """Return the text model's measured acceptance by number of pages drafts read; states were timed
+    at this acceptance.
     """
     rows = load("text_acceptance")["rows"]
     drafts = next(
@@ -37,8 +35,8 @@ def text_model() -> dict[int, float]:
 
 
 def lossless_speed() -> str:
-    """Tabulate speeds by draft budget. The number of drafts is chosen without earlier measurements;
-    at acceptance 0.95, speeds for a fixed number are added.
+    """Tabulate speeds by draft budget. The draft length is chosen without earlier measurements; at
+    acceptance 0.95, speeds with a fixed draft length are added.
     """
     rows, measured = [], text_model()
     pairs = {f"lossless_{shape}": f"lossless_{shape}_stock" for shape in SHAPES}
@@ -89,8 +87,8 @@ def lossless_speed() -> str:
 
 
 def lossless_fp8_cache() -> str:
-    """Tabulate speed with an fp8 KV cache against stock vLLM with the same cache, and log-probs of
-    both.
+    """Tabulate the speed with an fp8 KV cache against stock vLLM with the same cache, and the
+    log-prob errors of both.
     """
     [stock], ours = (load(f"lossless_qwen3-1.7b_fp8{end}")["points"] for end in ("_stock", ""))
     wide = {
@@ -112,8 +110,8 @@ def lossless_fp8_cache() -> str:
 
 
 def beside_stock(result: Row) -> str:
-    """Format the results of ``lossless_check.py equal`` for greedy tokens and for tokens sampled
-    with a seed.
+    """Format the ``lossless_check.py equal`` results for greedy tokens and for tokens sampled with
+    a seed.
     """
     gaps = [row["gap"] for row in result["partings from stock"]]
     agreed, repeated = (
@@ -134,7 +132,7 @@ def beside_stock(result: Row) -> str:
 
 
 def lossless_draft_weights() -> str:
-    """Tabulate drafts with fp8 weights against stock vLLM in bfloat16 on the same machine."""
+    """Tabulate fp8 draft weights against stock vLLM in bfloat16 on the same machine."""
     rows = []
     for name, stock_name in (
         ("lossless_qwen3-14b_draft_fp8", "lossless_qwen3-14b_draft_fp8_stock"),
@@ -172,7 +170,7 @@ def lossless_draft_weights() -> str:
 
 
 def beside_float32(result: Row) -> str:
-    """Describe the errors of the log-probs of sampled tokens, over all checks of a run."""
+    """Describe the log-prob errors of sampled tokens, over all checks of a run."""
     sampled = [row for name, row in result.items() if name.startswith("sampled")]
     missed, yardstick = ([row[of]["mean"] for row in sampled] for of in ("missed", "yardstick"))
     return (
@@ -182,20 +180,20 @@ def beside_float32(result: Row) -> str:
 
 
 def lossless_exact_draft_weights() -> str:
-    """Return a sentence about the log-probs of tokens that were drafted with fp8 weights."""
+    """Return a sentence about the log-probs of tokens drafted with fp8 weights."""
     result = load("lossless_equal_draft_fp8")
     repeated = result["responses that a seed repeats"]
     return f"{beside_float32(result)} If sampling is repeated with the same seed, {repeated} responses are identical.\n"
 
 
 def lossless_exact_guesses() -> str:
-    """Return sentences about tokens and log-probs with drafts that are made from guesses."""
+    """Return sentences about tokens and log-probs when drafts are made from guesses."""
     result = load("lossless_equal_guess3")
     return f"{beside_stock(result)} {beside_float32(result)}\n"
 
 
 def rollout_seconds(name: str) -> tuple[Row, float]:
-    """Return a description of the trace, and its seconds."""
+    """Return a description of the trace, and its time in seconds."""
     result = load(name)
     return result["rollout"], result["rollout"]["steps"] * mean(
         row["ms_per_token"] for row in result["trace"]
@@ -243,7 +241,7 @@ def lossless_whole() -> str:
 
 
 def short_contexts() -> str:
-    """Tabulate ratios of speeds by acceptance, and of stock vLLM to itself, as means of runs of
+    """Tabulate speed ratios by acceptance, and of stock vLLM to itself, as means over the runs of
     ``lossless_short.py``.
     """
     rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
@@ -274,8 +272,8 @@ def short_contexts() -> str:
 
 
 def _mean_of_runs(runs: Sequence[Row]) -> str:
-    """Return the mean ratio and a 95 % interval: from Student's t over the runs, or for one run
-    from resampling its turns.
+    """Return the mean ratio and a 95 % interval: from Student's t over the runs or, for a single
+    run, from resampling its turns.
     """
     ratios = [run["ratio"][0] for run in runs]
     if len(runs) == 1:
@@ -284,15 +282,15 @@ def _mean_of_runs(runs: Sequence[Row]) -> str:
 
 
 def _rows(name: str) -> Iterator[Row]:
-    """Return the rows of all files whose names begin like this. The file without a number comes
-    first.
+    """Return the rows from all files whose names start with ``name``. The file without a number
+    comes first.
     """
     for path in sorted(RESULTS.glob(f"{name}*.json")):
         yield from load(path.stem)["rows"]
 
 
 def lossless_budgets() -> str:
-    """Tabulate the speed of each budget, fixed or chosen, over that of a fixed budget of 1,024
+    """Tabulate the speed with each budget, fixed or chosen, relative to a fixed budget of 1,024
     tokens, and the chosen budget.
     """
     rows, usual = [], 1024
@@ -360,7 +358,7 @@ def lossless_exact() -> str:
 
 
 def lossless_invariant() -> str:
-    """Tabulate how many tokens of a seed equal those of stock vLLM, for each other way of decoding."""
+    """Tabulate how many of a seed's tokens match stock vLLM's, for each other way of decoding."""
     rows = []
     for name, row in load("lossless_invariant").items():
         if isinstance(row, dict) and "common" in row:

@@ -1,5 +1,5 @@
-"""The tables of a mixture of experts: its speed, measured by ``benchmarks/mixture.py``, and its
-exactness, measured by ``benchmarks/vllm_versions.py --mixture``.
+"""Tables for a mixture of experts: its speed, from ``benchmarks/mixture.py``, and its exactness,
+from ``benchmarks/vllm_versions.py --mixture``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DRAFTS = (4, 8)
 
 
 def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
-    """Tabulate the runs of all measured shapes, or state that there are none."""
+    """Tabulate the runs for all measured shapes, or say that there are none."""
 
     @wraps(written)
     def tabulated() -> str:
@@ -36,7 +36,7 @@ def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
 
 
 def runs() -> list[Row]:
-    """Return the runs of all shapes, with the names of the shape and the GPU for the tables."""
+    """Return the runs for all shapes, with the shape and GPU names used in the tables."""
     found = []
     for shape in EXPERTS:
         path = RESULTS / f"mixture_{shape}.json"
@@ -47,7 +47,7 @@ def runs() -> list[Row]:
 
 
 def described(run: Row) -> list[str]:
-    """Describe the model of a run, the GPU, and the version of vLLM."""
+    """Describe a run's model, its GPU, and its version of vLLM."""
     kept = f"{run['experts']} experts, {run['layers']} layers"
     return [run["shape"], kept, gpu({"machine": run["gpu"]}), run["vllm"]]
 
@@ -57,19 +57,19 @@ def at(row: Row) -> tuple[int, int]:
 
 
 def over(row: Row | None, stock: Row) -> str:
-    """Format the tokens per second of a row relative to stock vLLM, if stock vLLM was measured."""
+    """Format a row's tokens per second relative to stock vLLM, if stock vLLM was measured."""
     return "" if row is None else f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}x"
 
 
 def of_point(run: Row, mode: str, point: tuple[int, int]) -> dict[int | str, Row]:
-    """Return the rows of a mode at a point, by number of drafts."""
+    """Return a mode's rows at a point, by draft length."""
     rows = run["engines"].get(mode, {}).get("points", ())
     return {row["drafts"]: row for row in rows if at(row) == point}
 
 
 @if_measured
 def speed(found: list[Row]) -> str:
-    """Tabulate the tokens per second of each mode relative to stock vLLM in the same run."""
+    """Tabulate each mode's tokens per second relative to stock vLLM in the same run."""
     rows = []
     for run in found:
         for stock in run["engines"]["stock"]["points"]:
@@ -109,7 +109,7 @@ def speed(found: list[Row]) -> str:
 
 @if_measured
 def predicted(found: list[Row]) -> str:
-    """Tabulate the gains that the cost model predicts and the gains that were measured."""
+    """Tabulate the gains predicted by the cost model, and the measured ones."""
     overheads = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     machine = MACHINES["h200"]
     rows = []
@@ -139,7 +139,7 @@ def predicted(found: list[Row]) -> str:
 
 
 def seconds(run: Row, mode: str) -> float | None:
-    """Return the seconds of the trace in a mode, if all of its states were timed."""
+    """Return a mode's seconds for the trace, if all of its states were timed."""
     engine = run["engines"].get(mode, {})
     if not engine.get("finished") or not engine["trace"]:
         return None
@@ -149,7 +149,7 @@ def seconds(run: Row, mode: str) -> float | None:
 
 @if_measured
 def rollout(found: list[Row]) -> str:
-    """Tabulate the seconds of the trace in each mode."""
+    """Tabulate each mode's seconds for the trace."""
     rows = []
     for run in found:
         stock = seconds(run, "stock")
@@ -167,7 +167,7 @@ def rollout(found: list[Row]) -> str:
 
 
 def exact() -> str:
-    """Tabulate the checks of a small mixture, as for each version of vLLM."""
+    """Tabulate the checks of a small mixture, in the same way as for each version of vLLM."""
     path = RESULTS / f"{CHECK}.json"
     if not path.exists():
         return UNMEASURED

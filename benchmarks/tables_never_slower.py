@@ -1,4 +1,4 @@
-"""The table of the cells that ``benchmarks/never_slower.py`` measured."""
+"""The table of cells measured by ``benchmarks/never_slower.py``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ MODES = ("lossless", "lossy")
 
 
 def sessions() -> list[Row]:
-    """Return the results of every call of the script, the smallest shape first."""
+    """Return the results of every call of the script, smallest shape first."""
     paths = [RESULTS / f"never_slower_{shape}.json" for shape in SHAPES]
     files = [json.loads(path.read_text()) for path in paths if path.exists()]
     return [session for file in files for session in file["sessions"]]
 
 
 def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
-    """Group the speeds of stock vLLM, and the speeds of the modes relative to stock vLLM in the
-    same round.
+    """Group stock vLLM's speeds, and the modes' speeds relative to stock vLLM in the same round.
 
-    Returns: The speeds by shape, version of vLLM, GPU, cell and whether responses were detokenised.
+    Returns: The speeds by shape, vLLM version, GPU, cell and whether responses were detokenised.
     """
     found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for session in sessions():
@@ -46,7 +45,7 @@ def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
 
 
 def never_slower() -> str:
-    """Tabulate one row per cell: tokens per second of stock vLLM, and the ratios of every round."""
+    """Tabulate one row per cell: stock vLLM's tokens per second, and the ratios of every round."""
     rows = []
     for (shape, version, card, cell, text), case in compared().items():
         requests, prompt, new = map(int, re.findall(r"\d+", cell))

@@ -1,4 +1,4 @@
-"""Tables of runs through vLLM, on several GPUs and in other trainers."""
+"""Tables for runs through vLLM, on several GPUs and in other trainers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tables_speed import PHASES
 
 
 def equalities() -> str:
-    """Tabulate the distance of vLLM's log-probs from the float32 truth, and that of transformers in
-    the same 16-bit dtype.
+    """Tabulate how far vLLM's log-probs are from the float32 truth, next to transformers in the
+    same 16-bit dtype.
     """
     files = {
         "bfloat16": "vllm_equal_bf16",
@@ -37,8 +37,8 @@ def equalities() -> str:
 
 
 def scaling() -> str:
-    """Tabulate the scaled sparse step on one, two and four GPUs, with the step that each is
-    compared with.
+    """Tabulate the scaled sparse step on one, two and four GPUs, each with the step it is compared
+    with.
     """
     names = {
         "one": ("earlier, one GPU", "one"),
@@ -141,7 +141,7 @@ def failures() -> str:
 
 
 def trainers() -> str:
-    """Tabulate what TRL and verl logged."""
+    """Tabulate TRL's and verl's logs."""
     logs = {
         "TRL, vLLM colocated": load("trl_grpo")["log"],
         "TRL, vLLM server": load("trl_grpo_server")["log"],

@@ -1,4 +1,4 @@
-"""The tables of LoRA and of data parallelism, from the results of ``lora_check.py`` and
+"""Tables for LoRA and data parallelism, from the results of ``lora_check.py`` and
 ``audit_serving.py``.
 """
 
@@ -15,7 +15,7 @@ def result(name: str) -> Any:
 
 
 def lossless_lora() -> str:
-    """Tabulate one row for each way to run the engines."""
+    """Tabulate one row per way of running the engines."""
     rows = []
     for mode, found in result("lossless_lora")["modes"].items():
         errors = found["log-probs"]

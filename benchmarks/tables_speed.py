@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md: kernels, decode steps, rollouts, a whole step."""
+"""Tables for docs/performance.md: kernels, decode steps, rollouts, a whole step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ one H200).
 
 
 def measured() -> dict[str, tuple[Row, Row]]:
-    """Return the measurements of stock vLLM and of Sparrow, by shape."""
+    """Return the measurements of stock vLLM and Sparrow, by shape."""
     return {
         shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES
     }
 
 
 def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
-    """Return ms of a decode step, or None if it was not measured."""
+    """Return a decode step's time in ms, or None if it was not measured."""
     wanted = dict(batch=batch, length=length, schedule=schedule, logprobs=logprobs)
     return next((row["ms"] for row in run["points"] if wanted.items() <= row.items()), None)
 
 
 def points() -> Iterator[tuple[str, int, int, Row, Row]]:
-    """Return every shape's name, batch, length, and the two runs."""
+    """Yield every shape's name, batch size, length, and the two runs."""
     for shape, (stock, sparse) in measured().items():
         for batch, length in dict.fromkeys(
             (row["batch"], row["length"]) for row in stock["points"]
@@ -50,8 +50,8 @@ def points() -> Iterator[tuple[str, int, int, Row, Row]]:
 
 
 def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
-    """Return the seconds of a whole trace: steps at the mean of the strata, plus the delay caused
-    by prefilling requests.
+    """Return the seconds of a whole trace: the steps, at the mean over the strata, plus the delay
+    from prefilling requests.
     """
     trace = run["traces"][requests]
     step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
@@ -59,13 +59,13 @@ def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
 
 
 def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0.0) -> str:
-    """Return how many times as fast Sparrow is over a trace, with a 95 % interval. Both sides take
-    ``more`` seconds in addition.
+    """Return how many times as fast Sparrow is over a trace, with a 95 % interval. Both sides get
+    ``more`` seconds added.
 
-    The interval is that of a ratio of two systematic samples (Wolter, "Introduction to Variance
-    Estimation", 2007, chapter 8): its variance comes from neighbouring states, which differ by the
-    scatter of the timing and by what a stratum's middle may miss of its stratum. Joins and ``more``
-    count as known. The variation between machines is not included.
+    The interval is for a ratio of two systematic samples (Wolter, "Introduction to Variance
+    Estimation", 2007, chapter 8): its variance comes from neighbouring states, which differ by
+    timing noise and by what the middle of a stratum may miss of the rest. Joins and ``more`` are
+    treated as known. Variation between machines is not included.
     """
     theirs_s, ours_s = (trace_seconds(run, requests, logprobs) + more for run in (stock, ours))
     ratio, steps = theirs_s / ours_s, ours["traces"][requests]["steps"]
@@ -77,7 +77,7 @@ def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0
     error = np.sqrt((apart**2).mean() / 2 / n) * steps / 1e3 / ours_s
     half = (
         t.ppf(0.975, 2 * (n - 1) ** 2 / (3 * n - 4)) * error
-    )  # the degrees of freedom of this variance
+    )  # degrees of freedom of this variance
     return f"{ratio:.2f}x [{ratio - half:.2f}, {ratio + half:.2f}]"
 
 
@@ -138,7 +138,7 @@ def logprob_cost() -> str:
 
 
 def landmarks() -> str:
-    """Tabulate the decode kernels alone: draft steps by dtype of landmarks."""
+    """Tabulate just the decode kernels: draft steps by landmark dtype."""
     stored = {
         x: [row for row in load("landmarks")["landmarks"] if row["landmark_dtype"] == x]
         for x in LANDMARKS
@@ -185,7 +185,7 @@ def validation() -> str:
 
 
 def attention() -> str:
-    """Tabulate the decode kernels alone: a layer with uniform batches."""
+    """Tabulate just the decode kernels: one layer with uniform batches."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
         "heads per KV head": "{G}",
@@ -200,7 +200,7 @@ def attention() -> str:
 
 
 def uneven_attention() -> str:
-    """Tabulate the decode kernels alone: a layer with batches of the rollout trace."""
+    """Tabulate just the decode kernels: one layer with batches from the rollout trace."""
     cells: dict[str, Column] = {
         "shape": lambda batch: SHAPES[batch["shape"]],
         "sequences": "{B}",
@@ -213,7 +213,7 @@ def uneven_attention() -> str:
 
 
 def head_budgets() -> str:
-    """Tabulate the decode kernels alone: kv heads with their own budgets, beside equal budgets."""
+    """Tabulate just the decode kernels: per-head budgets next to equal budgets."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
         "heads per KV head": "{G}",
@@ -230,7 +230,7 @@ def head_budgets() -> str:
 
 
 def shapes() -> str:
-    """Tabulate the decode kernels alone: other head dims, dtypes and page sizes."""
+    """Tabulate just the decode kernels: other head dims, dtypes and page sizes."""
     cells: dict[str, Column] = {
         "head dim": "{D}",
         "tokens per page": "{P}",
@@ -251,7 +251,7 @@ KERNELS = {
     "sampling and log-probs": r"topk|TopK|gumbel|_ranks|softmax|ArgMax|bitonicSort",
     "norms, rotary, activation, cache writes": r"rms_norm|rotary|act_and_mul|reshape_and_cache|store_kernel|^triton_",
 }
-"""What a kernel's name says it does."""
+"""What a kernel does, going by its name."""
 
 
 def profile() -> str:
@@ -285,8 +285,8 @@ PHASES = {
 
 
 def grpo_step() -> str:
-    """Tabulate the scaled steps as measured, and one at full length: the rollout of the trace, and
-    training by its FLOPs.
+    """Tabulate the scaled steps as measured, and one at full length: the rollout from the trace,
+    and training by its FLOPs.
     """
     stock, ours = load("grpo_step_stock"), load("grpo_step_sparse")
     shape, run, full = (
@@ -359,7 +359,7 @@ def grpo_steps() -> str:
 
 
 def with_limits(values: list[float], found: Any, form: str) -> str:
-    """Return the mean with the confidence interval of scipy's test."""
+    """Return the mean with the confidence interval from scipy's test."""
     low, high = found.confidence_interval()
     return f"{statistics.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
@@ -405,7 +405,7 @@ def teacher_forced() -> str:
 
 
 def families() -> str:
-    """Tabulate the decode kernels by attention shape."""
+    """Tabulate just the decode kernels, by attention shape."""
     by_shape: dict[tuple[int, int, int], dict[int, Row]] = {}
     for row in load("decode_families")["families"]:
         by_shape.setdefault((row["K"], row["G"], row["D"]), {})[row["k"]] = row
@@ -425,8 +425,8 @@ def families() -> str:
 
 
 def several_tokens() -> str:
-    """Tabulate decode steps over several new tokens, relative to a step of the default kernel over
-    one token.
+    """Tabulate decode steps over several new tokens, relative to the default kernel's step over
+    one.
     """
     by_case: dict[tuple[str, str], dict[int, Row]] = {}
     for row in load("wide")["rows"]:
@@ -452,7 +452,7 @@ def several_tokens() -> str:
 
 
 def tuned() -> str:
-    """Tabulate a layer's decode step with Triton, as shipped and as tuned by ``sparrow tune``."""
+    """Tabulate a layer's decode step in Triton, as shipped and as tuned by ``sparrow tune``."""
     cells = [
         [
             f"{cell['batch']}",

@@ -1,4 +1,4 @@
-"""The table of verl's runs on two GPUs, dense, lossless and lossy, from ``recipes/verl/grpo.py``."""
+"""The table of verl's two-GPU runs, dense, lossless and lossy, from ``recipes/verl/grpo.py``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MODES = ("dense", "lossless", "lossy")
 
 
 def results() -> list[Row]:
-    """Return one result for each mode that was run."""
+    """Return one result per mode that was run."""
     paths = [RESULTS / f"verl_two_gpus_{mode}.json" for mode in MODES]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
 
 def values(result: Row, name: str) -> list[float]:
-    """Return the values of a metric, in the order of the steps that logged it."""
+    """Return a metric's values, in order of the steps that logged it."""
     return [step[name] for step in result["log"] if name in step]
 
 
 def drafts(result: Row) -> list[Any]:
-    """Return the share of accepted drafts and the tokens per cycle, over all steps."""
+    """Return the fraction of drafts accepted and the tokens per cycle, over all steps."""
     drafted, accepted, per_cycle = (
         np.array(values(result, f"sparrow/drafts/{name}"))
         for name in ("drafted", "accepted", "tokens_per_cycle")
@@ -36,7 +36,7 @@ def drafts(result: Row) -> list[Any]:
 
 
 def verl() -> str:
-    """Tabulate reward, time and drafts of each run."""
+    """Tabulate each run's reward, time and drafts."""
     rows = []
     for result in results():
         reward = values(result, "critic/score/mean")

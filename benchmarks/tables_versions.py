@@ -1,5 +1,5 @@
-"""The tables of vLLM versions, from the results of ``benchmarks/vllm_versions.py``, and of the
-self-check, from the results of ``benchmarks/selfcheck.py``.
+"""Tables of vLLM versions, from ``benchmarks/vllm_versions.py``, and of the self-check, from
+``benchmarks/selfcheck.py``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SPEED = {"lossy": "speed sparse", "lossless": "speed lossless"}
 
 
 def age(path: Path) -> tuple[Version, str]:
-    """Sort files by version, then by machine: ``0.33.0_h200.json``."""
+    """Sort key for files such as ``0.33.0_h200.json``: by version, then by machine."""
     version, _, machine = path.stem.partition("_")
     return Version(version), machine
 
 
 def results(folder: Path) -> list[Row]:
-    """Read one result per version and machine, the oldest version first."""
+    """Read one result per version and machine, oldest version first."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=age)]
 
 
@@ -33,13 +33,13 @@ def gpu(result: Row) -> str:
 
 
 def error(way: dict[str, Any] | None, of: str) -> str:
-    """Format mean / 99th percentile of the error of log-probs, or report that the engine failed."""
+    """Format the mean / 99th percentile of log-prob errors, or say that the engine failed."""
     return "failed" if way is None else f"{way[of]['mean']:.3f} / {way[of]['p99']:.2f}"
 
 
 def log_probs(found: dict[str, Any] | None) -> list[str]:
-    """Format errors for each way of running an engine, those of the yardstick, and whether all are
-    within twice that.
+    """Format the errors for each way of running an engine, the yardstick's errors, and whether all
+    are within twice those.
     """
     if found is None:
         return ["", "", "", "", ""]
@@ -53,8 +53,8 @@ def log_probs(found: dict[str, Any] | None) -> list[str]:
 
 
 def greedy(found: dict[str, Any] | None) -> str:
-    """Format how many greedy tokens precede the first one that is not stock vLLM's, and the widest
-    gap between the two tokens there.
+    """Format how many greedy tokens come before the first that differs from stock vLLM's, and the
+    widest gap between the two tokens there.
     """
     if found is None or "greedy" not in found:
         return ""
@@ -62,7 +62,7 @@ def greedy(found: dict[str, Any] | None) -> str:
 
 
 def verdict(audit: dict[str, Any] | None) -> str:
-    """Format the verdict of an audit, its smallest p-value, and the detectable bias."""
+    """Format an audit's verdict, its smallest p-value, and the detectable bias."""
     if audit is None:
         return ""
     if "failed" in audit:
@@ -72,7 +72,7 @@ def verdict(audit: dict[str, Any] | None) -> str:
 
 
 def speed(result: Row, mode: str) -> list[str]:
-    """Format the number of timed sequences, and tokens per second relative to stock."""
+    """Format the number of timed sequences, and the tokens per second relative to stock."""
     ours = result.get(SPEED[mode])
     if ours is None:
         return ["", ""]
@@ -118,7 +118,7 @@ def versions() -> str:
 
 
 def checked(result: dict[str, Any] | None) -> str:
-    """Format the result of a self-check of one engine."""
+    """Format the result of an engine's self-check."""
     if result is None:
         return ""
     if not result["as expected"]:

@@ -1,15 +1,15 @@
-"""Time the teacher-forced sparse kernels and dense causal attention, forward and backward, on one
-GPU.
+"""Time the teacher-forced sparse kernels against dense causal attention, forward and backward, on
+one GPU.
 
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
 
 There is one sequence in bfloat16, with 8 kv heads, D 128 and pages of 16. A tile of positions reads
-every page that any of them keeps, so the cost of the sparse kernel depends on how much the pages of
-neighbouring positions differ. Since random data does not show how much they differ in real models,
+every page that any of them keeps, so the cost of the sparse kernel depends on how much neighbouring
+positions differ in their pages. Random data doesn't show how much they differ in real models, so
 three kinds of data are timed: "same" (one query for all positions, the best case), "drifting"
-(queries that partly change slowly along the sequence) and "independent" (all queries and keys are
-drawn independently, the worst case). ``read`` is the number of pages that a tile reads per page
-that a position keeps.
+(queries that partly change slowly along the sequence) and "independent" (all queries and keys drawn
+independently, the worst case). ``read`` is how many pages a tile reads per page that a position
+keeps.
 
 Dense attention is torch's scaled_dot_product_attention with its flash kernel and with its cuDNN
 kernel. Times are medians of CUDA event times.
@@ -49,7 +49,7 @@ def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
 
 
 def inputs(kind: str, T: int, G: int) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output in bfloat16."""
+    """Return q, k, v and the output gradient in bfloat16."""
     torch.manual_seed(0)
     q, k, v, d_out = (torch.randn(1, heads, T, D, device="cuda") for heads in (K * G, K, K, K * G))
     if kind == "same":

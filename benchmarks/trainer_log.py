@@ -1,5 +1,4 @@
-"""Reduce other trainers' logs to the metrics in the tables of docs/integrations.md and
-docs/verl.md.
+"""Reduce other trainers' logs to the metrics shown in docs/integrations.md and docs/verl.md.
 
 python recipes/trl_grpo.py --out run.json
 python benchmarks/trainer_log.py run.json --out benchmarks/results/trl_grpo.json
@@ -26,11 +25,11 @@ METRICS = (
     "timing_s/step",
     "timing_s/gen",
 )
-"""Names of metrics. Where TRL and verl have different names, both are listed."""
+"""Metric names. Where TRL's and verl's names differ, both are listed."""
 
 
 def cut(run: dict[str, Any]) -> dict[str, Any]:
-    """Keep only ``METRICS`` of a recipe's log."""
+    """Keep only ``METRICS`` in a recipe's log."""
     logged = [row.get("data", row) for row in run["log"]]  # verl nests metrics one level deeper
     kept = [{name: row[name] for name in METRICS if name in row} for row in logged]
     return run | {"log": kept}

@@ -1,18 +1,18 @@
-"""Check rollouts by the classes of other trainers in stock vLLM and in both modes, before and after
-an update.
+"""Check rollouts by other trainers' classes, in stock vLLM and in both modes, before and after an
+update.
 
     python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl, openrlhf
 
-Install the trainer without its dependencies, but with the vLLM version that it pins and the
-packages that it imports. The trainer's own class starts vLLM, generates and loads new weights;
-Sparrow is switched on as described in docs/integrations.md. Every mode runs in its own process,
-with the same tiny random Qwen3. The exit status is 0 if
+Install the trainer without its dependencies, but with the vLLM version it pins and the packages it
+imports. The trainer's own class starts vLLM, generates and loads new weights; Sparrow is switched
+on as described in docs/integrations.md. Every mode runs in its own process, with the same tiny
+random Qwen3. The exit status is 0 if
 
 - lossless: drafts were proposed and accepted, and greedy tokens equal stock vLLM's except for ties,
 - lossy: fewer tokens were read than the cache contained,
 
 both before and after the update. On a GPU, lossless mode runs with CUDA graphs. On a CPU, lossless
-mode does not run in stock vLLM, so leave it out of ``--modes``, and OpenRLHF's weights are not
+mode doesn't run in stock vLLM, so leave it out of ``--modes``, and OpenRLHF's weights are not
 updated.
 """
 
@@ -44,7 +44,7 @@ from numpy.typing import ArrayLike
 
 MODES = ("stock", "lossless", "lossy")
 WEIGHTS = ("before", "after")
-"""The two checkpoints; the trainer loads the second into the running engine."""
+"""The two checkpoints; the trainer loads the second one into the running engine."""
 SCHEDULE = {
     "top_k": [4],
     "page_size": 16,
@@ -64,14 +64,14 @@ CUDA = torch.cuda.is_available()
 DTYPE = "bfloat16" if CUDA else "float32"
 CACHE_BYTES = 2**30
 MEMORY = 0.1
-"""The share of the GPU's memory that must be free when an engine starts."""
+"""The fraction of GPU memory that must be free when an engine starts."""
 Batch = list[list[int]]
 
 
 class TRL:
-    """Uses ``VLLMGeneration``, colocated. It has no field for vLLM's arguments, so Sparrow is
-    switched on by environment variables, and CUDA graphs cannot be switched off. Engines start one
-    after another, because vLLM measures how much memory is free.
+    """Uses ``VLLMGeneration``, colocated. It has no field for vLLM arguments, so Sparrow is
+    switched on through environment variables, and CUDA graphs can't be switched off. Engines start
+    one after another, because vLLM measures how much memory is free.
     """
 
     packages = ("trl", "accelerate")
@@ -101,7 +101,7 @@ class TRL:
         )
 
     async def start(self) -> None:
-        """Do nothing: vLLM has already been started in this process."""
+        """No-op: vLLM has already been started in this process."""
 
     async def call(self, method: str) -> Any:
         return self.rollouts.llm.collective_rpc(method)[0]
@@ -115,8 +115,8 @@ class TRL:
 
 
 class SkyRL:
-    """Uses ``VLLMServerActor`` outside a Ray actor, and ``RemoteInferenceClient``. Weights are sent
-    with SkyRL's backend ``delta``, because NCCL would need a second GPU.
+    """Uses ``VLLMServerActor`` outside a Ray actor, and ``RemoteInferenceClient``. Weights go
+    through SkyRL's ``delta`` backend, because NCCL would need a second GPU.
     """
 
     packages = ("skyrl", "ray")
@@ -134,7 +134,7 @@ class SkyRL:
 
         engine = "generator.inference_engine."
         options = engine_options(mode)
-        if not CUDA:  # otherwise, SkyRL would choose vLLM's GPU worker
+        if not CUDA:  # otherwise, SkyRL would pick vLLM's GPU worker
             options["worker_cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
         self.config = SkyRLTrainConfig.from_cli_overrides(
             {
@@ -207,7 +207,7 @@ class SkyRL:
 
 class PrimeRL:
     """Uses ``inference_local``, which starts prime-rl's server, without a router in front of it.
-    Weights are sent with its backend ``filesystem``.
+    Weights go through its ``filesystem`` backend.
     """
 
     packages = ("prime-rl",)
@@ -223,7 +223,7 @@ class PrimeRL:
         self.folder = folder
         options = engine_options(mode)
         variables = environment(mode)
-        del options["additional_config"], options["attention_backend"]  # set by variables
+        del options["additional_config"], options["attention_backend"]  # set by variables instead
         if mode == "lossless":
             variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         settings = {
@@ -236,7 +236,7 @@ class PrimeRL:
                 "enforce_eager": options.pop("enforce_eager"),
             },
             "gpu_memory_utilization": MEMORY,
-            "enable_fp32_lm_head": CUDA,  # supported only on GPUs
+            "enable_fp32_lm_head": CUDA,  # only supported on GPUs
             "env_vars": variables,
             "vllm_extra": options,
         }
@@ -276,9 +276,9 @@ class PrimeRL:
 
 
 class OpenRLHF:
-    """Uses ``RolloutRayActor`` outside Ray. OpenRLHF does not pass user settings to vLLM, so
-    Sparrow is switched on by environment variables. Weights are sent through CUDA IPC handles, as
-    when training and rollouts share GPUs.
+    """Uses ``RolloutRayActor`` outside Ray. OpenRLHF doesn't pass user settings to vLLM, so Sparrow
+    is switched on through environment variables. Weights are sent through CUDA IPC handles, as when
+    training and rollouts share GPUs.
     """
 
     packages = ("openrlhf", "ray")
@@ -332,7 +332,7 @@ TRAINERS = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL, "openrlhf": OpenRLH
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Run prime-rl's server in this process, with an added route that calls methods of vLLM's
+    """Run prime-rl's server in this process, with an extra route for calling methods of vLLM's
     workers.
     """
     from prime_rl.configs.inference import InferenceConfig
@@ -354,7 +354,7 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def environment(mode: str) -> dict[str, str]:
-    """Return the environment variables that select a mode for every vLLM engine of a process."""
+    """Return the environment variables that select a mode for all vLLM engines of a process."""
     if mode == "stock":
         return {}
     chosen = {"SPARROW_MODE": "lossless"} if mode == "lossless" else {}
@@ -362,7 +362,7 @@ def environment(mode: str) -> dict[str, str]:
 
 
 def engine_options(mode: str) -> dict[str, Any]:
-    """Return the engine options with which vLLM decodes in this mode."""
+    """Return the engine options that make vLLM decode in this mode."""
     sparrow = {
         "stock": {},
         "lossless": {"sparrow": {"mode": "lossless", "draft_schedule": SCHEDULE}},
@@ -389,7 +389,7 @@ def free_port() -> int:
 
 
 def post(url: str, body: Any) -> Any:
-    """Post JSON to a server, or send a GET request if ``body`` is None, and return the answer."""
+    """Post JSON to a server, or send a GET request if ``body`` is None, and return the response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -405,8 +405,8 @@ def prompts(seed: int) -> Batch:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Write a random Qwen3 with head dim 128, and a tokenizer whose words are numbers. The model's
-    attention is so uniform that many drafts are accepted.
+    """Write a random Qwen3 with head dim 128, and a tokenizer that uses numbers as words. The
+    model's attention is so uniform that many drafts are accepted.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -446,7 +446,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the first position at which two responses differ, or None if they are equal."""
+    """Return the first position where two responses differ, or None if they are equal."""
     if list(expected) == list(found):
         return None
     pairs = zip(expected, found, strict=False)
@@ -455,21 +455,21 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def tied(logits: ArrayLike, first: int, second: int) -> bool:
-    """Return whether two tokens are so close to the maximum that rounding decides which of them
-    greedy decoding picks.
+    """Return whether two tokens are both so close to the maximum that greedy decoding's choice
+    between them is down to rounding.
     """
     values = np.asarray(logits, dtype=np.float64)
     return bool(min(values[first], values[second]) >= values.max() - TIE * values.std())
 
 
 def checkpoints(trainer: str) -> tuple[str, ...]:
-    """Return the checkpoints to test: both, or only the first if weights cannot be updated."""
+    """Return the checkpoints to test: both, or only the first if weights can't be updated."""
     return WEIGHTS if CUDA or TRAINERS[trainer].updates_on_cpu else WEIGHTS[:1]
 
 
 def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[str, int]:
-    """Count the greedy responses that equal the expected ones, those that first differ at a tie,
-    and the wrong ones, as well as the compared tokens.
+    """Count the greedy responses that equal the expected ones, that first differ at a tie, and that
+    are wrong, plus the tokens compared.
     """
     model = load(folder, "float32")
     result = {"equal": 0, "differ at a tie": 0, "wrong": 0, "tokens compared": 0}
@@ -490,7 +490,7 @@ def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[s
 
 
 def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, int]) -> list[str]:
-    """List what is wrong with a mode's counters and responses."""
+    """List everything wrong with a mode's counters and responses."""
     cases = {
         "lossless": (
             (not counts.get("drafted"), "no drafts were proposed"),
@@ -540,12 +540,12 @@ async def roll_out(trainer: str, mode: str, folder: Path) -> None:
 @contextlib.contextmanager
 def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[subprocess.Popen]:
     """Run ``roll_out`` in a new process that logs to ``MODE.log``. Its process group is killed on
-    exit, because vLLM's engine does not exit on its own.
+    exit, because vLLM's engine doesn't exit on its own.
     """
     variables = {name: value for name, value in os.environ.items() if "SPARROW_" not in name}
     variables |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "RAY_ADDRESS": "local",  # otherwise, Ray looks for a running cluster
+        "RAY_ADDRESS": "local",  # otherwise, Ray would look for a running cluster
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -565,7 +565,7 @@ def in_a_process_of_its_own(trainer: str, mode: str, folder: Path) -> Iterator[s
         try:
             yield process
         finally:
-            with contextlib.suppress(ProcessLookupError):  # the group has already ended
+            with contextlib.suppress(ProcessLookupError):  # the group has already exited
                 os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -582,7 +582,7 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
             ]
             began = time.monotonic()
             for mode, process in zip(group, processes, strict=True):
-                with contextlib.suppress(subprocess.TimeoutExpired):  # results may exist anyway
+                with contextlib.suppress(subprocess.TimeoutExpired):  # there may be results anyway
                     process.wait(max(0, began + LIMIT_S - time.monotonic()))
                 print(f"{mode}: ended after {time.monotonic() - began:.0f} s", flush=True)
     results = {}
@@ -597,11 +597,11 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
 def judged(
     mode: str, rounds: int, found: dict[str, Any], stock: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Return a mode's result for the file, in which comparisons with stock vLLM replace the
+    """Return a mode's result for the file, with comparisons with stock vLLM in place of the
     responses.
 
     Args:
-        rounds: the expected number of rounds.
+        rounds: how many rounds there should be.
     """
     result = {name: found[name] for name in ("described", "seconds to start") if name in found}
     result["faults"] = []
@@ -630,7 +630,7 @@ def main() -> int:
         options.error(
             f"--modes starts with {given.modes[0]}; list stock first, because other modes are compared with it"
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also kills the process groups
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that process groups get killed too
     name = given.trainer.replace("-", "_")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

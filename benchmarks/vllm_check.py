@@ -8,9 +8,9 @@ a mixture of experts.
 
 The tolerance is measured rather than assumed. The truth is transformers in float32, either dense or
 with the same pages selected at every position. In 16 bits, every kernel rounds, so even
-transformers deviates from the truth if it runs in the same 16-bit dtype. The mean and the 99th
-percentile of its errors in log-probs are the yardstick. Sparrow in vLLM, whose kernels round in
-different places, may deviate from the truth by at most twice as much.
+transformers in the same 16-bit dtype is off. The mean and 99th percentile of its log-prob errors
+are the yardstick: Sparrow in vLLM, whose kernels round in different places, may be off by at most
+twice as much.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False
     ),
 }
-"""Other ways to run an engine, with their options for vLLM."""
+"""Other ways to run an engine, with their vLLM options."""
 
 
 def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
@@ -69,7 +69,7 @@ def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
 
 
 def options(dtype: str, **more: Any) -> dict[str, Any]:
-    """Return the options that all checked engines share."""
+    """Return the options shared by all engines under test."""
     return {
         "dtype": dtype,
         "max_model_len": 4096,
@@ -85,8 +85,8 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
 def random_model(
     folder: Path, dtype: str, seed: int = 0, is_mixture: bool = False
 ) -> PreTrainedModel:
-    """Write and return a random Qwen3 with six layers, whose attention is so peaked that it matters
-    which pages are left out.
+    """Write and return a random six-layer Qwen3 with attention so peaked that it matters which
+    pages are left out.
     """
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(small_qwen3(is_mixture))
@@ -100,7 +100,7 @@ def random_model(
 
 
 def load(folder: Path, dtype: str) -> Any:
-    # model.to(dtype) would also round the rotary frequencies, which changes log-probs at 3,000
+    # model.to(dtype) would round the rotary frequencies too, which changes log-probs at 3,000
     # tokens.
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
@@ -120,8 +120,8 @@ def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return the differences between the log-probs of two runs before their first different token,
-    and the share of tokens before it.
+    """Return the log-prob differences between two runs up to their first different token, and the
+    fraction of tokens before it.
     """
     same = [
         np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)
@@ -131,15 +131,15 @@ def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
 
 
 def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return the differences between log-probs of the same tokens."""
+    """Return the log-prob differences for the same tokens."""
     return summary([np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)])
 
 
 def judged(
     rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]
 ) -> dict[str, Any]:
-    """Compare the errors of log-probs, relative to the truth, with those of the yardstick in the
-    same 16-bit dtype.
+    """Compare the log-prob errors, relative to the truth, with the yardstick's in the same 16-bit
+    dtype.
     """
     missed, allowed = miss(rollouts, true), miss(true, yardstick)
     within = all(missed[k] <= 2 * allowed[k] for k in ("mean", "p99"))
@@ -147,7 +147,7 @@ def judged(
 
 
 def gib_asleep(engine: VLLMEngine) -> float:
-    """Put the engine to sleep, return the GiB of GPU memory in use, and wake it again."""
+    """Put the engine to sleep, return how many GiB of GPU memory are in use, and wake it again."""
     engine.sleep()
     free, total = torch.cuda.mem_get_info()
     engine.wake()
@@ -185,7 +185,7 @@ def main() -> None:
 
         llm = LLM(
             str(folder), skip_tokenizer_init=True, **shared
-        )  # kept to the end, because its graphs use the memory pool
+        )  # kept alive to the end, because its graphs use the memory pool
         parameters = SamplingParams(
             temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True
         )
@@ -264,7 +264,7 @@ def main() -> None:
             note(f"counters, {label}", str(engine.counters()))
             if (
                 label != "preemption"
-            ):  # preempted responses are prefilled densely, so no truth matches them
+            ):  # preempted responses are prefilled densely, so there's no truth to match them
                 judge(label, rollouts, SMALL)
             engine.close()
         if arguments.tensor_parallel > 1:

@@ -1,17 +1,17 @@
-"""Train the bundled reasoner with GRPO and rollouts in vLLM on a GPU: lossy, unbounded, distilled,
+"""Train the bundled reasoner with GRPO and vLLM rollouts on a GPU: lossy, unbounded, distilled,
 lossless and dense.
 
     python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json
     python benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
         --out benchmarks/results/vllm_train_lossless.json
 
-The runs of ``sparrow train --engine vllm`` run side by side on one GPU. The sparse run must learn
+The ``sparrow train --engine vllm`` runs share one GPU, side by side. The sparse run must learn
 without a drop in p5. With an unbounded budget, actor and policy are the same model, so p5 is below
 1 only because vLLM and transformers round bfloat16 in different places. If it fell over the steps,
-the transfer of weights to vLLM would be faulty. The KL divergence between actor and policy is
-recorded too, because a change of entropy cannot mask it. With DistillSparse, the transferred
-weights are the policy's with the actor's LoRA merged in. Lossless runs, whose drafts read a third
-of a long sequence, are compared with runs of stock dense vLLM with the same seeds.
+the weight transfer to vLLM would be broken. The KL divergence between actor and policy is recorded
+too, because a change of entropy can't mask it. With DistillSparse, the transferred weights are the
+policy's with the actor's LoRA merged in. Lossless runs, with drafts that read a third of a long
+sequence, are compared with stock dense vLLM runs with the same seeds.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24
 --count 24 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine
@@ -61,7 +61,7 @@ TRAIN = [
     "--loss.normalization",
     "dapo",
 ]
-"""Options that the runs of this script and of ``same_run.py`` share."""
+"""Options shared by the runs of this script and of ``same_run.py``."""
 DRAFTS = {"top_k": [8], **LAYOUT, "dense_layers": []}
 RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
     "sparse": (SPARSE, 30, ["--tau", "0.9"]),
@@ -80,7 +80,7 @@ RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
         for seed in range(3)
     },
 }
-"""For each run: its schedule, its steps, and further options."""
+"""Each run's schedule, steps, and further options."""
 
 
 def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -112,9 +112,7 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Read the main metrics of every step: ``QUANTITIES``, counts of drafts, and the rollout's
-    seconds.
-    """
+    """Read every step's main metrics: ``QUANTITIES``, draft counts, and the rollout's seconds."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
@@ -141,8 +139,8 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the means over the first and the last sixth of the steps, and the change over the run
-    according to a fitted line, with its standard error.
+    """Return the means over the first and last sixth of the steps, and the change over the run from
+    a fitted line, with its standard error.
     """
     n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:

@@ -1,24 +1,24 @@
-"""Sparrow in one version of vLLM on a GPU: exactness, and speed against stock vLLM.
+"""Check Sparrow in one version of vLLM on a GPU: exactness, and speed against stock vLLM.
 
     python benchmarks/vllm_versions.py --out benchmarks/results/vllm_versions/0.33.0.json
 
-Run it once with each vLLM version in the table of docs/vllm.md. Nothing is downloaded: models are
-random. Each part runs in its own process. A part that fails is recorded with the last error that it
-printed.
+Run it once with each vLLM version in the table in docs/vllm.md. Models are random, so nothing is
+downloaded. Each part runs in its own process. If a part fails, the last error it printed is
+recorded.
 
 - ``lossy`` and ``lossless`` summarise the results of ``vllm_check.py`` and ``lossless_check.py
-  equal``: the error of log-probs relative to transformers in float32, together with the error of
-  transformers in the same 16 bits, and how far greedy tokens equal stock vLLM's. Both run eagerly,
-  with CUDA graphs, and with ``torch.compile``.
-- ``audit``: ``sparrow audit`` of lossless mode, lossy mode and stock vLLM's own n-gram speculation,
-  on the bundled reasoner. Drafts and lossy steps read few pages.
-- ``speed``: decode steps of Qwen3-1.7B's shape with 15,000 cached tokens per sequence, in stock
+  equal``: log-prob errors relative to transformers in float32, next to those of transformers in the
+  same 16 bits, and how far greedy tokens match stock vLLM's. Both run eagerly, with CUDA graphs,
+  and with ``torch.compile``.
+- ``audit``: ``sparrow audit`` on lossless mode, lossy mode and stock vLLM's own n-gram speculation,
+  with the bundled reasoner. Drafts and lossy steps read few pages.
+- ``speed``: decode steps with Qwen3-1.7B's shape and 15,000 cached tokens per sequence, in stock
   vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
   ``lossless.py``. Stock vLLM of the same version is timed on the same GPU in the same run.
 
-With ``--mixture``, all parts except ``speed`` run on a mixture of experts. The mixture that is
-audited is random and has the reasoner's tokenizer. ``benchmarks/mixture.py`` measures the speed of
-a mixture.
+With ``--mixture``, all parts except ``speed`` run on a mixture of experts. The mixture that gets
+audited is random and has the reasoner's tokenizer. For the speed of a mixture, see
+``benchmarks/mixture.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARTS = ("lossy", "lossless", "audit", "speed")
 PATIENCE_S = 540
 
 FEW_PAGES = {"top_k": [4], "bin_tokens": 2000, "page_size": 16, "dense_layers": [0]}
-"""The schedule of drafts and lossy steps in an audit: so sparse that a lossy actor is found out."""
+"""The schedule for drafts and lossy steps in an audit: so sparse that a lossy actor gets caught."""
 AUDITED = (
     "gpu_memory_utilization=0.1,kv_cache_memory_bytes=2147483648,max_model_len=1024,"
     "max_num_seqs=256"
@@ -64,7 +64,7 @@ LOSSLESS_PARTS = {
     "graphs": "sampled",
     "compiled": "sampled, compiled",
 }
-"""The ways to run an engine, and the names of their results in the two checks."""
+"""Ways to run an engine, and what their results are called in the two checks."""
 
 
 def speed(variant: str, batch: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(SHAPE, variant, folder, lossless=decoding)
-        for prefilled in (1, 8):  # compiles the remaining kernels
+        for prefilled in (1, 8):  # compile the remaining kernels
             bench.start([PROMPT] * prefilled, [4] * prefilled, None)
             bench.finish()
 
@@ -112,14 +112,14 @@ def speed(variant: str, batch: int) -> dict[str, Any]:
 
 
 def lossy_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Condense the result of ``vllm_check.py`` for each way of running an engine."""
+    """Condense ``vllm_check.py``'s result for each way of running an engine."""
     found: dict[str, Any] = {name: result.get(part) for name, part in LOSSY_PARTS.items()}
     found["dense"] = result.get("unbounded")
     return found
 
 
 def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Condense the result of ``lossless_check.py equal`` for each way of running an engine."""
+    """Condense ``lossless_check.py equal``'s result for each way of running an engine."""
     found: dict[str, Any] = {name: result.get(part) for name, part in LOSSLESS_PARTS.items()}
     found["new weights"] = result.get("sampled with new weights")
     found["greedy"] = result.get("greedy tokens before the first that is not stock's")
@@ -132,7 +132,7 @@ def lossless_findings(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the verdict of ``sparrow audit``, its smallest p-value, and the detectable bias."""
+    """Return ``sparrow audit``'s verdict, its smallest p-value, and the detectable bias."""
     findings = result.get("findings", [])
     return {
         "status": result.get("status"),
@@ -145,7 +145,7 @@ def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def audits(model: str, schedule: str) -> dict[str, list[str]]:
-    """Return the arguments of each audit."""
+    """Return each audit's arguments."""
     audit = [*AUDIT, "--model", model]
     ours = ["--engine", f"vllm:{AUDITED}"]
     return {
@@ -156,8 +156,8 @@ def audits(model: str, schedule: str) -> dict[str, list[str]]:
 
 
 def random_mixture(folder: Path) -> None:
-    """Write a small random mixture of experts with the reasoner's tokenizer. The model's attention
-    is so sharp that leaving out pages changes its samples.
+    """Write a small random mixture of experts with the reasoner's tokenizer, and with attention so
+    sharp that leaving out pages changes its samples.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -192,7 +192,7 @@ def random_mixture(folder: Path) -> None:
 
 
 def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None:
-    """Run a process. Return the reason if it failed, or None if its exit status is allowed."""
+    """Run a process. Return why it failed, or None if its exit status is allowed."""
     with log.open("w") as output:
         try:
             code = subprocess.run(
@@ -218,7 +218,7 @@ def part(
     """Run one part of the measurement, add its findings to ``result``, and write the result.
 
     Args:
-        allowed: exit statuses that do not count as failures; an audit that finds a bias ends with
+        allowed: exit statuses that don't count as failures; an audit that finds a bias exits with
             1.
     """
     log = out.with_name(f"{out.stem}_{name.replace(' ', '_')}.log")

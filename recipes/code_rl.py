@@ -1,10 +1,10 @@
-"""Code RL from end to end on a CPU: a tiny model writes programs, a sandbox runs them, and GRPO
-raises the reward.
+"""Code RL end to end on a CPU: a tiny model writes programs, a sandbox runs them, and GRPO raises
+the reward.
 
-A prompt asks for a chain of sums, differences and products, and the response is a Python program
+Each prompt asks for a chain of sums, differences and products, and the response is a Python program
 that reads a number and prints the result. The script first pretrains a model, in about a minute, on
-demonstrations that contain mistakes, so the programs that the model samples often fail their tests.
-`sparrow train` then trains it with sparse rollouts.
+demonstrations with mistakes in them, so the model's programs often fail their tests. `sparrow
+train` then trains it with sparse rollouts.
 
     python recipes/code_rl.py                    # 20 steps, minutes; writes benchmarks/results/code_rl.json
     python recipes/code_rl.py --steps 2 --pretraining 50 --folder runs/try --out try.json
@@ -69,8 +69,8 @@ class Options:
 
 
 def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]:
-    """Return a question, a demonstration in which some operations are wrong, and the correct output
-    for each input.
+    """Return a question, a demonstration with some operations wrong, and the correct output for
+    each input.
     """
     asked, program, values = "take a number", HEAD, list(INPUTS)
     for _ in range(rng.randint(*options.lengths)):
@@ -88,7 +88,7 @@ def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token for each piece that questions and programs consist of. All
+    """Build a tokenizer with one token for each piece that questions and programs are made of. Any
     other text becomes the unknown token.
     """
     tokenizer = Tokenizer(
@@ -160,7 +160,7 @@ def pretrain(
 
 
 def write_rows(path: Path, seed: int, count: int, options: Options) -> list[str]:
-    """Write problems in TACO's format; return their demonstrations."""
+    """Write problems in TACO's format, and return their demonstrations."""
     rng = random.Random(f"{path.stem}/{seed}")
     problems = {asked: rest for asked, *rest in (question(rng, options) for _ in range(count))}
     rows = [

@@ -1,5 +1,5 @@
-"""Predict the memory and the hours that the runs in docs/paper.md need, with the model of ``sparrow
-cost``. Nothing is run.
+"""Predict the memory and hours needed for the runs in docs/paper.md, using the ``sparrow cost``
+model. Nothing is run.
 
     python recipes/paper/predicted.py --out benchmarks/results/paper_runs.json
 
@@ -29,12 +29,12 @@ RUNS = [
     ("code", "qwen3-1.7b", 8),
 ]
 MEDIAN = {"math": 14_000, "code": 6_000}
-ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens, measured with the text model
+ACCEPTANCE = 0.94  # for drafts that read 1,024 tokens, measured with the text model
 
 
 def predicted(kind: str, model: str, gpus: int) -> dict[str, Any]:
-    """Predict the GiB per GPU that a run needs and, for each mode, the seconds per step and the
-    hours in total.
+    """Predict the GiB per GPU that a run needs and, for each mode, the seconds per step and total
+    hours.
     """
     files = [FOLDER / "math.toml", *([FOLDER / "code.toml"] if kind == "code" else [])]
     run = cast(

@@ -4,10 +4,10 @@ lossless.
     python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out table2-4b.json
     python recipes/paper/table2.py --table table2-*.json
 
-Each mode has its own engine, on one GPU unless ``--engine`` specifies otherwise (the paper used
-four), and the same 240 prompts and seeds. A short rollout warms up the engine. Responses end where
-the model ends them, so the lengths of lossy and dense responses differ; the table therefore
-compares tokens per second rather than seconds.
+Each mode has its own engine, on one GPU unless ``--engine`` says otherwise (the paper used four),
+and the same 240 prompts and seeds. A short rollout warms up the engine. Responses end where the
+model ends them, so lossy and dense responses differ in length; that's why the table compares tokens
+per second rather than seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparrow.rollout import Sampling
 from sparrow.tasks.prompts import encode
 
 PROBLEMS = 30
-SHORT = 64  # tokens per response in the rollout that warms up an engine
+SHORT = 64  # tokens per response in the warm-up rollout
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Format the results as in the paper, with two more columns for lossless mode."""
+    """Format the results as in the paper, plus two columns for lossless mode."""
     lines = [
         "| Model | Dense t. (tokens/s) | Sparse t. (tokens/s) | Rollout Speedup | Lossless t. (tokens/s) | Speedup |",
         "| :--- | :---: | :---: | :---: | :---: | :---: |",

@@ -1,12 +1,12 @@
-"""Drop the rows of TACO that code-r1 drops, and keep TACO's columns, for use with code.toml.
+"""Drop the TACO rows that code-r1 drops, and keep TACO's columns, for use with code.toml.
 
     python recipes/paper/taco.py --out data/taco.parquet
     ... --config recipes/paper/code.toml --dataset taco:path=data/taco.parquet
 
 The authors' file is named after code-r1 (github.com/ganler/code-r1). Its published preparation
 script drops rows from two badly formatted sources, short questions, questions with images, and
-problems whose reference solutions fail their tests. This script drops the same rows. How the
-authors arrived at 21,000 rows, some of them from CodeContests, is not published.
+problems whose reference solutions fail their tests; so does this one. How the authors got to 21,000
+rows, some of them from CodeContests, isn't published.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sparrow.tasks.formats import FORMATS, taco
 
 SOURCES = ("geeksforgeeks", "leetcode")
 SHORTEST = 100  # minimum number of letters and digits in a question
-SOLUTIONS = 8  # maximum number of a row's solutions to try
+SOLUTIONS = 8  # how many of a row's solutions to try, at most
 
 
 def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
-    """Return why a row is left out, or None if it is kept."""
+    """Return why a row gets dropped, or None if it's kept."""
     question = taco(row)
     if question is None:
         return "without tests"

@@ -1,11 +1,11 @@
-"""Write math problems in verl's format, and provide Sparrow's verifier as verl's reward, for
-verl.yaml.
+"""Write math problems in verl's format, and provide Sparrow's verifier as verl's reward function,
+for verl.yaml.
 
     python recipes/paper/verl_math.py --dataset polaris --out data/polaris.parquet
     python recipes/paper/verl_math.py --dataset aime24 --out data/aime24.parquet
 
-``--dataset`` takes the name of a known dataset, as in ``sparrow train``, optionally with path=FILE.
-verl applies the chat template.
+``--dataset`` takes a known dataset name, as in ``sparrow train``, optionally with path=FILE. verl
+applies the chat template.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sparrow.rewards import verify_math
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return 1.0 if the final answer of a response is correct, as verl's reward function."""
+    """verl's reward function: return 1.0 if a response's final answer is correct."""
     return verify_math(solution_str, ground_truth)
 
 
 def rows(dataset: str) -> list[dict[str, Any]]:
-    """Return the problems of ``dataset`` in order, as rows for verl."""
+    """Return the problems in ``dataset`` as rows for verl, in order."""
     task: Any = load_problems(None, (dataset,), None)
     return [
         {

@@ -2,10 +2,10 @@
 
     python recipes/verl/grpo.py --mode lossless --gpus 2 --out run.json
 
-Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). The script prepares a data set and a model
-folder, runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects what verl
-logged. Dense rollouts are verl's own, without Sparrow. The exit status is verl's, or 1 if a
-lossless run drafted nothing.
+Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). Prepares a data set and a model folder,
+runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects verl's logs. Dense
+rollouts are verl's own, without Sparrow. The exit status is verl's, or 1 if a lossless run drafted
+nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SCHEDULE: dict[str, Any] = {
     **LAYOUT,
     "dense_layers": [0],
 }
-"""The schedule of lossy rollouts, for ``trace`` with 24 lines and a p5 of 0.95. The decode kernels
-support no pages smaller than 8 tokens.
+"""The schedule for lossy rollouts, for ``trace`` with 24 lines and a p5 of 0.95. 8 tokens is the
+smallest page size the decode kernels support.
 """
 LOSSLESS: dict[str, Any] = {
     "mode": "lossless",
@@ -45,9 +45,9 @@ LOSSLESS: dict[str, Any] = {
     "draft_tokens": 4,
     "adapt_draft_tokens": False,
 }
-"""The settings of lossless rollouts. The number of drafts is fixed so that every step verifies
-some. An adaptive number would fall to zero, because with such a small model and such short
-responses, decoding is fastest without drafts.
+"""The settings for lossless rollouts. The draft length is fixed so that every step verifies some
+drafts. An adaptive one would drop to zero: with such a small model and such short responses,
+decoding is fastest without drafts.
 """
 SAMPLES = 8
 CAPTURED = [1, 2, 4, *range(8, 8 * SAMPLES + 1, 8)]
@@ -56,7 +56,7 @@ ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Serve as verl's reward function."""
+    """verl's reward function."""
     return check_answer(solution_str, int(ground_truth))
 
 
@@ -65,7 +65,7 @@ def by_mode(mode: str) -> list[str]:
     if mode == "dense":
         return ["trainer.v1.trainer_mode=sync", captured(CAPTURED)]
     if mode == "lossless":
-        # Sparrow chooses the graphs to capture: those of drafts and of verification.
+        # Sparrow chooses which graphs to capture: the ones for drafting and for verification.
         return ["trainer.v1.trainer_mode=sparrow", additional(LOSSLESS)]
     return [
         "trainer.v1.trainer_mode=sparrow",
@@ -79,7 +79,7 @@ def by_mode(mode: str) -> list[str]:
 
 
 def additional(settings: dict[str, Any]) -> str:
-    """Return the setting that passes Sparrow's settings to vLLM."""
+    """Return the setting that hands Sparrow's settings to vLLM."""
     return f"+{ENGINE}.additional_config={{sparrow: {json.dumps(settings).replace(chr(34), '')}}}"
 
 
@@ -90,7 +90,7 @@ def captured(sizes: list[int]) -> str:
 def overrides(
     folder: Path, mode: str, gpus: int, steps: int, lines: int, prompts: int
 ) -> list[str]:
-    """Return all settings of ``verl.trainer.main_ppo``. Only those of ``by_mode`` concern
+    """Return all settings for ``verl.trainer.main_ppo``. Only the ones from ``by_mode`` are about
     Sparrow.
     """
     return [
@@ -144,7 +144,7 @@ def overrides(
 
 
 def prepare(folder: Path, steps: int, lines: int, prompts: int) -> None:
-    """Write the data set, and the model with a chat template that leaves prompts unchanged."""
+    """Write the data set, and the model with a chat template that passes prompts through as is."""
     shutil.copytree(MODEL, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     task = load_task("trace", lines=lines)
@@ -161,8 +161,8 @@ def prepare(folder: Path, steps: int, lines: int, prompts: int) -> None:
 
 
 def train(settings: list[str], mode: str, log: Path) -> int:
-    """Run verl, which appends the metrics of each step to ``log``, and return its exit status.
-    SIGTERM is passed on to verl.
+    """Run verl, which appends each step's metrics to ``log``, and return its exit status. SIGTERM
+    is passed on to verl.
     """
     variables = {"VERL_FILE_LOGGER_PATH": str(log)}
     if mode != "dense":
@@ -211,7 +211,7 @@ def main() -> int:
         code = train([*settings, *asked.more], asked.mode, log)
     steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
-    import torch  # imported only now, so that this process uses no GPU while verl runs
+    import torch  # imported late, so that this process doesn't use a GPU while verl is running
 
     result = {
         "mode": asked.mode,

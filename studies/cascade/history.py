@@ -1,35 +1,33 @@
-"""Simulate how many tokens a sparse pass would yield if tokens were guessed from *history*, the
-first stage of a cascade, on sampled responses.
+"""Simulate, on sampled responses, how many tokens a sparse pass would yield with guesses from
+*history*, the first stage of a cascade.
 
     python studies/cascade/history.py SAMPLES.npz --out benchmarks/results/cascade_history.json
 
-``samples.py`` writes SAMPLES.npz. At each position of a response, the script looks up the longest
-suffix of ``shortest`` to ``longest`` tokens that has occurred before. The guess consists of the m
-tokens that followed its most recent occurrence; occurrences in the response itself take precedence.
-Three histories are compared:
+SAMPLES.npz comes from ``samples.py``. At each position of a response, the script looks up the
+longest suffix of ``shortest`` to ``longest`` tokens that has occurred before. The guess is the m
+tokens after its most recent occurrence; occurrences in the response itself take precedence. Three
+histories are compared:
 
 - ``own``: the prompt and the response itself;
 - ``siblings``: also the concurrent responses to the same prompt, each up to the same length;
 - ``epoch``: also complete responses to the prompt from an earlier epoch.
 
-Half of a prompt's samples play the part of the earlier epoch, which therefore has the same policy.
-The other half are simulated with all three histories, so that any differences are due to history
-alone.
+Half of a prompt's samples stand in for the earlier epoch, which therefore has the same policy. The
+other half are simulated with all three histories, so any differences come from history alone.
 
-Guesses are kept up to the first that differs from the sampled token. If drafts follow the policy
-itself (q = p), this is exact: rejection sampling keeps the guess g with probability q(g), and
-otherwise draws from q without g, which has the same distribution as drawing x from q and keeping g
-if x = g. Each response is therefore a sample of the cascade, and the mean over responses is an
-unbiased estimate. A real drafter is the sparse actor, whose q differs from p: guesses are then
-compared with q's tokens, and after the first draft that the policy rejects, drafts are lost and a
-new cycle begins. If acceptance is close to 1, both effects change the tokens per pass only
-slightly. The simulation does not cover how many drafts the policy keeps; this is an argument of
-``speed``.
+Guesses are kept up to the first one that differs from the sampled token. If drafts follow the
+policy itself (q = p), this is exact: rejection sampling keeps the guess g with probability q(g),
+and otherwise draws from q without g, which has the same distribution as drawing x from q and
+keeping g if x = g. So each response is a sample of the cascade, and the mean over responses is an
+unbiased estimate. A real drafter is the sparse actor, with a q that differs from p: guesses are
+then compared with q's tokens, and when the policy rejects a draft, the drafts after it are lost and
+a new cycle begins. With acceptance close to 1, both effects barely change the tokens per pass. The
+simulation doesn't cover how many drafts the policy keeps; that's an argument of ``speed``.
 
 A cycle ends after ``drafts`` tokens, even if its last pass would yield more. Tokens per pass are
-the ratio of all tokens to all passes, so a cycle takes ``drafts`` / (tokens per pass) passes on
-average. A batch that waits for its slowest row takes more: ``slowest`` is the expected number of
-passes of the slowest of ``rows`` cycles, drawn at random from all cycles.
+all tokens divided by all passes, so a cycle takes ``drafts`` / (tokens per pass) passes on average.
+A batch that waits for its slowest row takes more: ``slowest`` is the expected number of passes of
+the slowest of ``rows`` cycles, drawn at random from all cycles.
 """
 
 from __future__ import annotations
@@ -79,11 +77,11 @@ class Group:
 
 
 class History:
-    """Streams of tokens, with an index of the most recent occurrence of each short run of tokens
-    that was followed by another token.
+    """Token streams, with an index of where each short run of tokens last occurred with another
+    token after it.
 
     Args:
-        longest, shortest: maximum and minimum length in tokens of the indexed runs.
+        longest, shortest: maximum and minimum length of the indexed runs, in tokens.
     """
 
     def __init__(self, longest: int, shortest: int) -> None:
@@ -91,7 +89,7 @@ class History:
         self._shortest = shortest
         self._followed: dict[tuple[int, ...], tuple[int, int]] = {}
         self._streams: list[list[int]] = []
-        self._own: list[dict[tuple[int, ...], tuple[int, int]]] = []  # of each stream
+        self._own: list[dict[tuple[int, ...], tuple[int, int]]] = []  # for each stream
 
     def add(self, tokens: Sequence[int]) -> int:
         """Add a stream to the index, and return its number."""
@@ -103,7 +101,7 @@ class History:
         return number
 
     def extend(self, number: int, token: int, visible: bool = True) -> None:
-        """Append a token to a stream. If it is not ``visible``, look-ups from other streams do not
+        """Append a token to a stream. If it is not ``visible``, look-ups from other streams don't
         lead to it, because they find the same run in an older stream.
         """
         stream = self._streams[number]
@@ -116,9 +114,9 @@ class History:
         stream.append(token)
 
     def guess(self, number: int, most: int) -> list[int]:
-        """Return up to ``most`` tokens that followed the most recent occurrence of a stream's
-        longest indexed suffix, or none if there is no such suffix. Occurrences in the stream itself
-        take precedence.
+        """Return up to ``most`` tokens from after the most recent occurrence of a stream's longest
+        indexed suffix, or none if there is no such suffix. Occurrences in the stream itself take
+        precedence.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -126,7 +124,7 @@ class History:
         for length in range(self._shortest, min(self._longest, end) + 1):
             run = tuple(stream[end - length :])
             place = self._own[number].get(run) or self._followed.get(run)
-            if place is None:  # if a suffix has not occurred, neither has any longer one
+            if place is None:  # if a suffix hasn't occurred, no longer one has either
                 break
             found = place
         if found is None:
@@ -147,8 +145,8 @@ def kept_guesses(
 
     Args:
         prompt: token ids of the prompt.
-        running: responses that are generated concurrently, one token each per step. Each response
-            sees the tokens that the others generated in earlier steps. Within a step, the last
+        running: responses that are being generated concurrently, one token each per step. Each one
+            sees the tokens the others generated in earlier steps. Within a step, the last
             response's token counts as the most recent.
         earlier: complete responses, which count as older than the prompt.
 
@@ -193,8 +191,7 @@ def passes(kept: Ints, guesses: int, drafts: int) -> list[int]:
     short by the end of the response.
 
     Args:
-        kept: the number of guesses that would be kept at each position, which may exceed
-            ``guesses``.
+        kept: how many guesses would be kept at each position; may exceed ``guesses``.
         guesses: guesses before each pass. A pass yields the kept guesses and one more token.
         drafts: tokens per cycle.
     """
@@ -211,7 +208,7 @@ def passes(kept: Ints, guesses: int, drafts: int) -> list[int]:
 
 
 def slowest(counts: Sequence[int], rows: int) -> float:
-    """Return the expected maximum of ``rows`` counts that are drawn independently from ``counts``."""
+    """Return the expected maximum of ``rows`` independent draws from ``counts``."""
     values, often = np.unique(np.asarray(counts), return_counts=True)
     at_most = (often.cumsum() / often.sum()) ** rows
     return float((values * np.diff(at_most, prepend=0.0)).sum())
@@ -239,20 +236,19 @@ def speed(
     verify_ms: float,
     dense_ms: float,
 ) -> float:
-    """Return the speed of a cascade relative to dense decoding, computed from the measured times of
-    its parts.
+    """Return a cascade's speed relative to dense decoding, from the measured times of its parts.
 
-    A cycle has drafts / tokens_per_pass passes, which take guess_ms + sparse_ms each, and one dense
-    pass, which takes verify_ms. It yields tokens_per_cycle tokens, each of which takes dense_ms
-    without drafts. The number of passes is not rounded up: since tokens per pass are counted within
-    cycles, the quotient is already the mean number of whole passes.
+    A cycle has drafts / tokens_per_pass passes of guess_ms + sparse_ms each, and one dense pass of
+    verify_ms. It yields tokens_per_cycle tokens, which take dense_ms each without drafts. The
+    number of passes is not rounded up: tokens per pass are counted within cycles, so the quotient
+    is already the mean number of whole passes.
     """
     cycle_ms = drafts / tokens_per_pass * (guess_ms + sparse_ms) + verify_ms
     return tokens_per_cycle * dense_ms / cycle_ms
 
 
 def groups(path: Path) -> Iterator[Group]:
-    """Read the groups of a file of samples, in the order of the file."""
+    """Read the groups in a file of samples, in file order."""
     with np.load(path) as file:
         names = [name.removesuffix("/prompt") for name in file.files if name.endswith("/prompt")]
         for name in names:
@@ -267,9 +263,7 @@ def groups(path: Path) -> Iterator[Group]:
 
 
 def simulated(group: Group, history: str, options: Options) -> list[Ints]:
-    """Return how many guesses are kept in the running half of a group, with one of
-    ``HISTORIES``.
-    """
+    """Return how many guesses are kept in a group's running half, using one of ``HISTORIES``."""
     half = len(group.responses) // 2
     running = group.responses[half:]
     earlier = group.responses[:half] if history == "epoch" else []
@@ -330,7 +324,7 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
 def main(options: Options) -> dict[str, Any]:
     """Simulate every history for every kind and temperature, and write the results.
 
-    Raises ValueError if a group has fewer than four responses, so that half of it would contain no
+    Raises ValueError if a group has fewer than four responses, since half of it would then have no
     siblings.
     """
     cells: dict[tuple[str, float], list[Group]] = {}

@@ -4,12 +4,12 @@ vLLM.
     python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
 
 Prompts for mathematics and stories use the model's chat template. Prompts for sources and manuals
-are passages of texts, which the model continues: files of Python's standard library, and the long
+are passages for the model to continue: from files of Python's standard library, and from the long
 descriptions of installed packages.
 
-The file is rewritten after each kind and temperature, so an interrupted run keeps everything that
-it has finished. It contains the arrays ``KIND/TEMPERATURE/PROMPT/prompt`` and
-``KIND/TEMPERATURE/PROMPT/N``, the token ids of a prompt and of its Nth response, and
+The file is rewritten after each kind and temperature, so an interrupted run keeps everything it has
+finished. It contains the arrays ``KIND/TEMPERATURE/PROMPT/prompt`` and
+``KIND/TEMPERATURE/PROMPT/N``, the token ids of a prompt and its Nth response, and
 ``KIND/TEMPERATURE/PROMPT/N/logprobs``, the log-probs of the response's tokens at that temperature.
 """
 
@@ -61,27 +61,27 @@ def chat(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
 
 
 def mathematics(path: Path, drawn: random.Random) -> Iterator[str]:
-    """Return questions, each followed by an instruction to think before answering."""
+    """Yield questions, each with an instruction to think before answering."""
     questions = [json.loads(line)["question"] for line in path.read_text("utf-8").splitlines()]
     for question in drawn.sample(questions, len(questions)):
         yield f"{question}\nThink step by step, then check your answer in another way."
 
 
 def stories(drawn: random.Random) -> Iterator[str]:
-    """Return requests for stories."""
+    """Yield requests for stories."""
     while True:
         person, thing, place = (drawn.choice(words) for words in (PEOPLE, THINGS, PLACES))
         yield f"Write a long story about {person} and {thing} in {place}."
 
 
 def sources() -> Iterator[str]:
-    """Return the files of Python's standard library."""
+    """Yield the files of Python's standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         yield path.read_text("utf-8", errors="ignore")
 
 
 def manuals() -> Iterator[str]:
-    """Return the long descriptions of installed packages."""
+    """Yield the long descriptions of installed packages."""
     found = {d.metadata["Name"]: d.metadata.get_payload() for d in metadata.distributions()}
     for name in sorted(name for name in found if name):
         yield str(found[name])
@@ -90,7 +90,7 @@ def manuals() -> Iterator[str]:
 def continued(
     tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], tokens: int, drawn: random.Random
 ) -> Iterator[list[int]]:
-    """Return a passage of ``tokens`` tokens from each text that is long enough."""
+    """Yield a passage of ``tokens`` tokens from each text that is long enough."""
     passages = []
     for text in texts:
         ids = tokenizer(text[: 40 * tokens], add_special_tokens=False).input_ids
@@ -102,7 +102,7 @@ def continued(
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, list[list[int]]]:
-    """Return the token ids of the prompts of each kind.
+    """Return the token ids of each kind's prompts.
 
     Raises ValueError if there are fewer texts than prompts.
     """
@@ -125,7 +125,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, l
 
 
 def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays atomically, so that the file is complete even if the run is interrupted."""
+    """Write the arrays atomically, so the file is complete even if the run gets interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new.npz")
     np.savez_compressed(new, **arrays)

@@ -1,4 +1,4 @@
-"""Tables on the first stage of a cascade: how well history guesses tokens, and the resulting speed."""
+"""Tables for the first stage of a cascade: how well history guesses tokens, and the speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABELS = {
 
 
 def _cells() -> Iterator[dict[str, Row]]:
-    """Return the rows of each kind, temperature and number of guesses, by history."""
+    """Yield the rows for each kind, temperature and number of guesses, by history."""
     cells: dict[tuple[str, float, int], dict[str, Row]] = {}
     for row in load(RESULT)["rows"]:
         key = (row["kind"], row["temperature"], row["guesses"])
@@ -31,7 +31,7 @@ def _where(cell: dict[str, Row]) -> list[str]:
 
 def cascade_history() -> str:
     """Tabulate tokens per sparse pass for each history, and passes per cycle with siblings: the
-    mean, and the number for the slowest row of a batch.
+    mean, and the number for the slowest row in a batch.
     """
     settings = load(RESULT)["settings"]
     rows = []
@@ -45,8 +45,8 @@ def cascade_history() -> str:
 
 
 def cascade_speed() -> str:
-    """Tabulate the speed relative to dense decoding in each state whose parts were measured.
-    Numbers in brackets are for batches that wait for their slowest row.
+    """Tabulate the speed relative to dense decoding in each state with measured parts. Numbers in
+    brackets are for batches that wait for their slowest row.
     """
     result = load(RESULT)
     drafts = result["settings"]["drafts"]
@@ -73,5 +73,5 @@ def cascade_speed() -> str:
     return table([*head, *(LABELS[name] for name in HISTORIES)], rows)
 
 
-# ``cascade_speed`` needs measured times, which no committed result contains yet.
+# ``cascade_speed`` needs measured times, which no committed result has yet.
 TABLES = {"cascade history": cascade_history}

@@ -18,7 +18,7 @@ from scipy import optimize, special
 
 from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance
 
-# A Beta's likelihood is not finite at the ends of its range; float32 log-probs resolve nothing
+# A Beta's likelihood isn't finite at the ends of its range, and float32 log-probs resolve nothing
 # finer than this.
 _RESOLUTION = 1e-6
 _MIN_TAIL_TOKENS = 10
@@ -26,8 +26,8 @@ _MIN_TAIL_TOKENS = 10
 
 @dataclass(frozen=True)
 class BetaTail:
-    """A distribution Beta(a, b), scaled to [0, cut] and fitted to the tokens with acceptance at
-    most `cut`.
+    """A Beta(a, b) distribution scaled to [0, cut], fitted to the tokens with acceptance at most
+    `cut`.
     """
 
     a: float
@@ -41,7 +41,7 @@ class BetaTail:
 
     @property
     def variance(self) -> float:
-        """Return the variance of the fitted tail. The published values are 0.19 for a budget of 512
+        """Return the fitted tail's variance. The published values are 0.19 for a budget of 512
         tokens and 0.05 for 16,384.
         """
         total = self.a + self.b
@@ -56,8 +56,8 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     the likelihood is finite. The KS statistic is computed from the unchanged values; the published
     one is below 0.04.
 
-    Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all equal to
-    within 1e-6.
+    Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all of them equal
+    to within 1e-6.
 
     Raises ValueError if alpha or cut is out of range.
     """
@@ -94,13 +94,13 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
 
 
 def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Return the KS distance of each resample from the Beta distribution fitted to its own tail,
-    float64 [R]; nan if there is no fit.
+    """Return each resample's KS distance from the Beta distribution fitted to its own tail, float64
+    [R]; nan if there is no fit.
 
-    The function is a ``sparrow.mismatch.bootstrap.Statistic``.
+    This is a ``sparrow.mismatch.bootstrap.Statistic``.
 
-    A resample is less smooth than the sample from which it is drawn, so if the fit is close, the
-    interval is too high.
+    Resamples are less smooth than the sample they are drawn from, so the interval is too high if
+    the fit is close.
     """
     fits = (
         beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB

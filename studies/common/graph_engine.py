@@ -1,25 +1,25 @@
-"""An engine for many small runs, in which a whole decode step of a small Qwen3, including sampling,
-is one CUDA graph.
+"""An engine for many small runs: a whole decode step of a small Qwen3, including sampling, is one
+CUDA graph.
 
-A model with a million parameters spends nearly all of a decode step launching kernels. If the step
-is replayed as a graph, it takes only a fraction of a millisecond. To keep all shapes fixed,
-attention reads the whole cache through a mask, which costs a GPU almost nothing with a few hundred
-tokens. For longer contexts, there is a graph for each multiple of ``SPAN`` columns, so that
-attention reads hardly further than the longest sequence. For comparison, the engine can also act as
-three other kinds of actor.
+A million-parameter model spends nearly all of a decode step launching kernels. Replayed as a graph,
+the step takes only a fraction of a millisecond. To keep all shapes fixed, attention reads the whole
+cache through a mask, which costs a GPU almost nothing with a few hundred tokens. For longer
+contexts, there is a graph for each multiple of ``SPAN`` columns, so that attention doesn't read
+much further than the longest sequence. For comparison, the engine can also act as three other kinds
+of actor.
 
-Eviction: tokens that have recently received little attention are permanently removed from the
-cache. As in SnapKV (arXiv 2404.14469), a token's value is the attention that the latest queries
-paid to it, initially those at the end of the prompt. As in H2O (arXiv 2306.14048), values are
-updated during decoding, here with exponential decay. Each kv head keeps as many tokens as the
-schedule would read, always including the sink and recent pages.
+Eviction: tokens that have recently received little attention are dropped from the cache for good.
+As in SnapKV (arXiv 2404.14469), a token's value is the attention it got from the latest queries,
+initially those at the end of the prompt. As in H2O (arXiv 2306.14048), values are updated during
+decoding, here with exponential decay. Each kv head keeps as many tokens as the schedule would read,
+always including the sink and recent pages.
 
-The dial: sequences are decoded densely up to a given length, and sparsely beyond it. Because the
-samples of lossless decoding follow the dense model, no drafts are needed. The acceptance that
-drafts would have had is measured by a teacher-forced sparse pass over some of the dense samples;
-unlike with real drafts, its history is sparse too.
+The dial: sequences are decoded densely up to a given length, and sparsely beyond it. Samples of
+lossless decoding follow the dense model, so no actual drafts are needed. The acceptance that drafts
+would have had is measured with a teacher-forced sparse pass over some of the dense samples; unlike
+with real drafts, its history is sparse too.
 
-Noise: at some of the positions, the distribution is mixed with the uniform distribution.
+Noise: at some positions, the uniform distribution is mixed in.
 
 Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 ..
@@ -50,11 +50,11 @@ from sparrow.rollout import Rollout, Sampling, Verification, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 WINDOW = 16
-"""The time constant, in queries, of the attention that eviction is based on."""
+"""Time constant, in queries, of the attention that eviction goes by."""
 SPAN = 256
 """Attention reads a multiple of this many columns of the cache."""
 MEASURED_EVERY = 4
-"""Under the dial, the acceptance of drafts is measured on one response in this many."""
+"""With the dial, draft acceptance is measured on one response in this many."""
 
 
 class GraphEngine(HFEngine):
@@ -65,11 +65,11 @@ class GraphEngine(HFEngine):
         model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those
             of ``schedule``.
         batch_size: number of sequences in every decode step; smaller batches are padded.
-        max_length: maximum number of cached tokens per sequence, including the prompt. evict: evict
-        tokens instead of selecting pages. noise: the share of positions at which the uniform
-        distribution is mixed in, and its weight. top_n: maximum length of the lists of most likely
-        tokens that ``generate`` returns. token_budget: maximum number of padded tokens to score in
-        one pass.
+        max_length: maximum number of cached tokens per sequence, including the prompt.
+        evict: evict tokens instead of selecting pages.
+        noise: the fraction of positions where the uniform distribution is mixed in, and its weight.
+        top_n: maximum length of the top lists returned by ``generate``.
+        token_budget: maximum number of padded tokens to score in one pass.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class GraphEngine(HFEngine):
         self._logprobs = torch.zeros(S, B, device=device)
         self._best_ids = torch.zeros(S, B, self.top_n, dtype=torch.int32, device=device)
         self._best = torch.zeros(S, B, self.top_n, device=device)
-        # by number of columns that attention reads
+        # by the number of columns attention reads
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._dense_below: float | None = None
         super().__init__(model, schedule, eos_ids, batch_size, token_budget)
@@ -124,7 +124,7 @@ class GraphEngine(HFEngine):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Set the page counts; see ``Engine.set_schedule``.
 
-        Raises ConfigError if the schedule has budgets by head, which this engine does not support.
+        Raises ConfigError if the schedule has per-head budgets, which this engine doesn't support.
         """
         if schedule.head_budgets:
             raise ConfigError(
@@ -174,7 +174,7 @@ class GraphEngine(HFEngine):
     def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
         """Return the log-probs of each response's top tokens in a sparse pass, float32 ``[T, n]``."""
         batch = Batch.of(rollouts, self.model.device, with_top=True)
-        # At these lengths, the reference is fast enough, and it needs no compiler.
+        # The reference is fast enough at these lengths, and needs no compiler.
         with (
             self._inference(),
             teacher_forced(self.model, batch.prompt_lengths, self.schedule, "reference"),
@@ -222,7 +222,7 @@ class GraphEngine(HFEngine):
             .transpose(0, 1)
             .clone()
             .cpu()
-            .numpy()  # copies, because the next batch overwrites the buffers
+            .numpy()  # makes copies, because the next batch overwrites the buffers
             for x in (self._tokens, self._logprobs, self._best_ids[..., :n], self._best[..., :n])
         )
         ended = np.isin(tokens, self._eos.cpu().numpy())
@@ -242,7 +242,7 @@ class GraphEngine(HFEngine):
         ]
 
     def _count_read(self, prompts: Sequence[Sequence[int]], length: np.ndarray) -> None:
-        """Count what was read in decode steps, one for each response token except the first."""
+        """Count what decode steps read; there is one step per response token except the first."""
         cached = np.concatenate(
             [np.arange(len(p) + 1, len(p) + n) for p, n in zip(prompts, length, strict=True)]
         )
@@ -251,7 +251,7 @@ class GraphEngine(HFEngine):
         self._counters += Counters(int(read), layers * int(cached.sum()))
 
     def _wait(self) -> None:
-        """Wait for the device without keeping a core busy that another run could use."""
+        """Wait for the device without hogging a core that another run could use."""
         if self._keys.is_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -259,8 +259,8 @@ class GraphEngine(HFEngine):
                 time.sleep(1e-3)
 
     def _advance(self, span: int) -> None:
-        """Run one decode step whose attention reads the first ``span`` columns, as a CUDA graph if
-        graphs are in use.
+        """Run one decode step in which attention reads the first ``span`` columns, as a CUDA graph
+        if graphs are in use.
         """
         if not self._keys.is_cuda:
             return self._decode_step(span)
@@ -280,14 +280,14 @@ class GraphEngine(HFEngine):
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
             self._decode_step(span)
-        # The next step overwrites what the warm-up wrote to the cache.
+        # The next step overwrites whatever the warm-up wrote to the cache.
         for x, saved in zip(state, before, strict=True):
             x.copy_(saved)
         return graph
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        """Compute the keys and values of the prompts densely and, for eviction, the attention of
-        their last queries.
+        """Compute the prompts' keys and values densely and, for eviction, the attention of their
+        last queries.
         """
         T, P = ids_BT.shape[1], self._layout.page_size
         position = torch.arange(T, device=ids_BT.device)
@@ -315,8 +315,8 @@ class GraphEngine(HFEngine):
     def _decode_step(self, span: int | None = None) -> None:
         """Decode one token for every row, with inputs and outputs in fixed buffers.
 
-        Attention reads the first ``span`` columns. With eviction, which tracks the value of every
-        column, it reads all of them.
+        Attention reads the first ``span`` columns, or all of them with eviction, which keeps track
+        of every column's value.
         """
         B, P, span = self.batch_size, self._layout.page_size, span or self.max_length
         row, position_B = torch.arange(B, device=self._keys.device), self._position
@@ -358,8 +358,8 @@ class GraphEngine(HFEngine):
             weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
             q = log_q.exp()
             log_q = torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1).log()
-        # Sample by inverting the cumulative distribution. Because of rounding, a draw may exceed
-        # its last value, hence the clamp.
+        # Sample by inverting the cumulative distribution. Rounding can push a draw past its last
+        # value, hence the clamp.
         below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
         token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
         best = log_q.topk(self.top_n, dim=-1)
@@ -394,14 +394,14 @@ class GraphEngine(HFEngine):
         """Return attention weights ``[B, K, G, T, S]`` over the columns in ``seen``."""
         B, H, T, D = q.shape
         K = k.shape[1]
-        # Treat the group's queries as rows of one product, so that keys need not be repeated.
+        # Treat the group's queries as rows of one product, to avoid repeating the keys.
         logits = (q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)).view(
             B, K, H // K, T, -1
         ) * D**-0.5
         return logits.masked_fill(~seen, float("-inf")).softmax(-1)
 
     def _selected(self, q: Tensor, marks_BKND: Tensor, length_B: Tensor) -> Tensor:
-        """Return the tokens of the selected pages, bool ``[B, K, S]``, as defined in
+        """Return which tokens are in selected pages, bool ``[B, K, S]``, as defined in
         ``sparrow.attention.pages``.
         """
         layout, P = self._layout, self._layout.page_size
@@ -417,8 +417,8 @@ class GraphEngine(HFEngine):
         return keep.repeat_interleave(P, dim=-1)
 
     def _evicted(self, i: int, length_B: Tensor) -> Tensor:
-        """Evict the least valuable tokens that exceed the budget, and return which ones remain,
-        bool ``[B, K, S]``.
+        """Evict the least valuable tokens over budget, and return which ones remain, bool ``[B, K,
+        S]``.
         """
         layout, P = self._layout, self._layout.page_size
         column, end_B1 = (
@@ -450,9 +450,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Rank values along the last axis, with rank 0 for the largest. Among equal values, the
-    leftmost ranks first.
-    """
+    """Rank values along the last axis, largest first (rank 0), with ties from left to right."""
     return values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 

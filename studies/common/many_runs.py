@@ -1,11 +1,10 @@
-"""Code shared by studies of many training runs: several runs share a GPU, schedules are calibrated,
-and every run has a log.
+"""Code shared by studies of many training runs: sharing GPUs between runs, calibrating schedules,
+and logging every run.
 
-The log of a run is ``OUT/NAME.jsonl``. Its first line contains the run's settings, its second line
-the policy's held-out score before training, and its last line the reason why the run ended. In
-between, there is one line per step. Runs that already have a log are skipped, so a study can be
-spread over several calls. Torch is imported late, by each run's own process after it has selected
-its GPU.
+A run's log is ``OUT/NAME.jsonl``. Its first line contains the run's settings, its second line the
+policy's held-out score before training, and its last line the reason why the run ended. In between,
+there is one line per step. Runs that already have a log are skipped, so a study can be spread over
+several calls. Torch is imported late, in each run's own process, once it has selected its GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ import numpy as np
 
 PERCENTILES = (1, 5, 10)
 HELD_OUT = 10**9
-"""The first seed for held-out problems, on which no run trains."""
+"""First seed for held-out problems, which no run trains on."""
 ENOUGH = 0.65
-"""A run that the deadline cuts off is used if it completed about this share of its steps."""
+"""A run cut off by the deadline still counts if it completed about this fraction of its steps."""
 
 
 def run_study(
@@ -38,15 +37,15 @@ def run_study(
     calibrate: Callable[..., dict[str, list[int]]],
     is_calibrated: Callable[[str], bool],
 ) -> None:
-    """Calibrate schedules if necessary, and then keep all slots of all GPUs busy until all runs are
+    """Calibrate schedules if necessary, then keep all slots on all GPUs busy until all runs are
     done or time is up.
 
     Args:
         options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the
             studies.
         train: performs a run; called with the options, the run's arm and seed, the device, the
-        deadline and the path of its log. calibrate: makes the tables of ``OUT/schedules.json``;
-        called with the options and the
+            deadline and the path of its log.
+        calibrate: makes the tables in ``OUT/schedules.json``; called with the options and the
             device.
         is_calibrated: returns whether an arm follows one of these tables.
     """
@@ -62,7 +61,7 @@ def run_study(
 
 
 def schedules(options: Any) -> Path:
-    """Return the path of the calibrated tables."""
+    """Return the path to the calibrated tables."""
     return options.out / "schedules.json"
 
 
@@ -85,13 +84,13 @@ def side_by_side(
     run: Callable[[str, int, float], None],
     first: Callable[[], None] | None = None,
 ) -> None:
-    """Keep all slots of all GPUs busy until all runs are done or time is up.
+    """Keep all slots on all GPUs busy until all runs are done or time is up.
 
     Args:
         names: the runs, in order.
         slots: concurrent runs on each GPU, or on the CPU if there is no GPU.
-        deadline: the end, by ``time.time``; a run starts only if it is expected to get far enough
-            by then.
+        deadline: when to stop (a ``time.time`` value); a run starts only if it is expected to get
+            far enough by then.
         run: called in a separate process with the run's name, its GPU and the deadline; must be
             picklable.
         first: called once before any run, also in a separate process; must be picklable.
@@ -113,7 +112,7 @@ def side_by_side(
         gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count
     ]
     running: list[tuple[Any, int, float]] = []
-    # seconds of the longest run so far, to avoid starting runs that would not get far enough
+    # duration of the longest run so far, to avoid starting runs that wouldn't get far enough
     took = 0.0
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
         for process, gpu, began in [r for r in running if not r[0].is_alive()]:
@@ -129,7 +128,7 @@ def side_by_side(
 
 
 def use_gpu(index: int) -> Any:
-    """Select the device of this process; must be called before anything initialises CUDA."""
+    """Select this process's device; must be called before anything initialises CUDA."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
     import torch
@@ -139,7 +138,7 @@ def use_gpu(index: int) -> Any:
 
 
 def logged(path: Path, train: Callable[[], None]) -> None:
-    """Run ``train``, which writes to ``path``, and record in the log's last line why it ended."""
+    """Run ``train``, which writes to ``path``, and record why it ended in the log's last line."""
     try:
         train()
         ended = "done"
@@ -152,7 +151,7 @@ def logged(path: Path, train: Callable[[], None]) -> None:
 
 
 def plain_options(options: Any) -> dict[str, Any]:
-    """Return the options of a study in JSON types."""
+    """Return a study's options as plain JSON types."""
     return json.loads(json.dumps(asdict(options), default=str))
 
 
@@ -162,13 +161,13 @@ def mean_reward(engine: Any, tokenizer: Any, problems: Sequence[Any], sampling: 
     """
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     rollouts = engine.generate(prompts, sampling)
-    engine.counters()  # reset, because these tokens do not belong to training
+    engine.counters()  # reset, since these tokens don't belong to training
     texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
     return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
-    """Append one line."""
+    """Append a line."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -181,8 +180,8 @@ def calibrated(
     targets: Sequence[float],
     budgets: Sequence[int],
 ) -> dict[str, list[int]]:
-    """Return, for each target of p5, the cheapest table that meets it, by name (such as ``p86``).
-    All tables are calibrated on one set of dense trajectories.
+    """Return the cheapest table that meets each p5 target, by name (such as ``p86``). All tables
+    are calibrated on the same dense trajectories.
 
     Responses longer than the trajectories, which have failed anyway, read as much as in the last
     bin.
@@ -234,14 +233,14 @@ def train_logged(
     Args:
         held_out: measures the policy's held-out score; called at the start, after every ``every``
             steps and at the end.
-        deadline: no step begins after this time, by ``time.time``.
+        deadline: no step begins after this time (a ``time.time`` value).
         trainer: config, model, tokenizer, task, engine and schedule; passed to ``Trainer``, like
             the next two arguments.
-        after: called with the trainer after each step, when its log has been written.
+        after: called with the trainer after each step, once its log has been written.
         judge_cut_off: whether to measure the held-out score if the deadline ends the run.
 
-    Raises TimeoutError if the deadline has passed. TrainingDiverged: see ``Trainer``; the policy is
-    evaluated before the error is raised.
+    Raises TimeoutError if the deadline has passed, or TrainingDiverged as in ``Trainer``; the
+    policy is evaluated before the error is raised.
     """
     from sparrow.errors import TrainingDiverged
     from sparrow.mismatch import split_by_bin
@@ -264,12 +263,12 @@ def train_logged(
             raise TimeoutError
 
     def recorded(experience: Any, schedule: Any) -> Any:
-        """Return the learner's assessment, and also record ``PERCENTILES`` of acceptance, overall
-        and per length bin.
+        """Return the learner's assessment, and also record acceptance ``PERCENTILES``, overall and
+        per length bin.
         """
         result = assess(experience, schedule)
         lower = np.concatenate([a.lower for a in result[0].acceptances])
-        # the length that the schedule uses, as in ``token_acceptance``
+        # the length used by the schedule, as in ``token_acceptance``
         cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
         position = schedule.page_end(np.concatenate(cached))
         bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, schedule.bin_tokens)]
@@ -289,7 +288,7 @@ def train_logged(
 
 
 def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
-    """Return those metrics of a step that a study needs, and the recorded percentiles."""
+    """Return the step metrics that a study needs, and the recorded percentiles."""
     return {
         "step": metrics["step"],
         "reward": metrics["reward"]["mean"],

@@ -1,16 +1,15 @@
-"""Sample long conversations about mathematics, in which the model writes all answers, with stock
-vLLM.
+"""Sample long conversations about mathematics with stock vLLM; the model writes all answers.
 
     python studies/pretrained/conversations.py --model smollm2 --questions gsm8k_test.jsonl \\
       --out runs/conversations.npz
 
-A small model answers a question in a few hundred tokens. To reach thousands of tokens with text of
-the kind that the model was trained on, each answer is followed by the next question. An answer that
-does not end on its own is cut after ``turn`` tokens.
+A small model answers a question in a few hundred tokens. To get to thousands of tokens with the
+kind of text the model was trained on, each answer is followed by the next question. Answers that
+don't end on their own are cut after ``turn`` tokens.
 
 For each temperature, the file contains ``TEMPERATURE/ids``, the token ids ``[S, T]`` of S
 conversations of T tokens, and ``TEMPERATURE/sampled``, bool ``[S, T]``, which is true for tokens
-that the model sampled.
+sampled by the model.
 """
 
 from __future__ import annotations
@@ -50,21 +49,21 @@ class Options:
 
 @dataclass
 class Conversation:
-    """A conversation so far, and the temperature at which its answers are sampled."""
+    """A conversation so far, and the sampling temperature for its answers."""
 
     temperature: float
     ids: list[int]
     sampled: list[bool] = field(default_factory=list)
 
     def add(self, ids: list[int], sampled: bool) -> None:
-        """Append tokens. ``sampled`` says whether the model sampled them."""
+        """Append tokens. ``sampled`` is whether the model sampled them."""
         self.sampled += [False] * (len(self.ids) - len(self.sampled))
         self.ids += ids
         self.sampled += [sampled] * len(ids)
 
 
 def next_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
-    """Return the token ids between two answers, the second of which answers ``request``."""
+    """Return the token ids between two answers, where the second one answers ``request``."""
     answer = "ANSWER"
     turns = [("user", ""), ("assistant", answer), ("user", request)]
     text = tokenizer.apply_chat_template(

@@ -1,14 +1,14 @@
-"""Measure the acceptance of a pretrained model by domain, length, budget and temperature.
+"""Measure a pretrained model's acceptance by domain, length, budget and temperature.
 
     python studies/pretrained/domain_acceptance.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_acceptance.json
 
 *Lossless* rows are for the drafts of whole cycles, which read a dense cache. *Lossy* rows are for
-the same positions, where the actor reads the cache that its own sparse steps have written since the
+the same positions, with the actor reading the cache its own sparse steps have written since the
 prompt. As in ``studies/text/acceptance.py``, both are compared with the dense policy in float32,
-pages have 16 tokens, and no layer is dense. In chat mathematics, cycles are chosen so that the
-model sampled all of their tokens. Every length bin has the same number of cycles. The file is
-written after every domain, and a later run with the same settings continues from it.
+pages have 16 tokens, and no layer is dense. In chat mathematics, cycles only cover tokens sampled
+by the model. Every length bin has the same number of cycles. The file is written after every
+domain, and running again with the same settings continues from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAFTS = 8
 
 
 def rounded(x: Any) -> Any:
-    """Return nested results with all floats rounded to four digits."""
+    """Round all floats in nested results to four digits."""
     if isinstance(x, dict):
         return {name: rounded(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):

@@ -1,5 +1,4 @@
-"""Code shared by the studies of a pretrained model: the sequences of each domain, and the command
-line.
+"""Code shared by the studies of a pretrained model: each domain's sequences, and the command line.
 
 Shapes: S sequences of a domain, T tokens per sequence, R cycles per sequence, W drafts per cycle, V
 vocabulary.
@@ -34,13 +33,13 @@ from acceptance import Floats
 from common import parser, save
 
 EDGES = (1024, 2048, 4096, 6144, 8192)
-"""Edges of the length bins."""
+"""Length bin edges."""
 CHAT = "chat mathematics"
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Sequences of one kind, with the cycles whose drafts are measured.
+    """Sequences of one kind, with the cycles in which drafts are measured.
 
     Attributes:
         ids: token ids ``[S, T]``.
@@ -53,14 +52,14 @@ class Domain:
     start: Tensor
 
     def position(self, drafted: int) -> NDArray[np.int64]:
-        """Return the positions ``[S, R, W]`` of the drafts of all cycles."""
+        """Return the positions of all cycles' drafts, ``[S, R, W]``."""
         return (self.start[..., None] + torch.arange(drafted)).numpy()
 
     def measured(
         self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int, device: str
     ) -> list[Floats]:
-        """Call ``measure`` on the ids and starts of ``batch`` sequences at a time. It returns
-        results ``[B, R, W]``, which are concatenated over all sequences.
+        """Call ``measure`` on the ids and starts of ``batch`` sequences at a time, and concatenate
+        the results ``[B, R, W]`` over all sequences.
         """
         parts = [
             measure(*(x.to(device) for x in some))
@@ -71,7 +70,7 @@ class Domain:
 
 def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafted: int) -> Tensor:
     """Choose cycles whose tokens were all ``sampled`` ``[S, T]``, and return their first positions
-    ``[S, R]``. Each bin between two edges has the same number of cycles, spread evenly.
+    ``[S, R]``. Each bin between two edges gets the same number of cycles, spread evenly.
 
     Raises ValueError if a sequence has no such cycle in a bin.
     """
@@ -119,7 +118,7 @@ def load(args: argparse.Namespace, edges: Sequence[int], cycles: int, drafted: i
 
 
 def domain_parser(about: str, sequences: int) -> argparse.ArgumentParser:
-    """Return a command line with the arguments that all scripts of this study share."""
+    """Return a command line with the arguments shared by all scripts of this study."""
     made = parser(about)
     made.add_argument("--model", default="smollm2")
     made.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
@@ -137,7 +136,7 @@ def domain_parser(about: str, sequences: int) -> argparse.ArgumentParser:
 
 
 def load_model(name: str, **options: Any) -> PreTrainedModel:
-    """Load the model in float32. It runs on a GPU if there is one, with TF32 matrix products."""
+    """Load the model in float32, on a GPU with TF32 matrix products if there is one."""
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -163,9 +162,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what an interrupted run has left in ``args.out``, or nothing if there is no such file.
+    """Return what an interrupted run left in ``args.out``, or nothing if there is no such file.
 
-    Raises ValueError if the run had different settings.
+    Raises ValueError if that run had different settings.
     """
     if not args.out.exists():
         return {}

@@ -1,13 +1,13 @@
-"""Extend the context of a pretrained model: continue its training on Python sources with a larger
-rotary base.
+"""Extend a pretrained model's context: continue its training on Python sources with a larger rotary
+base.
 
     python studies/pretrained/longer.py runs/longer --model smollm2              # one GPU, ten minutes
     python studies/text/acceptance.py runs/longer --texts 8 --budgets 1024 2048 4096 --out FILE
 
-The corpus and the training loop are those of ``studies/text/train.py``. OUT is a checkpoint like
-that script's, so the scripts of ``studies/text`` can measure acceptance on it. ``card.json``
-contains the loss on held-out text by position for the original model, for the model with the larger
-base before training, and after training.
+The corpus and training loop come from ``studies/text/train.py``. OUT is a checkpoint like that
+script's, so the scripts in ``studies/text`` can measure acceptance on it. ``card.json`` contains
+the held-out loss by position for the original model, for the model with the larger base before
+training, and after training.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ import corpus
 from common import parser
 from train import fit, windows
 
-CHUNK = 2048  # positions for which logits are computed at once
+CHUNK = 2048  # positions to compute logits for at once
 
 
 def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
-    """Load the model in float32 for a context of ``context`` tokens, with another rotary base
+    """Load the model in float32 for ``context`` tokens of context, with a different rotary base
     unless ``base`` is None.
     """
     config = AutoConfig.from_pretrained(path)
@@ -54,7 +54,7 @@ def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
 def loss_by_position(
     model: PreTrainedModel, ids: Tensor, edges: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the mean loss in nats per token for each bin of positions, over windows ``[N, T]``."""
+    """Return the mean loss in nats per token for each position bin, over windows ``[N, T]``."""
     nats = torch.zeros(ids.shape[1] - 1, dtype=torch.float64)
     for row in ids.to(model.device):
         hidden = model.get_decoder()(input_ids=row[None], use_cache=False).last_hidden_state[0]

@@ -1,16 +1,16 @@
-"""Test whether a schedule calibrated on one domain meets its target on other sequences and on other
+"""Test whether a schedule calibrated on one domain meets its target on other sequences and other
 domains.
 
     python studies/pretrained/one_schedule.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_schedules.json
 
-``sparrow.calibrate.calibrate`` searches for a schedule on half of the sequences of each domain, and
-on a mixture with equally many of each. It measures the acceptance of the lossy actor along the
-sequences. Every schedule is then measured on the other half of the sequences of all domains.
-*Largest* reads, at each length, as many pages as the largest of the domains' schedules.
+``sparrow.calibrate.calibrate`` searches for a schedule on half of each domain's sequences, and on
+an equal mixture of all domains. It measures the lossy actor's acceptance along the sequences. Every
+schedule is then measured on the other half of all domains' sequences. *Largest* reads, at each
+length, as many pages as the largest of the domains' schedules.
 
-There are no on-policy rounds, because the texts are not samples of the actor. The file is written
-after every schedule, and a later run with the same settings continues from it.
+There are no on-policy rounds, because the texts are not the actor's samples. The file is written
+after every schedule, and running again with the same settings continues from it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ MIXTURE, LARGEST = "mixture", "largest"
 
 
 class Measured:
-    """Measures schedules on the sequences of several domains. The dense policy's distributions are
-    computed only once.
+    """Measures schedules on the sequences of several domains, computing the dense policy's
+    distributions only once.
     """
 
     def __init__(self, model: Any, domains: Sequence[Domain], args: Any) -> None:
@@ -62,7 +62,7 @@ class Measured:
         return [(ids.to(device), start.to(device)) for ids, start in both]
 
     def __call__(self, schedule: SparsitySchedule) -> Acceptance:
-        """Return the acceptance of the lossy actor at all chosen positions."""
+        """Return the lossy actor's acceptance at all chosen positions."""
         options = {"implementation": self.args.implementation}
         parts = [
             lossy(self.model, *some, p, self.args.prompt, schedule, **options)
@@ -74,15 +74,15 @@ class Measured:
 
 
 def halves(domain: Domain) -> tuple[Domain, Domain]:
-    """Divide a domain into two halves, with every other sequence each."""
+    """Split a domain into two halves, taking every other sequence."""
     of = [(domain.ids[half::2], domain.start[half::2]) for half in (0, 1)]
     first, second = (Domain(domain.name, domain.temperature, *each) for each in of)
     return first, second
 
 
 def judged(measured: Acceptance, schedule: SparsitySchedule, target: float) -> dict[str, Any]:
-    """Return p5 in total and by bin, the number of bins that meet the target, and the mean number
-    of tokens read.
+    """Return p5 overall and by bin, how many bins meet the target, and the mean number of tokens
+    read.
     """
     alpha, position, sequence = measured
     bins = percentile_by_bin_interval(alpha, position, sequence, schedule.bin_tokens)
@@ -106,7 +106,7 @@ def judged(measured: Acceptance, schedule: SparsitySchedule, target: float) -> d
 
 
 def largest(schedules: Mapping[str, SparsitySchedule]) -> SparsitySchedule:
-    """Return the schedule that reads at each length as much as the largest of ``schedules``."""
+    """Return the schedule that reads as much as the largest of ``schedules`` at each length."""
     tables = [schedule.top_k for schedule in schedules.values()]
     length = max(map(len, tables))
     padded = [(*table, *table[-1:] * (length - len(table))) for table in tables]

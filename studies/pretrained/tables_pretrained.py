@@ -1,4 +1,4 @@
-"""Tables on the pretrained model of ``studies/pretrained``."""
+"""Tables for the pretrained model in ``studies/pretrained``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lossy() -> str:
 
 
 def tail() -> str:
-    """Tabulate the paper's statements about the tail for the lossy actor."""
+    """Tabulate the paper's claims about the tail, for the lossy actor."""
     rows = []
     for row in sorted(_rows("lossy"), key=lambda row: row["domain"]):
         if fit := row.get("beta_tail"):
@@ -85,8 +85,8 @@ def temperatures() -> str:
 
 
 def reading() -> str:
-    """Tabulate variants of what drafts read, compared at equal bytes with pages of 16 without dense
-    layers.
+    """Tabulate variants of what drafts read, against pages of 16 without dense layers at equal
+    bytes.
     """
     rows = []
     for row in load("pretrained_reading")["rows"]:
@@ -119,7 +119,7 @@ def caches() -> str:
 
 
 def calibrated() -> str:
-    """Tabulate the pages that calibration chose on each domain, by length."""
+    """Tabulate the pages chosen by calibration on each domain, by length."""
     result = load("pretrained_schedules")
     width = result["settings"]["bin_tokens"]
     rows = [[found["on"], *found["pages"][:-1]] for found in result["calibrations"]]
@@ -128,7 +128,7 @@ def calibrated() -> str:
 
 
 def schedules() -> str:
-    """Tabulate p5 of every schedule on held-out sequences of every domain."""
+    """Tabulate every schedule's p5 on held-out sequences of every domain."""
     result = load("pretrained_schedules")
     domains = list(dict.fromkeys(row["domain"] for row in result["rows"]))
     by_schedule: dict[str, dict[str, Row]] = {}

@@ -4,9 +4,9 @@ prose.
     python studies/pretrained/texts.py --model smollm2 --prose FILE... --out runs/texts.npz
 
 Sources are files of Python's standard library, manuals are the topics of Python's language
-reference and the long descriptions of installed packages, and prose is read from text files, such
-as books of Project Gutenberg. The documents of each kind are concatenated, separated by the
-end-of-text token, and cut into sequences, some of which are kept, spread evenly over the documents.
+reference and the long descriptions of installed packages, and prose comes from text files, such as
+Project Gutenberg books. Each kind's documents are concatenated, separated by the end-of-text token,
+and cut into sequences, of which an evenly spread subset is kept.
 
 For each kind, the file contains an array ``[S, T]`` of token ids, with S sequences of T tokens.
 """

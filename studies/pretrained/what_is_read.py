@@ -4,15 +4,15 @@ bytes.
     python studies/pretrained/what_is_read.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_reading.json
 
-As in ``studies/text/fewer_bytes.py``, which counts the bytes, drafts read a dense cache. Each
+As in ``studies/text/fewer_bytes.py``, which does the byte counting, drafts read a dense cache. Each
 variant is compared with pages of 16 without dense layers, at equal bytes and on the same sequences.
 As in ``studies/text/fewer_bits.py``, actors with 8-bit caches are lossy, and only they, not the
-policy, read a rounded cache. They are compared with an actor that has the same budget but does not
+policy, read a rounded cache. They are compared with an actor that has the same budget but doesn't
 round.
 
-All domains at temperature 1 are pooled, and intervals are computed by resampling sequences. After
-every domain, acceptance rates are saved next to the JSON file with the suffix ``.npz``, and a later
-run with the same settings continues from them.
+All domains at temperature 1 are pooled, and intervals come from resampling sequences. After every
+domain, acceptance rates are saved next to the JSON file with the suffix ``.npz``, and running again
+with the same settings continues from them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ EVEN = (256, 512, 1024, 2048, 3072)
 
 
 def variants(layers: int, budgets: Sequence[int]) -> list[Variant]:
-    """Return the variants: first those with pages of 16, and then all that are compared with
-    them.
-    """
+    """Return the variants: first the ones with pages of 16, then everything compared with them."""
     dense = {"dense layers 0 and 1": (0, 1), "dense last layer": (layers - 1,)}
     return [
         *(Variant("page size", b, page_size=16) for b in EVEN),
@@ -135,7 +133,7 @@ def statistics(
     alpha: Floats, domains: Sequence[Domain], edges: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
     """Compute statistics of acceptance ``[S, R, W]``: mean, p5 and tokens per cycle over all
-    domains, and mean and p5 for each domain.
+    domains, plus mean and p5 for each domain.
     """
     position = np.concatenate([d.position(DRAFTS) for d in domains])
     measured = summary(alpha, position, edges, ks)

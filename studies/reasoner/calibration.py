@@ -6,7 +6,7 @@ follows a Beta distribution.
     python studies/reasoner/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
 All parts use the bundled reasoner, with pages of 4 tokens and length bins of 64 tokens, and run on
-any device. They write benchmarks/results/calibration_*.json, and reuse samples that are already in
+any device. They write benchmarks/results/calibration_*.json, and reuse any samples already in
 ``--folder``.
 
 Shapes: T tokens.
@@ -62,10 +62,10 @@ from common import (
 )
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
-LINES, COUNT = 36, 512  # lines per program, and responses per measurement
+LINES, COUNT = 36, 512  # lines per program, responses per measurement
 TARGETS, SEEDS, ON_POLICY = (0.86, 0.90, 0.94), (0, 1, 2), (0, 2)
 FEWEST = 20  # minimum number of sequences in a bin
-TRIALS = (4, 8, 16, 32, 64)  # budgets passed to the command
+TRIALS = (4, 8, 16, 32, 64)  # budgets passed on the command line
 BUDGETS = (8, 12, 16, 24, 32, 48)
 RESAMPLES = 200
 
@@ -74,8 +74,8 @@ RESAMPLES = 200
 
 
 def calibrated(folder: Path) -> None:
-    """Calibrate with the command itself, and then measure the resulting schedule on other problems
-    with other seeds.
+    """Calibrate with the actual command, then measure the resulting schedule on other problems with
+    other seeds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layout = folder / "layout.json"
@@ -133,9 +133,7 @@ def calibrated(folder: Path) -> None:
 
 
 def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]:
-    """Measure acceptance on new responses, as ``sparrow measure`` does, and return it token by
-    token.
-    """
+    """Measure acceptance on new responses, as in ``sparrow measure``, and return it per token."""
     model, tokenizer = load_model(str(REASONER), "fp32", device())
     prompts = encode_prompts(draw_prompts(Trace(LINES), COUNT, seed), COUNT, tokenizer, room=1024)
     engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
@@ -145,10 +143,10 @@ def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]
 def judge(
     schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float
 ) -> list[dict[str, Any]]:
-    """Return, for each bin of the calibration that enough new responses reach, its p5 and whether
-    its page count was set by a bin of shorter lengths.
+    """Return p5 for each calibration bin that enough new responses reach, and whether its page
+    count was set by a bin of shorter lengths.
 
-    The ``parts`` of a row are the schedule's own bins within this bin: start, tokens and p5.
+    A row's ``parts`` are the schedule's own bins within this bin: start, tokens and p5.
     """
     alpha, _, position, sequence = flatten(fresh)
     rows: list[dict[str, Any]] = []
@@ -183,12 +181,12 @@ def judge(
 
 
 def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
-    """Return a function that samples the reasoner's trajectories, given a schedule and a seed."""
+    """Return a function that samples the reasoner's trajectories for a given schedule and seed."""
     model, ends, prompts = tracing(REASONER, LINES, COUNT, 0, device())
     engine = HFEngine(model, LAYOUT, ends, batch_size=256)
     vocabulary = (
         model.config.vocab_size
-    )  # with lists of all tokens, acceptance is exact rather than bounded
+    )  # with full-vocabulary lists, acceptance is exact rather than bounded
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
         sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
@@ -198,8 +196,8 @@ def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
 
 
 def shortcut(folder: Path) -> None:
-    """Save p5 by bin at each budget, both for dense trajectories scored under the budget and for
-    the actor's own rollouts.
+    """Save p5 by bin at each budget, for dense trajectories scored under the budget and for the
+    actor's own rollouts.
     """
     trajectories = measured(folder)
     began = clock()
@@ -239,8 +237,8 @@ def shortcut(folder: Path) -> None:
 def compare(
     forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]
 ) -> list[dict[str, Any]]:
-    """Return both p5 values by bin, with their intervals, and the drift, which is sampled minus
-    teacher-forced.
+    """Return both p5 values by bin, with their intervals, and the drift (sampled minus
+    teacher-forced).
     """
 
     def plain(b: BinMismatch) -> dict[str, float]:
@@ -266,8 +264,8 @@ def compare(
 
 
 def tail(folder: Path) -> None:
-    """Save the KS distance of the tail from the fitted Beta distribution at each budget, with
-    intervals from resampling sequences, and the distance that chance alone would cause.
+    """Save the tail's KS distance from the fitted Beta distribution at each budget, with intervals
+    from resampling sequences, and the distance you would get by chance alone.
     """
     trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
@@ -279,8 +277,8 @@ def tail(folder: Path) -> None:
         assert fit is not None
         ks = sequence_bootstrap(alpha, owner, weighted_beta_ks, resamples=RESAMPLES)
         fraction = sequence_bootstrap(alpha <= fit.cut, owner, weighted_mean)
-        # Refits of equally large samples from the fitted Beta distribution, with independent
-        # tokens.
+        # Draw samples of the same size from the fitted Beta distribution, with independent tokens,
+        # and refit them.
         ideal = [
             beta_tail_fit(
                 np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut
@@ -340,7 +338,7 @@ def calibration() -> str:
 
 
 def calibration_summary() -> str:
-    """Tabulate how many bins are within 0.02 of the target, above it or below it, and the extremes."""
+    """Tabulate how many bins are within 0.02 of the target, above or below it, and the extremes."""
     rows = []
     for rounds, name in {0: "no on-policy rounds", 2: "two on-policy rounds"}.items():
         bins = [

@@ -1,10 +1,9 @@
-"""Run the demo with several seeds, and record the reward by step and the accuracy on held-out
-problems before and after.
+"""Run the demo with several seeds, recording the reward by step and the held-out accuracy before
+and after.
 
     python studies/reasoner/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
 
-Runs that are already in the folder are not repeated. Each seed takes about six minutes on two idle
-cores.
+Runs already in the folder are not repeated. Each seed takes about six minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]
 
 
 def main(options: Options) -> None:
-    """Perform the missing runs, and write the table."""
+    """Do the missing runs, and write the table."""
     schedule = options.folder / "schedule.json"
     options.folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(model_path("reasoner"), "demo_schedule.json"), schedule)

@@ -2,24 +2,23 @@
 GRPO.
 
 Before training, the cheap schedule has a p5 of about 0.80 on the actor's samples, and a more
-expensive one has 0.87. For several seeds, the same GRPO run is performed with and without
-distillation under the cheap schedule:
+expensive one has 0.87. For several seeds, the same GRPO run is done with and without distillation
+under the cheap schedule:
 
 - ``none``: no adapter;
 - ``full``: policy loss and KL at every position;
-- ``kl``: KL alone;
-- ``half``, ``quarter``: policy loss and KL on this share of the responses, those with the worst
-  tails;
-- ``expensive``: as ``full``, but under the more expensive schedule.
+- ``kl``: KL only;
+- ``half``, ``quarter``: policy loss and KL on this fraction of the responses, the ones with the
+  worst tails;
+- ``expensive``: like ``full``, but under the more expensive schedule.
 
 At the end, the policy and the actor answer held-out problems, the actor both with and without its
 adapter. Training makes the policy more confident, which raises p5 by itself, so only the difference
-between the two is due to the adapter. benchmarks/tables.py makes the tables of docs/distill.md from
+between the two is due to the adapter. benchmarks/tables.py makes the tables in docs/distill.md from
 the results.
 
-    python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about
-    five minutes python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    #
-    only collect finished runs
+    python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about five minutes
+    python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    # only collect finished runs
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Options:
 
 class HeldOut:
     """Measures an engine on held-out problems: its reward and, for each length bin, p5 and the
-    share of tokens with an acceptance below 0.5.
+    fraction of tokens with an acceptance below 0.5.
     """
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
@@ -103,7 +102,7 @@ class HeldOut:
 
         engine.set_schedule(schedule)
         rollouts = engine.generate(self._prompts, self._sampling)
-        engine.counters()  # reset: these tokens do not belong to training
+        engine.counters()  # reset, since these tokens don't belong to training
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
         accepted = [
             token_acceptance(r, s.top_logprobs, schedule)
@@ -134,7 +133,7 @@ def bins_of(report: dict[str, Any]) -> list[list[float]]:
 
 
 def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """Perform one training run, with measurements before and after it."""
+    """Do one training run, with measurements before and after it."""
     device = use_gpu(gpu)
     from graph_engine import GraphEngine
 
@@ -209,12 +208,12 @@ def gather(options: Options) -> dict[str, Any]:
 
 
 def names(options: Options) -> list[str]:
-    """Return the names of the runs, grouped by seed."""
+    """Return the run names, grouped by seed."""
     return [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
 
 
 def main(options: Options) -> None:
-    """Perform the missing runs, and write the results."""
+    """Do the missing runs, and write the results."""
     deadline = time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names(options) if not (options.folder / f"{name}.json").exists()]
@@ -227,7 +226,7 @@ def main(options: Options) -> None:
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bins that at least half as many responses reach as the fullest bin."""
+    """Return the bins reached by at least half as many responses as the fullest bin."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
 
 

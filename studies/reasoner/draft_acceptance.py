@@ -1,12 +1,12 @@
-"""Measure the acceptance of a reasoner by budget: of drafts in lossless rollouts, and of the lossy
-actor under the same schedule.
+"""Measure a reasoner's acceptance by budget: of drafts in lossless rollouts, and of the lossy actor
+under the same schedule.
 
     python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
         --out benchmarks/results/reasoner_acceptance.json
 
 In both modes, the transformers engine samples responses to the same unseen problems. Acceptance is
-computed over the whole vocabulary: for drafts during verification, and for the lossy actor in a
-teacher-forced pass of the policy over the actor's responses.
+computed over the full vocabulary: during verification for drafts, and in a teacher-forced policy
+pass over the actor's responses for the lossy actor.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def row(
     drafts: Sequence[int],
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """Measure one budget: the mean and p5 of the lossy actor, with 95 % intervals from resampling
-    responses, and the acceptance of drafts.
+    """Measure one budget: the lossy actor's mean and p5, with 95 % intervals from resampling
+    responses, and draft acceptance.
     """
     schedule = SparsitySchedule.fixed(pages, **LAYOUT)
     sampling = Sampling(max_new_tokens, top_n=len(tokenizer))
@@ -88,7 +88,7 @@ def row(
 
 
 def main(options: Options) -> None:
-    """Measure all models and budgets, and save the results after every budget."""
+    """Measure all models and budgets, saving the results after every budget."""
     if len(options.models) != len(options.lines):
         raise SystemExit(
             f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each"

@@ -1,12 +1,12 @@
-"""Measure by budget what it costs to make a seed's tokens independent of the drafts
+"""Measure what it costs, by budget, to make a seed's tokens independent of the drafts
 (``drafter_invariant``).
 
     python studies/reasoner/drafter_invariance.py --out benchmarks/results/drafter_invariance.json
 
 The transformers engine samples responses to unseen problems densely and losslessly, with the same
-seeds. Teacher-forced passes over the dense responses compute the probability that a draft is
-accepted, for two ways to share random numbers: inverting both distribution functions at the same
-uniform number, as the transformers engine does, and sharing Gumbel noise, as vLLM does.
+seeds. Teacher-forced passes over the dense responses give the probability that a draft is accepted,
+for two ways of sharing random numbers: inverting both distribution functions at the same uniform
+number, as the transformers engine does, and sharing Gumbel noise, as vLLM does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparrow.schedule import SparsitySchedule
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import device, save, tracing
 
-DRAWS = 256  # draws of Gumbel noise per token
+DRAWS = 256  # Gumbel noise draws per token
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
 
 
 def inverse_match(p: Tensor, q: Tensor) -> float:
-    """Return this probability for inverse-CDF sampling with a shared uniform number. It is the
-    overlap of the tokens' intervals in both distributions.
+    """Return the same probability for inverse-CDF sampling with a shared uniform number: the
+    overlap of the tokens' intervals in the two distributions.
     """
     (p_end, q_end), (p_begin, q_begin) = zip(
         *((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True
@@ -82,7 +82,7 @@ def kept(
     """Return the mean probability that a draft is accepted along these responses, for each kind of
     verification.
 
-    As in lossy decoding, the actor reads the cache that its own sparse steps would have written. In
+    As in lossy decoding, the actor reads the cache its own sparse steps would have written. In
     lossless decoding, drafts agree slightly better with the policy.
     """
     sides: list[list[Tensor]] = [[], []]

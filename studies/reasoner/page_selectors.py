@@ -5,13 +5,12 @@ by p5 at equal bytes.
     python studies/reasoner/page_selectors.py --show benchmarks/results/selectors_reasoner.json
     python studies/reasoner/page_selectors.py --model M --lines 60 --count 96 --tokens 160 256 --dense-layers 0 1
 
-Dense trajectories of the task ``trace`` are sampled once, and every variant is measured in a
-teacher-forced pass over them. Its acceptance is exact, because it is computed over the whole
-vocabulary. Bytes are counted per sparse layer in KV tokens, the size of one token's key and value.
-They include kept pages and landmarks (half a KV token per page for a mean key, one for a minimum
-and a maximum). At every length, a variant reads as many pages as its bytes allow, and a sequence
-that fits is read in full. Variants are defined here rather than in the package; one that clearly
-wins may move there.
+Dense trajectories for the ``trace`` task are sampled once, and every variant is measured in a
+teacher-forced pass over them. Acceptance is exact, because it's computed over the full vocabulary.
+Bytes are counted per sparse layer in KV tokens, the size of one token's key and value. They cover
+kept pages and landmarks (half a KV token per page for a mean key, one for a minimum and a maximum).
+At every length, a variant reads as many pages as its bytes allow, and a sequence that fits is read
+in full. Variants live here rather than in the package; a clear winner may move there.
 
 Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages, R resamples.
@@ -49,13 +48,12 @@ from common import REASONER, device, parser, save, table, tracing
 RESAMPLES, SEED = 400, 7
 TOKEN_BUDGET = 65_536  # padded tokens per forward pass
 
-# --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, counted in
-# keys ---
+# --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, in keys ---
 
 
 @dataclass
 class Scored:
-    """The input of a selector: queries by group, keys by page, and the scale of the softmax."""
+    """A selector's input: queries by group, keys by page, and the softmax scale."""
 
     q_BKGTD: Tensor
     k_BKNPD: Tensor
@@ -63,12 +61,12 @@ class Scored:
     whole_TN: Tensor  # which pages are complete at each query
 
     def logits(self) -> Tensor:
-        """Return the logits of each head with the mean keys, ``[B, K, G, T, N]``."""
+        """Return each head's logits with the mean keys, ``[B, K, G, T, N]``."""
         return self.scale * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD, self.k_BKNPD.mean(-2))
 
     def squares(self, variance_BKND: Tensor) -> Tensor:
-        """Return the variance of each head's logits within a page, assuming that the dimensions of
-        its keys are uncorrelated.
+        """Return the variance of each head's logits within a page, assuming uncorrelated key
+        dimensions.
         """
         return self.scale**2 * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD**2, variance_BKND)
 
@@ -95,9 +93,7 @@ def by_radius(s: Scored) -> Tensor:
 
 
 def true_mass(s: Scored) -> Tensor:
-    """Return the logarithm of the attention that each page really receives, which no landmark can
-    provide.
-    """
+    """Return the log of the attention each page really gets, which no landmark can tell you."""
     logits = s.scale * torch.einsum("bkgtd,bknpd->bkgtnp", s.q_BKGTD, s.k_BKNPD)
     return logits.logsumexp(-1)
 
@@ -133,10 +129,10 @@ class Variant:
     Attributes:
         tokens: KV tokens read per layer, averaged over the layers.
         dense: layers that read everything. If ``dense_counts``, this leaves less for the other
-            layers; otherwise, it is not counted.
-        weights: relative shares of the bytes for the sparse layers.
+            layers; otherwise, it isn't counted.
+        weights: how the bytes are split between the sparse layers, in relative terms.
         every: steps between two selections.
-        leaders: pairs of a layer and the layer whose scores it uses.
+        leaders: pairs of a layer and the layer it takes its scores from.
     """
 
     label: str
@@ -153,7 +149,7 @@ class Variant:
 
 
 class Actor:
-    """A variant applied to one batch. All attention layers of the model share it."""
+    """A variant applied to one batch, shared by all attention layers of the model."""
 
     def __init__(self, variant: Variant, layers: int, prompt_B: Tensor, length_B: Tensor) -> None:
         self.variant, self.layers, self.prompt_B, self.length_B = (
@@ -186,7 +182,7 @@ class Actor:
         lead = dict(v.leaders).get(layer, layer)
         if lead == layer:
             seen_BT = position_T.expand(len(q_BHTD), -1)
-            if v.every > 1:  # scores of the last step that selected
+            if v.every > 1:  # scores from the last step that selected
                 since_BT = (position_T - self.prompt_B[:, None]).clamp(min=0)
                 seen_BT = position_T - since_BT % v.every
             whole_TN = (torch.arange(N, device=device) + 1) * P <= (position_T + 1)[:, None]
@@ -203,8 +199,8 @@ class Actor:
         whole_T = tokens_T >= length_T
         top_k_T = torch.where(whole_T, ALL_PAGES, top_k_T)
         layout = PageLayout(P, v.sink_pages, v.recent_pages)
-        # Ties go to the earlier page. Pages that were incomplete when scores were computed come
-        # last.
+        # Ties go to the earlier page. Pages that were still incomplete when scores were computed
+        # come last.
         ranked = self.scores[lead].clamp(min=torch.finfo(torch.float32).min)
         keep = select_pages(
             ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout
@@ -221,7 +217,7 @@ class Actor:
         )
 
     def _tokens(self, layer: int, length_T: Tensor) -> Tensor | float:
-        """Return the KV tokens that a layer may read at each length."""
+        """Return how many KV tokens a layer may read at each length."""
         sparse = [i for i in range(self.layers) if i not in self.variant.dense]
         weights = self.variant.weights or (1.0,) * self.layers
         left_T = self.variant.tokens * self.layers - length_T * len(self.variant.dense)
@@ -233,7 +229,7 @@ class Actor:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
 ) -> Any:
-    """Implement transformers' attention interface for whole sequences, padded on the right."""
+    """Implement transformers' attention interface for whole sequences padded on the right."""
     out = module.actor.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
@@ -243,7 +239,7 @@ AttentionMaskInterface.register("selectors", sdpa_mask)
 
 
 class Bench:
-    """A model and its dense trajectories, which ``acceptance`` scores under any variant."""
+    """A model with its dense trajectories, which ``acceptance`` scores under any variant."""
 
     def __init__(self, model: Path, lines: int, count: int) -> None:
         self.device = device()
@@ -268,13 +264,13 @@ class Bench:
     @torch.no_grad()
     def _passes(self, variant: Variant) -> Iterator[tuple[Tensor, Actor]]:
         """Yield, for each group, the probabilities at every response token, ``[tokens, V]``, and
-        the actor that computed them.
+        the actor they come from.
         """
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
             batch = Batch.of(some, self.device)
-            # The first response token is sampled after the dense prefill, so the query of the
-            # prompt's last token is dense.
+            # The first response token is sampled after the dense prefill, so the query of the last
+            # prompt token is dense.
             actor = Actor(
                 variant,
                 self.layers,
@@ -302,7 +298,7 @@ class Bench:
         return np.concatenate(alphas), {"tokens_read": read / steps, "share_read": read / held}
 
     def p5(self, alpha: np.ndarray) -> np.ndarray:
-        """Return the measured 5th percentile and that of each resample, ``[1 + R]``."""
+        """Return the measured 5th percentile and each resample's, ``[1 + R]``."""
         return weighted_percentile(alpha, self.owner, self.weights_RB)
 
 
@@ -312,8 +308,8 @@ class Bench:
 def variants(
     layers: int, tokens: Sequence[int], dense: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Variant]]]:
-    """Yield sections with their variants. All variants of a section read the same bytes and are
-    compared with its first.
+    """Yield sections with their variants. All variants in a section read the same bytes and are
+    compared with the first one.
     """
     for b in tokens:
         for P in (16, 8, 4):
@@ -407,7 +403,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Return Markdown tables, best variants first. A variant that exceeds its bytes is marked."""
+    """Return Markdown tables, best variants first. A variant that goes over its bytes is marked."""
     for section, rows in result["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
         lines = []

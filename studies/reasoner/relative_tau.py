@@ -1,16 +1,15 @@
-"""Test whether the same tau requires the same number of pages for different pairs of engines, for
-an absolute tau and for a tau relative to the ceiling.
+"""Test whether the same tau takes the same number of pages for different pairs of engines, for an
+absolute tau and for a tau relative to the ceiling.
 
     python studies/reasoner/relative_tau.py  # on a CPU; a few minutes on two cores
 
 The model is the bundled reasoner, with pages of 4 tokens and length bins of 64 tokens. vLLM samples
-in bfloat16, densely and under each budget, with lists of the whole vocabulary. Transformers scores
-these responses in float32, both densely and in a teacher-forced pass under the budget with which
-they were sampled. On the same tokens, five actors are thus compared with one policy: transformers,
-vLLM, transformers with two levels of noise, and transformers with lists of only ``SHORT`` tokens.
-The noise is normal and independent for every logit of every token, and just large enough that dense
-responses have a p5 of 0.95 or 0.90. With the short lists, the ceiling is low for a different
-reason.
+in bfloat16, densely and under each budget, with lists of the full vocabulary. Transformers scores
+these responses in float32, both densely and in a teacher-forced pass under the budget they were
+sampled with. So five actors are compared with one policy on the same tokens: transformers, vLLM,
+transformers with two levels of noise, and transformers with lists of only ``SHORT`` tokens. The
+noise is normal and independent for every logit of every token, and just large enough to give dense
+responses a p5 of 0.95 or 0.90. With the short lists, the ceiling is low for a different reason.
 
 Shapes: T tokens, R resamples of prompts (the first is what was measured), B prompts, V vocabulary.
 """
@@ -52,8 +51,8 @@ Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
 
 
 def sampled() -> tuple[dict[int | None, list[Rollout]], int]:
-    """Sample responses by budget, with lists of the whole vocabulary. Return them and the
-    vocabulary size.
+    """Sample responses by budget, with lists of the full vocabulary. Return them and the vocabulary
+    size.
     """
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -90,8 +89,8 @@ def main() -> None:
 
 
 def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]:
-    """Compare the actors on responses by budget, whose lists contain all ``V`` tokens, and return
-    the results.
+    """Compare the actors on responses by budget, with lists of all ``V`` tokens, and return the
+    results.
     """
     model, ends, _ = tracing(REASONER, LINES, COUNT, SEED, CPU)
     scorer = HFEngine(model, LAYOUT, ends)
@@ -123,8 +122,8 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
     weights_RB = np.concatenate([np.ones((1, COUNT)), draws])
 
     def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
-        """Return p5 by budget, [R, bins]. In a resample, each prompt has the same weight at every
-        budget.
+        """Return p5 by budget, [R, bins]. Within a resample, each prompt has the same weight at
+        every budget.
         """
         by_budget = {}
         for k, values in alpha.items():
@@ -179,7 +178,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]
                 needed = pages(p5s, tau, scale)
                 with np.errstate(
                     invalid="ignore"
-                ):  # inf / inf: no budget meets tau for either pair
+                ):  # inf / inf if no budget meets tau for either pair
                     ratio = needed / own[scale][tau]
                 mean = np.where(np.isinf(ratio).any(1), np.inf, ratio.mean(1))
                 row[scale][str(tau)] = {
@@ -209,8 +208,8 @@ def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
 
 
 def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:
-    """Return acceptance, [T], or with ``top_n``, its lower bound from the actor's ``top_n`` most
-    likely tokens.
+    """Return acceptance, [T], or with ``top_n``, its lower bound from the actor's top ``top_n``
+    tokens.
     """
     p, q = np.exp(policy_TV.astype(np.float64)), np.exp(actor_TV.astype(np.float64))
     if top_n is None:
@@ -232,8 +231,8 @@ def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarra
 
 
 def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
-    """Return the smallest number of pages, including those that are always read, that meets tau,
-    [R, bins]; infinite if no budget does.
+    """Return the fewest pages, including those that are always read, that meet tau, [R, bins];
+    infinite if no budget does.
 
     Between the largest budget that misses tau and the next one, p5 is interpolated linearly in the
     logarithm of the pages.
@@ -253,9 +252,7 @@ def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarr
 
 
 def spans(values_XR: np.ndarray) -> list[list[float | None]]:
-    """Return, for each row, the measured value and the ends of its 95 % interval; None means
-    infinite.
-    """
+    """Return each row's measured value and the ends of its 95 % interval; None means infinite."""
     ends = np.quantile(values_XR[:, 1:], [0.025, 0.975], axis=1, method="nearest")
     return [finite(np.array([x[0], *end])) for x, end in zip(values_XR, ends.T, strict=True)]
 
@@ -320,8 +317,8 @@ def relative_tau_summary() -> str:
 
 
 def relative_laws() -> str:
-    """Tabulate how far p5 is from p5 without noise, over all bins and budgets, if the ceiling is
-    removed in three ways.
+    """Tabulate how far p5 is from the noise-free p5, over all bins and budgets, for three ways of
+    removing the ceiling.
     """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {

@@ -1,11 +1,11 @@
-"""Compare what sampled tokens alone show of the tail with what the top-20 lists of actor and policy
-show.
+"""Compare what you learn about the tail from sampled tokens alone with what you learn from the
+top-20 lists of actor and policy.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 
 The bundled reasoner traces programs of 24 lines under fixed budgets, on a CPU or GPU. For each
-budget, the top-20 lists give the mean and the 5th percentile of acceptance (of its lower bound).
-The log-probs of the sampled tokens alone give the mean, the floor under this percentile
+budget, the top-20 lists give the mean and 5th percentile of acceptance (of its lower bound). The
+sampled tokens' log-probs alone give the mean, the floor under this percentile
 (``sparrow.mismatch.sampled``) and, for comparison only, the 5th percentile of min(1, p/q) itself.
 """
 

@@ -1,4 +1,4 @@
-"""The arms of the stability study, which define how its runs differ."""
+"""The arms of the stability study, i.e. the ways in which its runs differ."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
 
 @dataclass(frozen=True)
 class Arm:
-    """The settings in which a run may differ from others.
+    """The settings a run can differ in.
 
     Attributes:
         schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), auto:N (the closed loop with
-            tau 0.N, which starts dense), auto:N:START (which starts with schedule START), or dial:N
-            (the dial with tau 0.N, whose schedule is ``--dial``).
-        correction, advantage, normalization: as in ``sparrow train``. samples: responses per
-        prompt. actor: another difference from the policy: none, ``evict`` (tokens beyond the
-        schedule's budget are dropped from the cache), ``bits:N`` (weights have N bits), ``stale:N``
-        (weights are renewed every N steps), ``noise:S:W`` (at S % of the positions, the uniform
-        distribution has a weight of W %) or ``worn`` (a distilled LoRA); or a fault after step N:
-        ``halved:N`` (the schedule is halved by hand) or ``unworn:N`` (the actor loses its LoRA).
+            tau 0.N, starting dense), auto:N:START (starting with schedule START), or dial:N (the
+            dial with tau 0.N and the schedule in ``--dial``).
+        correction, advantage, normalization: as in ``sparrow train``.
+        samples: responses per prompt.
+        actor: another difference from the policy: none, ``evict`` (tokens beyond the schedule's
+            budget are dropped from the cache), ``bits:N`` (N-bit weights), ``stale:N`` (weights are
+            refreshed every N steps), ``noise:S:W`` (at S % of the positions, the uniform
+            distribution has a weight of W %) or ``worn`` (a distilled LoRA); or a fault after step
+            N: ``halved:N`` (the schedule is halved by hand) or ``unworn:N`` (the actor loses its
+            LoRA).
     """
 
     schedule: str = "dense"
@@ -35,8 +37,8 @@ class Arm:
 
 
 def arms() -> dict[str, Arm]:
-    """Return all arms of the study by name, first those that vary the mismatch, and then those that
-    vary the countermeasures.
+    """Return all arms of the study by name: first the ones that vary the mismatch, then the ones
+    that vary the countermeasures.
     """
     by_name = {"dense": Arm()}
     by_name |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}

@@ -1,8 +1,8 @@
 """Shorten the logs of the stability study's runs, and compute statistics over them.
 
-The outcome of a run is the policy's accuracy on longer, held-out problems, decoded densely and
-averaged over the last two evaluations. It shows how the run affected the policy, whichever actor
-was used. A run has collapsed if its outcome is below half of the policy's initial accuracy.
+A run's outcome is the policy's accuracy on longer, held-out problems, decoded densely and averaged
+over the last two evaluations. It shows what the run did to the policy, whichever actor was used. A
+run has collapsed if its outcome is below half of the policy's initial accuracy.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ TAIL = ("p1", "p5", "p10")
 STATISTICS = (*TAIL, "mean", "KL")
 SERIES = ("reward", "length", "mean", "kl", "read")
 BAND = 0.02 + 1e-9
-"""A bin is near tau if its p5 is within this distance."""
+"""A bin is near tau if its p5 is within this distance of it."""
 LAST = 10
-"""The number of last steps over which the reward is averaged."""
+"""How many steps at the end to average the reward over."""
 FEWEST_STEPS = 25
-"""A run that the deadline cut off is used if it completed this many steps."""
+"""A run cut off by the deadline still counts if it completed this many steps."""
 EARLY = 5
-"""The number of first steps from which a mismatch is measured."""
+"""How many steps at the start to measure a mismatch from."""
 RESAMPLES = 2000
 
 
 def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
-    """Return the settings and series of a run, with rounded numbers, or None if it ended before
+    """Return a run's settings and series, with rounded numbers, or None if it ended before
     ``fewest`` steps.
     """
     rows = logged_rows(path)
@@ -66,15 +66,13 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
 
 
 def logged_rows(path: Path) -> list[Run]:
-    """Return the lines of a log, leaving out a last line that was truncated when the run was
-    killed.
-    """
+    """Return the lines of a log, dropping a last line truncated when the run was killed."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _whole_bins(row: Run) -> list[list[float]]:
-    """Return the bins with at least a tenth as many tokens as the fullest bin, with p5 and its
+    """Return the bins with at least a tenth as many tokens as the fullest one, with p5 and its
     interval.
     """
     tokens = {b[0]: b[1] for b in row["bins"]}
@@ -83,8 +81,8 @@ def _whole_bins(row: Run) -> list[list[float]]:
 
 def early(run: Run) -> dict[str, float]:
     """Return the statistics at the first step, before any update, with signs chosen so that higher
-    is better. For a stale actor, they are averaged over steps 2 to 5, because it is not stale at
-    the first step.
+    is better. For a stale actor, average steps 2 to 5 instead, since it isn't stale yet at the
+    first step.
     """
     when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
     statistics = {name: float(np.mean(run[name][when])) for name in (*TAIL, "mean")}
@@ -100,7 +98,7 @@ def outcome(run: Run, steps: int | None = None) -> float:
 
 
 def late_outcome(run: Run, steps: int | None = None) -> float:
-    """Return the same as ``outcome``, but averaged over all evaluations in the last 20 steps."""
+    """Like ``outcome``, but averaged over all evaluations in the last 20 steps."""
     end = steps or len(run["reward"])
     return float(
         np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end])
@@ -119,20 +117,18 @@ def last_reward(run: Run, steps: int | None = None, last: int = LAST) -> float:
 
 
 def late_read(some: Sequence[Run]) -> float:
-    """Return the share of the KV cache that is read in the second half of a run, averaged over
-    runs.
-    """
+    """Return the fraction of the KV cache read in the second half of a run, averaged over runs."""
     return float(np.mean([np.mean(run["read"][len(run["read"]) // 2 :]) for run in some]))
 
 
 def tau(run: Run) -> float:
-    """Return the tau of the closed loop or the dial, or the published tau if the run has neither."""
+    """Return the closed loop's or the dial's tau, or the published tau if the run has neither."""
     kind, _, rest = run["schedule"].partition(":")
     return float(f"0.{rest.split(':')[0]}") if kind in ("auto", "dial") else 0.86
 
 
 def is_page_arm(run: Run) -> bool:
-    """Return whether the run differs from others only in the pages read and in the correction."""
+    """Return whether the run differs from others only in pages read and in the correction."""
     plain = (
         run["advantage"],
         run["normalization"],
@@ -146,20 +142,20 @@ def is_page_arm(run: Run) -> bool:
 
 
 def is_loop(run: Run) -> bool:
-    """Return whether the run uses the closed loop and its actor has no other peculiarity."""
+    """Return whether the run uses the closed loop with an otherwise ordinary actor."""
     return run["schedule"].startswith("auto:") and not run["actor"]
 
 
 def settled(run: Run) -> int:
-    """Return the step, counted from 1, after which the share of KV read stays within 0.05 of its
-    mean over the second half.
+    """Return the step, counting from 1, after which the fraction of KV read stays within 0.05 of
+    its mean over the second half.
     """
     read = np.array(run["read"])
     return int(np.flatnonzero(abs(read - read[len(read) // 2 :].mean()) > 0.05)[-1]) + 2
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Group runs by arm, in the order in which arms first appear."""
+    """Group runs by arm, with arms in order of first appearance."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run["arm"], []).append(run)
@@ -167,9 +163,7 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple[float, ...]:
-    """Return a statistic of runs and its 95 % interval, which is computed by resampling arms with
-    all their seeds.
-    """
+    """Return a statistic of runs with its 95 % interval, resampling arms with all their seeds."""
     groups = list(by_arm(runs).values())
     rng = np.random.default_rng(0)
     drawn = []
@@ -182,8 +176,8 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """Return the threshold that misclassifies the fewest runs, which are those that collapsed above
-    it or did not collapse below it. It lies in the middle of a gap between runs.
+    """Return the threshold that misclassifies the fewest runs, i.e. runs that collapsed above it or
+    did not collapse below it. It lies in the middle of a gap between runs.
     """
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
@@ -195,9 +189,9 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
 def against(
     some: Sequence[Run], others: Sequence[Run], value: Callable[..., float]
 ) -> tuple[float, float]:
-    """Compare runs with the other runs that have the same seeds, after equally many steps. Return
-    the mean difference in ``value`` over seeds, and the half-width of its 95 % t-interval (nan for
-    a single seed).
+    """Compare runs with other runs that have the same seeds, after equally many steps. Return the
+    mean difference in ``value`` over seeds, and the half-width of its 95 % t-interval (nan for a
+    single seed).
     """
     other = {run["seed"]: run for run in others}
     differences = []
@@ -222,8 +216,8 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
-    """Return the first step, counted from 0, at which 90 % of the bins are within 0.02 of tau, and,
-    for each step, the shares of bins that are near tau and that are not below it.
+    """Return the first step, counting from 0, where 90 % of the bins are within 0.02 of tau and,
+    for each step, the fractions of bins that are near tau and that are not below it.
     """
     near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
     holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])
@@ -231,8 +225,8 @@ def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
 
 
 def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
-    """Return the step, counted from 1, at which ``found`` has been true for ``patience``
-    consecutive steps, or None.
+    """Return the step, counting from 1, where ``found`` has been true for ``patience`` steps in a
+    row, or None.
     """
     return next(
         (i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()),
@@ -241,9 +235,9 @@ def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
 
 
 def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the steps at which the guard's two warning signs appear, at which the smoothed reward
-    has fallen to half of its best value, and at which the policy's accuracy has fallen to half of
-    its initial value.
+    """Return the steps at which the guard's two warning signs appear, the smoothed reward has
+    dropped to half of its best value, and the policy's accuracy has dropped to half of its initial
+    value.
     """
     p1 = np.array(run["p1"])
     reward = np.array(run["reward"])

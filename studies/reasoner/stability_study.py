@@ -1,11 +1,11 @@
 """Run many short training runs, one per arm and seed, to test whether the tail of acceptance
 decides if training is stable.
 
-The bundled reasoner is trained on the task `trace`. Arms differ in the pages that the actor reads
-(schedules calibrated to a p5, a fixed budget, the closed loop, or a KV cache from which tokens are
-permanently evicted), in the correction, in the loss, or in another kind of mismatch (weights with
-few bits, a stale actor, noise). Runs with the same seed see the same problems. Every run writes one
-line per step to ``OUT/ARM-SEED.jsonl``.
+The bundled reasoner is trained on the `trace` task. Arms differ in the pages that the actor reads
+(schedules calibrated to a p5, a fixed budget, the closed loop, or a KV cache that drops tokens for
+good), in the correction, in the loss, or in some other kind of mismatch (low-bit weights, a stale
+actor, noise). Runs with the same seed see the same problems. Every run writes one line per step to
+``OUT/ARM-SEED.jsonl``.
 
     python studies/reasoner/stability_study.py --out runs/stability --slots 12 12 12 12
     python studies/reasoner/stability_summary.py --runs runs/stability
@@ -70,8 +70,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Calibrate the schedules, and then keep all slots of all GPUs busy until all arms are done or
-    time is up.
+    """Calibrate the schedules, then keep all slots on all GPUs busy until all arms are done or time
+    is up.
     """
     run_study(
         options,
@@ -91,17 +91,17 @@ def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
 
 
 def response(lines: int) -> int:
-    """Return the maximum length of a response, slightly more than ``lines`` lines need."""
+    """Return the maximum response length, a little more than ``lines`` lines need."""
     return 11 * lines + 16
 
 
 def longest(lines: int) -> int:
-    """Return the maximum number of tokens in a prompt and its response."""
+    """Return the maximum length of a prompt plus its response, in tokens."""
     return 6 * lines + 16 + response(lines)
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """Calibrate a schedule for each of ``TARGETS`` on one set of trajectories."""
+    """Calibrate a schedule for each of ``TARGETS`` on the same trajectories."""
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -115,7 +115,7 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
     engine = GraphEngine(
         model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines)
     )
-    task = Trace(lines)  # longer than in training, so that all bins are measured
+    task = Trace(lines)  # longer than in training, so that all bins get measured
     prompts = [
         tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)
     ]
@@ -126,7 +126,7 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 def train(
     options: Options, arm_name: str, seed: int, device: Any, deadline: float, path: Path
 ) -> None:
-    """Perform the run."""
+    """Do the run."""
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -211,7 +211,7 @@ def train(
 
 
 def fail(trainer: Any, fault: str) -> None:
-    """Halve the schedule permanently, or remove the actor's adapter permanently."""
+    """Halve the schedule, or remove the actor's adapter, for the rest of the run."""
     if fault == "halved":
         trainer.set_schedule(
             trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k))
@@ -224,7 +224,7 @@ def fail(trainer: Any, fault: str) -> None:
 
 
 def find_schedule(arm: Arm, calibrated: Path) -> Any:
-    """Return the arm's initial schedule, in the layout of the study."""
+    """Return the arm's initial schedule, in the study's layout."""
     from sparrow.schedule import SparsitySchedule
 
     kind, *rest = arm.schedule.split(":", 2)
@@ -238,10 +238,10 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
 
 
 def as_if_large(schedule: Any, batch: int) -> Any:
-    """Return the predicted cost of tokens for Qwen3-1.7B on an H200, with lengths scaled up to bins
+    """Return the predicted cost per token for Qwen3-1.7B on an H200, with lengths scaled up to bins
     of 2,000 tokens.
 
-    The same share of the cache is read as here, but in pages of 16 tokens and with two dense
+    The same fraction of the cache is read as here, but in pages of 16 tokens and with two dense
     layers.
     """
     from sparrow.cost import MACHINES, SHAPES
@@ -277,7 +277,7 @@ def make_engine(
     kind, _, number = arm.actor.partition(":")
 
     class OtherWeights(GraphEngine):
-        """An actor with its own weights, which have fewer bits or are renewed only every few steps."""
+        """An actor with its own weights, either low-bit or refreshed only every few steps."""
 
         updates = 0
 
@@ -297,8 +297,8 @@ def make_engine(
 
 
 def quantized(weight: Any, bits: int) -> Any:
-    """Round a matrix to ``bits`` bits with one scale per row, in its own dtype. Vectors stay
-    unchanged.
+    """Round a matrix to ``bits`` bits with one scale per row, in its own dtype. Vectors are left as
+    is.
     """
     if weight.ndim < 2:
         return weight

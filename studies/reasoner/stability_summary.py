@@ -1,11 +1,11 @@
-"""Draw the figures of the stability study and write the tables of its page, from JSON files of
-shortened runs.
+"""Draw the stability study's figures and write the tables on its page, from JSON files of shortened
+runs.
 
     python studies/reasoner/stability_summary.py
     python studies/reasoner/stability_summary.py --runs runs/stability --into study
 
-With ``--runs``, runs are read from logs and added to a JSON file, where they replace runs with the
-same arm and seed.
+With ``--runs``, runs are read from logs and added to a JSON file, replacing runs with the same arm
+and seed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MODELS = {
     "dial": "3 layers",
     "dial_deep": "6 layers, a third time",
 }
-"""The JSON files, each with the model of its runs."""
+"""The JSON files, with the model of their runs."""
 FAULTS = {"halved": "schedule halved", "unworn": "LoRA lost"}
 LOOPS = (
     ("first_rule", "auto92 (first rule)"),
@@ -76,7 +76,7 @@ LOOPS = (
     ("deep", "auto98"),
     ("deep_again", "auto99"),
 )
-"""Columns in the figure of the closed loop."""
+"""Columns in the closed loop's figure."""
 Study = dict[str, list[Run]]
 
 
@@ -111,7 +111,7 @@ def main(options: Options) -> None:
 
 
 def kept(run: Run, file: str) -> Run:
-    """Return a run without the data that neither tables nor figures use."""
+    """Return a run without the data that no table or figure uses."""
     drawn = file == "study" and run["arm"] in PAGES
     unread = set() if drawn else {"length"}
     if not is_loop(run):
@@ -127,7 +127,7 @@ def kept(run: Run, file: str) -> Run:
 
 
 def load() -> Study:
-    """Load the runs of every file, by its name."""
+    """Load every file's runs, by file name."""
     files = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")
     }
@@ -140,7 +140,7 @@ def load() -> Study:
 
 
 def arms(runs: list[Run], study: list[Run]) -> str:
-    """Tabulate what each arm read, and its outcome, also compared with the dense runs with the same
+    """Tabulate what each arm read, and its outcome, also compared with dense runs with the same
     seeds.
     """
     head = ["arm", "seeds", "p5, step 1", "mean, step 1", "KV read", "actor's reward minus dense"]
@@ -178,8 +178,8 @@ def ranged(values: Iterable[float]) -> str:
 
 
 def thresholds(runs: list[Run]) -> str:
-    """Tabulate, for each statistic at the first step, the threshold for collapse and how many runs
-    it misclassifies.
+    """Tabulate, for each statistic at the first step, the collapse threshold and how many runs it
+    misclassifies.
     """
     rows = []
     start = {id(run): early(run) for run in runs}
@@ -234,9 +234,7 @@ def ranks(groups: dict[str, list[Run]]) -> str:
 
 
 def drift(runs: list[Run]) -> str:
-    """Tabulate p5 at the start and at the end of runs that did not collapse and had a constant
-    schedule.
-    """
+    """Tabulate p5 at the start and end of runs with a constant schedule that did not collapse."""
     rows = []
     for schedule in PAGES[:-1]:
         tails = [run["p5"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
@@ -259,7 +257,7 @@ def drift(runs: list[Run]) -> str:
 
 def guard(runs: list[Run]) -> str:
     """Tabulate when each warning sign appeared and when reward and accuracy had halved, for all
-    runs in which any of this happened.
+    runs where any of this happened.
     """
     head = [
         "run",
@@ -278,7 +276,7 @@ def guard(runs: list[Run]) -> str:
 
 def loops(study: Study) -> str:
     """Tabulate when the closed loop reaches tau, how well it stays there, and what it costs. Steps
-    are counted from 1, and ranges are over seeds.
+    count from 1, and ranges are over seeds.
     """
     head = [
         "model",
@@ -329,13 +327,13 @@ def loops(study: Study) -> str:
 
 
 def span(values: Iterable[Any]) -> str:
-    """Format sorted values as a range, or as a single number if they are all equal."""
+    """Format sorted values as a range, or as a single number if they're all equal."""
     ordered = sorted(set(values), key=lambda x: (isinstance(x, str), x))
     return f"{ordered[0]}" if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def dials(study: Study) -> str:
-    """Tabulate, for the dial, the share of unverified tokens, the predicted gain, and the cost."""
+    """Tabulate the dial's fraction of unverified tokens, predicted gain, and cost."""
     head = [
         "model",
         "tau",
@@ -378,8 +376,8 @@ def dials(study: Study) -> str:
 
 
 def faults(runs: list[Run]) -> str:
-    """Tabulate the lowest p5 of any bin and the share of KV read, in the last step before a fault
-    and in the steps after it.
+    """Tabulate the lowest p5 of any bin and the fraction of KV read, in the last step before a
+    fault and in the steps after it.
     """
     rows = []
     for run in runs:
@@ -394,7 +392,7 @@ def faults(runs: list[Run]) -> str:
 
 
 def tables(study: Study) -> dict[str, Callable[[], str]]:
-    """Return the tables of the page by name."""
+    """Return the page's tables by name."""
     runs = study["study"]
     pages = [run for run in runs if is_page_arm(run)]
     plain = [run for run in pages if run["correction"] == "token_tis"]
@@ -439,8 +437,8 @@ def draw_threshold(figure: Any, study: Study) -> None:
     }
     for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # With a logarithmic axis for the rejected share, points near 1 are easier to
-            # distinguish. Dense runs are at its edge.
+            # On a log axis of the rejected fraction, points near 1 are easier to tell apart. Dense
+            # runs are at its edge.
             rejected = [max(1 - early(run)[name], 3e-3) for run in some]
             ax.plot(
                 rejected,
@@ -537,8 +535,8 @@ def draw_loop(figure: Any, study: Study) -> None:
 
 
 def draw_price(figure: Any, study: Study) -> None:
-    """Draw, for each arm, how far the actor's reward and the policy's accuracy are from those of
-    dense runs, against the share of KV read.
+    """Draw how far each arm's actor reward and policy accuracy are from dense runs, against the
+    fraction of KV read.
     """
     left, right = figure.subplots(1, 2, sharey=True)
     groups = {
@@ -572,7 +570,7 @@ DRAWINGS: dict[str, Callable[[Any, Study], None]] = {
 
 
 def save(path: Path, draw: Callable[[Any, Study], None], study: Study) -> None:
-    """Save a figure. The same runs always yield the same bytes."""
+    """Save a figure. The same runs always give the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 

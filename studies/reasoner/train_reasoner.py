@@ -1,15 +1,15 @@
-"""Train the small reasoner that Sparrow's demo and tests use from scratch, within minutes on one
+"""Train the small reasoner used in Sparrow's demo and tests from scratch, within minutes on one
 GPU.
 
-A model with the Qwen3 architecture and less than a million parameters learns to trace short
-programs (``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. At
-temperature 1, it therefore makes mistakes too, which leaves something for reinforcement learning to
-improve; with greedy decoding, it makes none. Its output depends on values that it wrote much
-earlier, so it fails if attention reads too few pages.
+A Qwen3 with fewer than a million parameters learns to trace short programs
+(``sparrow.tasks.Trace``) from demonstrations with some miscalculated results. So at temperature 1,
+it makes mistakes too, which leaves something for reinforcement learning to improve; with greedy
+decoding, it makes none. Its output depends on values it wrote much earlier, so it fails if
+attention reads too few pages.
 
     python studies/reasoner/train_reasoner.py --out runs/reasoner
 
-The script writes the checkpoint with its tokenizer, and ``training.json`` with settings, losses and
+Writes the checkpoint with its tokenizer, and ``training.json`` with settings, losses and
 evaluation.
 
 Shapes: B sequences, T tokens.
@@ -42,7 +42,7 @@ from sparrow.tasks import Trace, build_tokenizer
 log = logging.getLogger("train_reasoner")
 
 TRAIN_SEED, TEST_SEED = 0, 1
-IGNORED = 255  # larger than every token id, and fits in uint8
+IGNORED = 255  # larger than any token id, and fits in uint8
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,23 @@ class Config:
     """Settings of a training run. The defaults produced the bundled checkpoint.
 
     Attributes:
-        out: folder for the checkpoint and the report. shortest, longest: program lengths to train
-        on, in lines. examples: programs per length, sampled with replacement. slip: probability
-        that a line of a demonstration is miscalculated. steps: optimizer steps. batch_tokens:
-        padded tokens per step. learning_rate: peak learning rate, reached after ``warmup`` steps
-        and decayed linearly to zero over the last third of the steps. hidden, layers, heads,
-        kv_heads, head_dim: model shape; the MLP is three times as wide as
+        out: folder for the checkpoint and the report.
+        shortest, longest: program lengths to train on, in lines.
+        examples: programs per length, sampled with replacement.
+        slip: probability that a line of a demonstration is miscalculated.
+        steps: optimizer steps.
+        batch_tokens: padded tokens per step.
+        learning_rate: peak learning rate, reached after ``warmup`` steps and decayed linearly to
+            zero over the last third of the steps.
+        hidden, layers, heads, kv_heads, head_dim: model shape; the MLP is three times as wide as
             ``hidden``.
         rope_theta: base of the rotary embedding; if it is large, some dimensions can match content
-        at any distance. test_lines: program lengths to evaluate. test_programs: programs per
-        length. budget_lines: program length for the evaluation of sparse budgets, which takes
-        longer than training; None skips it. seed: seed of the initialisation and of the order of
-        examples.
+            at any distance.
+        test_lines: program lengths to evaluate.
+        test_programs: programs per length.
+        budget_lines: program length for the evaluation of sparse budgets, which takes longer than
+            training; None skips it.
+        seed: seed of the initialisation and of the order of examples.
     """
 
     out: Path
@@ -166,15 +171,15 @@ def _encode(job: tuple[Config, int]) -> tuple[np.ndarray, np.ndarray]:
 def train(
     model: Qwen3ForCausalLM, data: dict[int, tuple[Tensor, Tensor]], config: Config
 ) -> list[dict[str, float]]:
-    """Train the model in place on next-token prediction, and return the loss curve. Program lengths
-    grow over the first third of the steps.
+    """Train the model in place on next-token prediction, and return the loss curve. Program length
+    grows over the first third of the steps.
     """
     device = model.device
     rng = random.Random(config.seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    # With orthogonalised updates, the model learns to look up values several times sooner than with
-    # Adam alone.
+    # With orthogonalised updates, the model learns to look up values several times faster than
+    # with just Adam.
     optimizers = [
         torch.optim.Muon(
             matrices, lr=config.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
@@ -216,8 +221,8 @@ def train(
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config
 ) -> dict[str, Any]:
-    """Evaluate accuracy by length, with sampling and with greedy decoding, and acceptance,
-    agreement and accuracy by sparse budget.
+    """Evaluate accuracy by length, both sampled and greedy, and acceptance, agreement and accuracy
+    by sparse budget.
     """
     dense = SparsitySchedule.dense(dense_layers=tuple(range(config.layers)))
     engine = HFEngine(
@@ -276,7 +281,7 @@ def solve(
     temperature: float,
 ) -> tuple[list[Rollout], dict[int, np.ndarray]]:
     """Sample one response to each test program, with all lengths in one batch, and return the
-    rewards by length.
+    rollouts and the rewards by length.
     """
     problems = {
         lines: [Trace(lines).problem(i, TEST_SEED) for i in range(config.test_programs)]
@@ -295,7 +300,7 @@ def solve(
 @torch.no_grad()
 def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[str, Any]:
     """Measure the acceptance of responses under the model's schedule at temperature 1, over the
-    whole vocabulary.
+    full vocabulary.
     """
     alphas, agreements, quarters = [], [], []
     for begin in range(0, len(rollouts), 64):

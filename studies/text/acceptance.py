@@ -4,11 +4,11 @@ budget and length.
     python studies/text/acceptance.py CHECKPOINT --out benchmarks/results/text_acceptance.json
 
 *Lossless* rows are for the drafts of whole cycles, which read a dense cache (``drafts.py``), at
-positions spread over each text. *Lossy* rows are for the same positions, where the actor reads the
-cache that its own sparse steps have written since the prompt
-(``sparrow.model.actor.teacher_forced``). In both cases, the tokens are those of the text, and the
-actor is compared with the dense policy in float32. The budget includes all tokens that a sparse
-layer reads, also those in the sink and recent pages.
+positions spread over each text. *Lossy* rows are for the same positions, with the actor reading the
+cache its own sparse steps have written since the prompt (``sparrow.model.actor.teacher_forced``).
+In both cases, the tokens are the text's own, and the actor is compared with the dense policy in
+float32. The budget covers all tokens that a sparse layer reads, including the sink and recent
+pages.
 
 Shapes: as in ``drafts.py``; S texts in all.
 """
@@ -47,7 +47,7 @@ Floats = NDArray[np.float64]
 
 
 def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser:
-    """Return a command line with the arguments of ``Study`` and the given defaults."""
+    """Return a command line with ``Study``'s arguments and the given defaults."""
     made = parser(about)
     made.add_argument("checkpoint", type=Path)
     made.add_argument("--out", type=Path, required=True)
@@ -57,15 +57,15 @@ def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser
 
 
 class Study:
-    """A checkpoint and its held-out texts, with the cycles whose drafts are measured.
+    """A checkpoint and its held-out texts, with the cycles in which drafts are measured.
 
     Attributes:
-        card: the card that ``train.py`` wrote for the model.
+        card: the model's card, written by ``train.py``.
         context: tokens per text.
         ids: token ids of the texts ``[S, T]``.
         start: first positions of the cycles ``[S, R]``.
         position: positions of their drafts ``[S, R, W]``.
-        edges: edges of the length bins.
+        edges: length bin edges.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Study:
     def measured(
         self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int
     ) -> list[Floats]:
-        """Call ``measure`` on the ids and starts of ``batch`` texts at a time. It returns results
-        ``[B, R, W]``, which are concatenated over all texts.
+        """Call ``measure`` on the ids and starts of ``batch`` texts at a time, and concatenate the
+        results ``[B, R, W]`` over all texts.
         """
         parts = [
             measure(*some)
@@ -99,15 +99,11 @@ class Study:
         return [torch.cat(of).double().clamp(0, 1).cpu().numpy() for of in zip(*parts, strict=True)]
 
     def summary(self, alpha: Floats, ks: Sequence[int] = ()) -> dict[str, Any]:
-        """Compute statistics of acceptance ``[S, R, W]`` in total, by step of a cycle, and by
-        length bin.
-        """
+        """Compute statistics of acceptance ``[S, R, W]``, overall, by step and by length bin."""
         return summary(alpha, self.position, self.edges, ks)
 
     def save(self, arguments: argparse.Namespace, **results: Any) -> dict[str, Any]:
-        """Save results to ``arguments.out``, with the model, the settings and the elapsed
-        seconds.
-        """
+        """Save results to ``arguments.out``, with the model, the settings and the time taken."""
         settings = {k: v for k, v in vars(arguments).items() if k not in ("checkpoint", "out")}
         seconds = round(time.monotonic() - self.began, 1)
         result = plain({"model": self.card, "seconds": seconds, "settings": settings, **results})
@@ -140,14 +136,14 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """Return the first positions of cycles, ``[S, R]``. Over all texts together, they are spread
-    evenly from an eighth of the context to its end.
+    """Return the first positions of cycles, ``[S, R]``, spread evenly over all texts together, from
+    an eighth of the context to its end.
     """
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
 
 
-Case = tuple[SparsitySchedule, int]  # the schedule, and the number of steps that share a selection
+Case = tuple[SparsitySchedule, int]  # the schedule, and how many steps share a selection
 
 
 def lossless(
@@ -158,8 +154,8 @@ def lossless(
     cases: Sequence[Case],
     compare: Callable[[Tensor, Tensor], Tensor] = acceptance,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the dense distributions ``[B, R, W, V]`` at the drafts of cycles, and the acceptance
-    ``[B, R, W]`` of each case.
+    """Return the dense distributions at the cycles' drafts, ``[B, R, W, V]``, and each case's
+    acceptance, ``[B, R, W]``.
 
     Args:
         compare: what to compute from the policy's and the drafter's distributions ``[B, R, V]``
@@ -181,7 +177,7 @@ def lossless(
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int) -> Tensor:
-    """Return the model's next-token distributions ``[B, R, W, V]`` at the drafts of cycles."""
+    """Return the model's next-token distributions at the cycles' drafts, ``[B, R, W, V]``."""
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     position = start[..., None] + torch.arange(drafted, device=ids.device)
     hidden = hidden[torch.arange(len(ids), device=ids.device)[:, None, None], position]
@@ -197,16 +193,16 @@ def lossy(
     kept: SparsitySchedule,
     **options: Any,
 ) -> Tensor:
-    """Return acceptance ``[B, R, W]`` at the same positions for a lossy actor, whose own sparse
-    steps wrote all but the first ``prompt`` tokens of the cache.
+    """Return the acceptance ``[B, R, W]`` at the same positions of a lossy actor that wrote all but
+    the first ``prompt`` tokens of the cache in its own sparse steps.
     """
     with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
         return acceptance(p, distributions(model, ids, start, p.shape[2]))
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
-    """Return two estimates of the tokens per cycle of ``k`` drafts: one from the acceptance of
-    consecutive drafts ``[..., W]``, and one that assumes the mean acceptance for all drafts.
+    """Return two estimates of the tokens per cycle with ``k`` drafts: one from the acceptance of
+    consecutive drafts ``[..., W]``, and one that uses the mean acceptance for all drafts.
     """
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
@@ -214,18 +210,19 @@ def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
 
 
 TAIL_BINS = 8
-"""The number of equal position bins for the correlation of p5 with position."""
+"""Number of equal position bins for correlating p5 with position."""
 FITS = 200
-"""The number of resamples for the interval of a distance; the fit is repeated for each."""
+"""Number of resamples for a distance's interval; each one repeats the fit."""
 
 
 def correlations(
     alpha: Floats, position: NDArray[np.int64], text: NDArray[np.int64]
 ) -> dict[str, tuple[float, float, float]]:
-    """Return Pearson's correlation with position of the acceptance of tokens and of the p5 of bins.
+    """Return Pearson's correlation with position, for the acceptance of tokens and for the p5 of
+    bins.
 
-    All arguments have shape ``[T]``. The 95 % intervals are computed by resampling whole texts. The
-    correlation of bins is left out if a text has no token in one of them.
+    All arguments have shape ``[T]``. The 95 % intervals come from resampling whole texts. The
+    correlation for bins is left out if a text has no token in one of them.
     """
     edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
     inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]
@@ -254,7 +251,7 @@ def correlations(
         )
         tails -= tails.mean(-1, keepdims=True)
         x = middle - middle.mean()
-        with np.errstate(invalid="ignore"):  # the correlation is undefined if all tails are equal
+        with np.errstate(invalid="ignore"):  # undefined if all tails are equal
             return (tails @ x) / np.sqrt((tails**2).sum(-1) * (x**2).sum())
 
     statistics = {"tokens": of_tokens}
@@ -267,12 +264,12 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
     """Test two of the paper's claims on acceptance ``[S, R, W]``: that it falls with length, and
     that its tail follows a Beta distribution.
 
-    There are 95 % intervals for the KS distance from this distribution and for the share of tokens
-    in the tail.
+    The KS distance from this distribution and the fraction of tokens in the tail get 95 %
+    intervals.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     if alpha.min() == 1:
-        return {}  # all tokens were read, so there is no tail to fit
+        return {}  # everything was read, so there is no tail to fit
     tokens, tail = alpha.ravel(), None
     if fit := beta_tail_fit(tokens):
         intervals = {
@@ -299,10 +296,10 @@ def mean_and_p5(alpha: Floats, text: NDArray[np.int64]) -> dict[str, list[float]
 
 
 def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
-    """Return the increase of the mean and of p5 of acceptance ``[S, ...]`` on the same texts, with
+    """Return how much the mean and p5 of acceptance ``[S, ...]`` increase on the same texts, with
     95 % intervals.
 
-    Whole texts are resampled, and each resample has the same texts before and after.
+    Whole texts are resampled, with the same texts before and after in each resample.
     """
     owner = np.repeat(np.arange(len(before)), before[0].size)
     old, new = before.ravel(), after.ravel()
@@ -320,8 +317,8 @@ def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
 def summary(
     alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Compute statistics of acceptance ``[S, R, W]`` at ``position``, in total, by step of a cycle,
-    and by length bin.
+    """Compute statistics of acceptance ``[S, R, W]`` at ``position``, overall, by cycle step, and
+    by length bin.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 

@@ -1,24 +1,23 @@
-"""Test how lossy rollouts affect training with long responses of natural text, as a control for the
-study with the reasoner.
+"""Test how lossy rollouts affect training with long responses in natural text, as a control for the
+reasoner study.
 
-The language model of ``train.py`` is trained with GRPO on the task of ``task.py``. Arms differ in
-how many pages the actor reads: all of them, or as many as a schedule calibrated to a p5 sets. Runs
-with the same seed see the same problems. Every run writes one line per step to
+The language model from ``train.py`` is trained with GRPO on the task in ``task.py``. Arms differ in
+how many pages the actor reads: all of them, or as many as a schedule calibrated to a p5 allows.
+Runs with the same seed see the same problems. Every run writes one line per step to
 ``OUT/ARM-SEED.jsonl``. Existing runs are skipped, so a study can be spread over several calls. By
-default, there are twelve runs, two per arm, whose responses have 6 million tokens in total. Other
-arms can be run by name: ``p80-none`` and so on (with a correction other than token TIS),
-``p80-distill`` (with DistillSparse), and ``auto86`` (the closed loop with a tau of 0.86, which
-starts dense).
+default, there are twelve runs, two per arm, with 6 million response tokens in total. Other arms can
+be run by name: ``p80-none`` and so on (with a correction other than token TIS), ``p80-distill``
+(with DistillSparse), and ``auto86`` (the closed loop with a tau of 0.86, starting dense).
 
     python studies/text/control.py runs/text --out runs/control --seconds 0      # only calibrates
-    python studies/text/control.py runs/text --out runs/control --slots 6 python
-    studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
+    python studies/text/control.py runs/text --out runs/control --slots 6
+    python studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
 
-There is no arm with lossless rollouts, because their samples follow the dense policy's distribution
-exactly, as in the dense arm.
+There is no lossless arm, because lossless samples follow the dense policy's distribution exactly,
+just like the dense arm's.
 
-Actor and policy are both in float32. Up to rounding, a dense actor therefore equals the policy, and
-any effect of an arm is due to its schedule alone.
+Actor and policy are both in float32. So up to rounding, a dense actor equals the policy, and any
+effect of an arm comes from its schedule alone.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ARM = re.compile(r"(?P<schedule>dense|p\d+|auto(?P<tau>\d+))(-(?P<change>\w+))?"
 TARGETS = (0.75, 0.80, 0.86, 0.90, 0.93)
 ARMS = ("dense", *(f"p{100 * target:.0f}" for target in TARGETS))
 LAYOUT = {"bin_tokens": 256}
-"""The default layout, but with bins of 256 tokens, a quarter of the context."""
+"""The default layout, but with 256-token bins, a quarter of the context each."""
 BUDGETS = (2, 4, 8, 12, 18, 26, 38, 56)
 
 
@@ -87,20 +86,20 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Calibrate the schedules, and then keep all slots of all GPUs busy until all arms are done or
-    time is up.
+    """Calibrate the schedules, then keep all slots on all GPUs busy until all arms are done or time
+    is up.
     """
     run_study(options, ARMS, train, calibrate, lambda arm: arm.startswith("p"))
 
 
 def longest(task: Any, tokenizer: Any, max_new_tokens: int) -> int:
-    """Return the maximum number of tokens in a prompt of the task and its response."""
+    """Return the maximum length of one of the task's prompts plus its response, in tokens."""
     prompts = [problem["prompt"] for problem in task.problems]
     return max(map(len, tokenizer(prompts, add_special_tokens=False)["input_ids"])) + max_new_tokens
 
 
 def held_out_problems(options: Any) -> list[Any]:
-    """Return the first ``options.held_out`` of the checkpoint's held-out problems."""
+    """Return the first ``options.held_out`` held-out problems of the checkpoint."""
     from task import Continue
 
     task = Continue(options.checkpoint, "held_out")
@@ -108,7 +107,7 @@ def held_out_problems(options: Any) -> list[Any]:
 
 
 def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> Any:
-    """Create the actor, which also decodes the held-out problems densely."""
+    """Create the actor, which also decodes held-out problems densely."""
     from graph_engine import GraphEngine
     from task import Continue
 
@@ -129,8 +128,8 @@ def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> 
 
 
 def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
-    """Calibrate a schedule for each of ``options.targets`` on one set of trajectories, with
-    problems from a separate stream.
+    """Calibrate a schedule for each of ``options.targets`` on the same trajectories, with problems
+    from a separate stream.
     """
     from task import Continue
 
@@ -149,10 +148,10 @@ def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
 
 
 def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
-    """Parse the name of an arm, and return its schedule, the closed loop's tau, whether the actor
-    is distilled, and the correction.
+    """Parse an arm's name, and return its schedule, the closed loop's tau, whether the actor is
+    distilled, and the correction.
 
-    Raises ValueError if the arm does not exist.
+    Raises ValueError if there is no such arm.
     """
     match = ARM.fullmatch(arm)
     if not match:
@@ -170,7 +169,7 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
 
 
 def train(options: Options, arm: str, seed: int, device: Any, deadline: float, path: Path) -> None:
-    """Perform the run. The trained model is not saved."""
+    """Do the run. The trained model is not saved."""
     from task import Continue
 
     from sparrow.engines.hf import load_model
@@ -199,7 +198,7 @@ def train(options: Options, arm: str, seed: int, device: Any, deadline: float, p
     sampling = Sampling(options.max_new_tokens, options.temperature, 1)
 
     def held_out() -> float:
-        """Return the mean reward of the dense policy."""
+        """Return the dense policy's mean reward."""
         before = policy.schedule
         policy.set_schedule(dense)
         reward = mean_reward(policy, tokenizer, problems, sampling)

@@ -1,5 +1,5 @@
-"""Draw the control study's figure: the actor's reward by step, and its reward relative to that of
-the dense run, by p5.
+"""Draw the control study's figure: the actor's reward by step, and its reward relative to the dense
+run's, by p5.
 
 python studies/text/control_figure.py        # writes docs/figures/text-control.png from benchmarks/results
 """
@@ -29,8 +29,8 @@ PATH = ROOT / "docs/figures/text-control.png"
 
 
 def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float, float]]:
-    """Return, for each sparse run, p5 at the first step and the reward relative to that of the
-    dense run with the same seed.
+    """Return, for each sparse run, p5 at the first step and the reward relative to the dense run
+    with the same seed.
     """
     dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
     pairs = []
@@ -42,7 +42,7 @@ def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float
 
 
 def main() -> None:
-    """Draw the figure. The same results always yield the same bytes."""
+    """Draw the figure. The same results always give the same bytes."""
     runs = load("text_control")["runs"]
     study = json.loads((RESULTS / "stability/study.json").read_text(encoding="utf-8"))
     reasoner = [run for run in study if is_page_arm(run) and run["correction"] == "token_tis"]

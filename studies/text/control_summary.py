@@ -1,5 +1,5 @@
-"""Summarise the control study in a JSON file: a row for each arm with 95 % intervals over seeds,
-how well each statistic of acceptance ranks the runs, and the data for the figure.
+"""Summarise the control study in a JSON file: one row per arm with 95 % intervals over seeds, how
+well each acceptance statistic ranks the runs, and the data for the figure.
 
     python studies/text/control_summary.py runs/control --checkpoint runs/text \\
         --out benchmarks/results/text_control.json
@@ -44,9 +44,9 @@ from stability_statistics import (  # noqa: E402
 )
 
 LAST = 5
-"""The number of last steps over which the actor's reward is averaged."""
+"""How many steps at the end to average the actor's reward over."""
 ENOUGH = 0.6
-"""A run that was cut off is used if it completed this share of its steps."""
+"""A run that was cut off still counts if it completed this fraction of its steps."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ end_reward = partial(last_reward, last=LAST)
 
 
 def whole_reward(run: Run, steps: int | None = None) -> float:
-    """Return the mean reward of the actor over the run, or over its first ``steps``."""
+    """Return the actor's mean reward over the run, or over its first ``steps``."""
     return float(np.mean(run["reward"][:steps]))
 
 
@@ -76,25 +76,25 @@ def held_out_start(run: Run) -> float:
 
 
 def p5(run: Run) -> float:
-    """Return the p5 of acceptance, averaged over steps."""
+    """Return p5 of acceptance, averaged over steps."""
     return float(np.mean(run["p5"]))
 
 
 def limits(mean: float, half: float) -> list[float | None]:
-    """Return a mean and the ends of its interval; for a single seed, the ends are None."""
+    """Return a mean with the ends of its interval; for a single seed, the ends are None."""
     return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
 
 
 def over_seeds(values: Iterable[float]) -> list[float | None]:
-    """Return the mean and its 95 % t-interval."""
+    """Return the mean with its 95 % t-interval."""
     return limits(*t_interval(list(values)))
 
 
 def minus(
     some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]
 ) -> list[float | None]:
-    """Return the mean difference from the runs of ``arm`` with the same seeds after equally many
-    steps, and its 95 % t-interval.
+    """Return the mean difference from the runs of ``arm`` with the same seeds, after equally many
+    steps, with its 95 % t-interval.
     """
     others = [run for run in runs if run["arm"] == arm]
     pairs = [run for run in some if run["seed"] in {other["seed"] for other in others}]
@@ -104,7 +104,7 @@ def minus(
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     """Summarise an arm, given its runs and all runs.
 
-    ``whole_reward_minus_plain`` compares it with the arm that has the same schedule, the study's
+    ``whole_reward_minus_plain`` compares it with the arm with the same schedule, the study's
     default correction and no adapter.
     """
     arm = some[0]["arm"]
@@ -134,8 +134,8 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
 
 def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[float]]:
     """Return, for the sparse runs, Spearman's correlation between each statistic at the first step
-    and the loss of reward relative to the dense run with the same seed. The 95 % intervals are
-    computed by resampling arms.
+    and the reward lost relative to the dense run with the same seed. The 95 % intervals come from
+    resampling arms.
     """
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
@@ -150,7 +150,7 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
 
 
 def drawn(run: Run) -> Run:
-    """Return the data of a run for the figure: its rewards and its initial mismatch."""
+    """Return a run's data for the figure: its rewards and its initial mismatch."""
     first = {name: run[name][:EARLY] for name in (*TAIL, "mean", "kl")}
     return {name: run[name] for name in ("arm", "seed", "actor", "reward")} | first
 
@@ -177,7 +177,7 @@ def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
         raise ValueError(
             f"no finished run among {len(logs)} logs in {', '.join(map(str, folders))}"
         )
-    # Dense first, and then by rising p5.
+    # Dense first, then by increasing p5.
     runs.sort(key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
     settings = logged_rows(next(path for path, run in by_log.items() if run))[0]["options"]
     kept = (

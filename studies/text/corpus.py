@@ -1,4 +1,4 @@
-"""Text for training: the sources of installed Python packages or the files of other folders, and a
+"""Text for training: the sources of installed Python packages or files from other folders, and a
 tokenizer trained on them.
 """
 
@@ -21,7 +21,7 @@ HELD_OUT = (
     "asyncio",
 )  # folders with these names, at any depth, are never trained on
 END = "<|endoftext|>"  # precedes every file; its id is 0
-SIZES = range(1_500, 400_000)  # bytes; shorter files say little, longer ones are mostly tables
+SIZES = range(1_500, 400_000)  # bytes; shorter files don't say much, longer ones are mostly tables
 
 
 def package_roots() -> list[Path]:
@@ -35,8 +35,8 @@ def package_roots() -> list[Path]:
 
 
 def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
-    """Return the files of each folder that contains any, without duplicates. The order depends only
-    on names.
+    """Return each folder's files, without duplicates, for folders that have any. The order depends
+    only on names.
     """
     by_folder: dict[str, list[Path]] = {}
     for root in roots:
@@ -52,8 +52,8 @@ def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
 def split(
     folders: Sequence[list[Path]], held_out: Sequence[str]
 ) -> tuple[list[list[Path]], list[list[Path]]]:
-    """Divide folders into those to train on and those that are held out, because their path
-    contains a name in ``held_out``.
+    """Split folders into those to train on and those that are held out because their path contains
+    a name in ``held_out``.
 
     Raises ValueError if either part is empty.
     """
@@ -69,8 +69,8 @@ def split(
 
 
 def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
-    """Yield the contents of files, each preceded by the end of its path. Files that are not UTF-8,
-    or whose content has already been ``seen``, are skipped.
+    """Yield files' contents, each after the end of the file's path. Files that aren't UTF-8, or
+    whose content has already been ``seen``, are skipped.
     """
     for files in folders:
         for path in files:

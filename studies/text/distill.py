@@ -1,23 +1,22 @@
-"""Measure how a DistillSparse adapter affects responses that it was not trained on, on natural
-text.
+"""Measure how a DistillSparse adapter affects responses it wasn't trained on, on natural text.
 
     python studies/text/distill.py CHECKPOINT --samples runs/distill.npz \\
         --out benchmarks/results/text_distill.json
 
-The policy is fixed. It samples responses to prompts of ``task.py`` once, densely and at temperature
-1. Some of them are for training. The others are held out; their prompts come from packages that the
-model has never seen. The schedule's number of pages is chosen so that p5 on some of the training
-responses is as close as possible to the target. For each loss and learning rate, an adapter that
-starts at zero sees every training response once under this schedule, with the pass and the lists of
-``sparrow.train.distill``, and is measured on the held-out responses several times along the way.
-The loss ``forward`` is the trainer's KL(policy || actor). The losses ``reverse``, KL(actor ||
-policy), and ``overlap``, 1 - acceptance, are computed on the same lists, but are not available in
-the trainer.
+The policy is fixed. It samples responses to prompts from ``task.py`` once, densely and at
+temperature 1. Some of them are for training; the others are held out, with prompts from packages
+that the model has never seen. The schedule's page count is chosen so that p5 on some of the
+training responses is as close as possible to the target. For each loss and learning rate, an
+adapter that starts at zero sees every training response once under this schedule, with the pass and
+lists of ``sparrow.train.distill``, and is measured on the held-out responses several times along
+the way. The ``forward`` loss is the trainer's KL(policy || actor). The ``reverse`` loss, KL(actor
+|| policy), and ``overlap``, 1 - acceptance, are computed on the same lists, but are not available
+in the trainer.
 
-An actor is compared with the full distributions of the dense policy in three ways: on the held-out
+An actor is compared with the dense policy's full distributions in three ways: on the held-out
 responses, as a lossy actor, which reads its own cache after the prompt; in the same way on
-responses that it samples itself; and as a drafter, in cycles that read the policy's cache
-(``drafts.py``), for which it is not trained.
+responses that it samples itself; and as a drafter, which it isn't trained for, in cycles that read
+the policy's cache (``drafts.py``).
 
 Shapes: S responses, P prompt tokens and R response tokens per response, T = P + R, n tokens per
 list, V vocabulary.
@@ -57,13 +56,13 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import save
 
 BIN_TOKENS = 128
-"""Width in tokens of the position bins for which p5 is also reported."""
+"""Width in tokens of the position bins in which p5 is also reported."""
 Ids = NDArray[np.uint16]
 
 
 def overlap_lost(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """Return an upper bound on 1 - acceptance, ``[M]``, computed from the log-probs of the listed
-    tokens ``[M, n]``.
+    """Return an upper bound on 1 - acceptance, ``[M]``, from the log-probs of the listed tokens
+    ``[M, n]``.
     """
     return 1 - torch.minimum(policy_top.exp(), actor_top.exp()).sum(-1)
 
@@ -73,20 +72,20 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse": lambda policy_top, actor_top: bucket_kl(actor_top, policy_top),
     "overlap": overlap_lost,
 }
-"""Losses per token ``[M]``, given the log-probs ``[M, n]`` of the policy's likeliest tokens under
-the policy and under the actor.
+"""Losses per token ``[M]``, given the log-probs ``[M, n]`` of the policy's top tokens under the
+policy and under the actor.
 """
 
 
 class Study:
-    """The policy and its responses, on which actors are trained and measured.
+    """The policy and its responses, for training and measuring actors.
 
     Attributes:
         policy: the policy in float32, which never changes.
         train: token ids ``[N, T]`` of the training responses, including their prompts.
         held_out: the same for the held-out responses.
         prompt: P.
-        schedule: the schedule of actors.
+        schedule: the actors' schedule.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -114,8 +113,8 @@ class Study:
         prompts: Sequence[list[int]],
         seed: int,
     ) -> Ids:
-        """Return prompts with sampled responses of exactly R tokens, ``[S, T]``. A response may
-        continue with another file.
+        """Return prompts with sampled responses of exactly R tokens, ``[S, T]``. A response may run
+        on into another file.
         """
         engine = HFEngine(model, schedule, [], self.args.sampled_together)
         rollouts = engine.generate(prompts, Sampling(self.args.tokens, 1.0, 0, seed=seed))
@@ -165,8 +164,8 @@ class Study:
         return torch.full((len(ids), 1), self.prompt - 1, device=self.device)
 
     def batch(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
-        """Return training responses with lists of the policy's n likeliest tokens, and the
-        log-probs of these tokens ``[B * R, n]``.
+        """Return training responses with lists of the policy's top n tokens, and the log-probs of
+        these tokens ``[B * R, n]``.
         """
         ids = self.train[rows].astype(np.int64)
         top = self.policy_distributions(torch.from_numpy(ids).to(self.device))[:, 0].topk(
@@ -183,8 +182,8 @@ class Study:
         schedule: SparsitySchedule,
         dense: Sequence[Tensor] | None = None,
     ) -> Floats:
-        """Return the acceptance ``[S, R]`` of a lossy actor along these responses, whose first
-        tokens are predicted by dense prefill.
+        """Return a lossy actor's acceptance ``[S, R]`` along these responses, with the first tokens
+        predicted by dense prefill.
         """
         policy = iter(dense) if dense else self._batches(ids, self.policy_distributions)
 
@@ -194,8 +193,8 @@ class Study:
         return torch.cat(list(self._batches(ids, of))).double().clamp(0, 1).cpu().numpy()
 
     def calibrate(self) -> list[dict[str, float]]:
-        """Measure mean and p5 on some training responses for each number of pages, and choose the
-        schedule whose p5 is closest to the target.
+        """Measure mean and p5 on some training responses for each page count, and choose the
+        schedule with the p5 closest to the target.
         """
         actor, ids = self.load(), self.train[: self.args.calibration]
         set_schedule(actor, self.layout(1))
@@ -212,20 +211,20 @@ class Study:
         return curve
 
     def along(self, alpha: Floats) -> dict[str, Any]:
-        """Compute statistics of acceptance ``[S, R]``, in total and by position."""
+        """Compute statistics of acceptance ``[S, R]``, overall and by position."""
         first, end = self.prompt, self.prompt + self.args.tokens
         position = np.broadcast_to(np.arange(first, end), alpha.shape)[..., None]
         found = summary(alpha[..., None], position, [*range(first, end, BIN_TOKENS), end], ())
         return {k: v for k, v in found.items() if k != "by_step"}
 
     def on_its_own(self, actor: PreTrainedModel) -> dict[str, Any]:
-        """Return statistics for responses to the held-out prompts that the actor itself samples."""
+        """Return statistics for the actor's own responses to the held-out prompts."""
         ids = self.sample(actor, self.schedule, self.held_out[:, : self.prompt].tolist(), 2)
         return self.along(self.measured(actor, ids, self.schedule))
 
     def drafting(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Return statistics for draft cycles with these weights, which read the policy's cache of
-        the held-out responses.
+        """Return statistics for draft cycles with these weights, reading the policy's cache of the
+        held-out responses.
         """
         drafter = self.load(attn_implementation=drafts.NAME)
         assert not drafter.load_state_dict(weights, strict=False).unexpected_keys
@@ -253,7 +252,7 @@ class Study:
 
 def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:
     """Train an adapter. At each of ``--measure-at``, yield the number of responses seen, the
-    adapter, and the mean loss since the previous one.
+    adapter, and the mean loss since the last one.
 
     An update uses ``--update`` responses, with one forward pass per ``--batch`` of them.
     """
@@ -379,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         there = [row for row in rows if (row["loss"], row.get("learning_rate")) == (name, rate)]
         if any("drafting" in row for row in there):
             continue
-        rows[:] = [row for row in rows if row not in there]  # from a run that was interrupted
+        rows[:] = [row for row in rows if row not in there]  # left by an interrupted run
         for seen, adapter, loss in trained(study, name, rate):
             with adapter.active():
                 alpha = study.measured(adapter.model, study.held_out, study.schedule, study.dense)

@@ -1,10 +1,10 @@
-"""Drafting without a serving engine: many cycles at once, each consisting of a few sparse decode
-steps that read a dense cache.
+"""Drafting without a serving engine: many cycles at once, each a few sparse decode steps that read
+a dense cache.
 
-A cycle starts at some position of a text. All keys and values before this position are the dense
-policy's. The cycle decodes the text's next tokens one by one. As in real drafting, each token is
-decoded sparsely, and also reads its own key and value and those of the earlier drafts in its cycle.
-Pages, landmarks, scores and selection are those of ``sparrow.attention.pages``.
+A cycle starts at some position in a text. All keys and values before it are the dense policy's. The
+cycle decodes the text's next tokens one by one. As in real drafting, each token is decoded
+sparsely, and also reads its own key and value and those of the earlier drafts in its cycle. Pages,
+landmarks, scores and selection come from ``sparrow.attention.pages``.
 
 Shapes: B texts, T tokens per text, R cycles per text, W drafts per cycle, H query heads, K kv
 heads, G = H / K, D head dim, P page size, N pages, V vocabulary.
@@ -32,8 +32,8 @@ NAME = "cycles"
 
 @dataclass
 class DenseCache:
-    """The keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of each layer, computed
-    in a dense forward pass.
+    """Each layer's keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]``, from a dense
+    forward pass.
     """
 
     keys: list[Tensor]
@@ -43,8 +43,8 @@ class DenseCache:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, ids_BT: Tensor, layout: PageLayout) -> DenseCache:
-        """Compute the cache of texts one by one, because attention in float32 takes memory that is
-        quadratic in the length.
+        """Compute the cache one text at a time, because float32 attention takes memory quadratic in
+        the length.
         """
         texts = [
             model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers
@@ -59,8 +59,8 @@ class DenseCache:
 
 @dataclass
 class Cycles:
-    """The state of a set of cycles, which all attention layers share. It is passed to the forward
-    pass as a keyword argument.
+    """The state of a set of cycles, shared by all attention layers and passed to the forward pass
+    as a keyword argument.
 
     Pages are selected at the first step of a cycle and then every ``reuse`` steps. Drafts of the
     cycle are always read.
@@ -81,7 +81,7 @@ class Cycles:
     )  # layer -> keys and values [B, K, R, W, D]
     kept: dict[int, Tensor] = field(
         default_factory=dict
-    )  # layer -> pages that are read, bool [B, K, R, N]
+    )  # layer -> pages to read, bool [B, K, R, N]
 
     def __post_init__(self) -> None:
         self.layout, self.table = layout_of(self.schedule), ScheduleTable(self.schedule)
@@ -94,7 +94,7 @@ class Cycles:
     def attend(
         self, layer: int, q_BHRD: Tensor, k_BKRD: Tensor, v_BKRD: Tensor, scale: float
     ) -> Tensor:
-        """Compute the attention of the newest draft of every cycle, ``[B, H, R, D]``."""
+        """Compute attention for the newest draft in every cycle, ``[B, H, R, D]``."""
         B, H, R, D = q_BHRD.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         K, T = keys.shape[1:3]
@@ -121,8 +121,8 @@ class Cycles:
         return out.reshape(B, H, R, D)
 
     def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
-        """Return the attention weights of scaled queries, first on the cached tokens that they
-        read, and then on their cycle's drafts.
+        """Return the attention weights of scaled queries, first over the cached tokens they read,
+        then over their cycle's drafts.
 
         The weights ``[B, K, G, R, T + W]`` sum to 1. Here, W is the number of drafts so far.
         """
@@ -163,8 +163,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @torch.no_grad()
 def draft(model: PreTrainedModel, ids_BT: Tensor, cycles: Cycles) -> Iterator[Tensor]:
-    """Run cycles step by step, and yield the probabilities ``[B, R, V]`` of each step. The model
-    must use the attention ``NAME``.
+    """Run cycles step by step, and yield each step's probabilities ``[B, R, V]``. The model must
+    use the ``NAME`` attention.
     """
     for step in range(cycles.drafts):
         cycles.step = step

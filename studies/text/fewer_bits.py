@@ -8,10 +8,10 @@ separately and together.
 
 The policy is dense and in float32. Actors differ from it in what they round
 (``benchmarks/rounding.py``, with products in float32) and in what they read. After the prompt, each
-actor reads the cache that it has written itself. The policy in bfloat16, as one of the actors,
-shows how much noise every real actor adds. With ``--bfloat16``, all actors run in bfloat16. Texts,
-positions and statistics are those of ``acceptance.py``. ``p5_change`` is the change of p5 due to
-rounding at the same budget, with an interval from resampling texts.
+actor reads the cache it has written itself. The policy in bfloat16, as one of the actors, shows how
+much noise every real actor adds. With ``--bfloat16``, all actors run in bfloat16. Texts, positions
+and statistics are the same as in ``acceptance.py``. ``p5_change`` is how much rounding changes p5
+at the same budget, with an interval from resampling texts.
 
 Shapes: as in ``acceptance.py``.
 """
@@ -43,7 +43,7 @@ ROUNDED = {
     "int8 cache, matrices": ("int8 cache", "matrices"),
 }
 DRAFTED = 12
-"""Positions in a group."""
+"""Positions per group."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         (None, everything),
         *((b, schedule(b, args.dense_layers)) for b in args.budgets),
     ):
-        for name in (each for each in ROUNDED if each in args.rounded):  # the baseline comes first
+        for name in (each for each in ROUNDED if each in args.rounded):  # baseline first
             if budget is not None or name != "nothing":  # the policy itself
                 actors.append(({"rounded": name, "budget": budget}, history, kept))
 

@@ -1,15 +1,15 @@
-"""Measure the acceptance of drafts by the bytes that they read, for different page sizes, 8-bit
-landmarks, Quest's scores and dense layers.
+"""Measure draft acceptance by bytes read, for different page sizes, 8-bit landmarks, Quest's scores
+and dense layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 
-The setup is that of the lossless rows of ``acceptance.py``: drafts read a dense cache of held-out
-text, in float32, by budget and length. Bytes are counted in KV tokens, the size of one token's key
-and value in one layer, and averaged over layers and drafts. They include the pages that are read,
-and for the landmark of every page, half a KV token (a mean key in 16 bits), a quarter (in 8 bits)
-or one (Quest's minimum and maximum). A dense layer reads all tokens. A landmark in ``fp8`` is
-rounded to e4m3. A landmark in ``int8`` is scaled so that its largest component is 127 and then
-rounded to integers.
+The setup is the one for the lossless rows of ``acceptance.py``: drafts read a dense cache of
+held-out text, in float32, by budget and length. Bytes are counted in KV tokens, the size of one
+token's key and value in one layer, and averaged over layers and drafts. They cover the pages read
+plus, for every page's landmark, half a KV token (a mean key in 16 bits), a quarter (in 8 bits) or
+one (Quest's minimum and maximum). A dense layer reads all tokens. ``fp8`` landmarks are rounded to
+e4m3. ``int8`` landmarks are scaled so that their largest component is 127, then rounded to
+integers.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Variant:
         return SparsitySchedule.fixed(pages, page_size=self.page_size, **layout)
 
     def tokens_read(self, length: np.ndarray, layers: int) -> float:
-        """Return the KV tokens that a draft reads per layer, averaged over sequences of these
-        lengths.
-        """
+        """Return the KV tokens a draft reads per layer, averaged over these sequence lengths."""
         landmark = {"16 bit": 0.5, "fp8": 0.25, "int8": 0.25}[self.landmarks] * (
             2 if self.score == "quest" else 1
         )
@@ -93,8 +91,8 @@ def variants(layers: int) -> list[Variant]:
 
 
 def bounds(k_BKNPD: Tensor) -> Tensor:
-    """Return Quest's landmarks (arXiv 2406.10774), the minimum and maximum of a page's keys in each
-    dimension, ``[B, K, N, 2, D]``.
+    """Return Quest's landmarks (arXiv 2406.10774): the per-dimension minimum and maximum of a
+    page's keys, ``[B, K, N, 2, D]``.
     """
     return torch.stack([k_BKNPD.amin(-2), k_BKNPD.amax(-2)], dim=-2)
 
@@ -110,7 +108,7 @@ def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
 
 
 def rounded(marks: Tensor, precision: Precision) -> Tensor:
-    """Return landmarks as they are read back from 8-bit storage, in their own dtype."""
+    """Return landmarks as read back from 8-bit storage, in their own dtype."""
     if precision == "fp8":
         return marks.to(torch.float8_e4m3fn).to(marks.dtype)
     if precision == "int8":

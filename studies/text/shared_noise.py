@@ -1,15 +1,15 @@
-"""Measure on held-out text what it costs to make a seed's tokens independent of the drafts
+"""Measure what it costs, on held-out text, to make a seed's tokens independent of the drafts
 (``drafter_invariant``).
 
     python studies/text/shared_noise.py CHECKPOINT --out benchmarks/results/text_shared_noise.json
 
-Drafts are those of ``acceptance.py``, at the same positions, without dense layers. Nothing is
+Drafts are the ones from ``acceptance.py``, at the same positions, without dense layers. Nothing is
 sampled. Instead, the probability that a draft is accepted is computed from the two distributions,
 for rejection sampling and for drafts that share their Gumbel noise with the policy's tokens, as in
-vLLM. The tokens of the texts were not sampled from the policy.
+vLLM. The texts' tokens were not sampled from the policy.
 
 Shapes: as in ``acceptance.py``. ``kept``, the probability that a draft is accepted, is ``[2, S, R,
-W]``, first by rejection sampling and then with shared noise.
+W]``, first with rejection sampling and then with shared noise.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ HOW = ("rejection", "shared noise")
 
 
 def shared_noise(p: Tensor, q: Tensor) -> Tensor:
-    """Compute exactly the probability ``[...]`` that p and q ``[..., V]`` draw the same token with
+    """Compute the exact probability ``[...]`` that p and q ``[..., V]`` draw the same token with
     shared Gumbel noise.
 
     Each distribution draws the token with the smallest e / p, where the e are exponentially
     distributed. Both draw token i if e_j >= e_i max(p_j / p_i, q_j / q_i) for all j, which has the
-    probability 1 / sum_j max(p_j / p_i, q_j / q_i). If tokens are sorted by falling p / q, the
+    probability 1 / sum_j max(p_j / p_i, q_j / q_i). With tokens sorted by decreasing p / q, the
     first ratio is the larger one up to i, and the second after i.
     """
     p, q = p.double(), q.double()
     order = (p / q).argsort(
         -1, descending=True
-    )  # tokens with 0 / 0 may be anywhere, because they add nothing
+    )  # tokens with 0 / 0 can go anywhere, since they add nothing
     p, q = p.gather(-1, order), q.gather(-1, order)
     after = (q.sum(-1, keepdim=True) - q.cumsum(-1)).clamp(min=0)
     sums = (p.cumsum(-1) * q + after * p).clamp(min=torch.finfo(p.dtype).tiny)
@@ -49,18 +49,18 @@ def shared_noise(p: Tensor, q: Tensor) -> Tensor:
 
 
 def chances(p: Tensor, q: Tensor) -> Tensor:
-    """Return the probabilities ``[2, ...]`` that a draft from q ``[..., V]`` is accepted by the
-    policy p, in the order of ``HOW``.
+    """Return the probabilities ``[2, ...]`` that the policy p accepts a draft from q ``[..., V]``,
+    in the order of ``HOW``.
     """
     return torch.stack([acceptance(p, q).double(), shared_noise(p, q)])
 
 
 def compared(kept: Floats, ks: Sequence[int]) -> dict[str, Any]:
-    """Return the means of ``kept`` and of the tokens per cycle of k drafts, and their ratios, with
-    95 % intervals from resampling whole texts.
+    """Return the means of ``kept`` and of the tokens per cycle with k drafts, and their ratios,
+    with 95 % intervals from resampling whole texts.
 
-    ``at least`` is the mean of a / (2 - a), where a is the probability with rejection sampling. It
-    is a lower bound on the probability with shared noise.
+    ``at least`` is the mean of a / (2 - a), where a is the probability with rejection sampling.
+    It's a lower bound on the probability with shared noise.
     """
     text = np.arange(kept.shape[1])
 

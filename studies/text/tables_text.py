@@ -1,5 +1,5 @@
-"""Tables on the models of ``studies/text`` and ``studies/reasoner``: the acceptance of drafts and
-of lossy actors.
+"""Tables for the models in ``studies/text`` and ``studies/reasoner``: acceptance of drafts and of
+lossy actors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UNEVEN = ("even", "layers", "kv heads", "page scores", "two levels", "pairs of l
 
 
 def text_model() -> str:
-    """Describe the model of the other tables in one line."""
+    """Describe the model behind the other tables in one line."""
     result = load("text_acceptance")
     card, settings = result["model"], result["settings"]
     return (
@@ -28,7 +28,7 @@ def text_model() -> str:
 
 
 def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
-    """Return rows by (budget, dense layers), sorted by layers and then by budget."""
+    """Return rows by (budget, dense layers), sorted by layers, then by budget."""
     rows = {
         (row["budget"], ", ".join(map(str, row["dense_layers"])) or "none"): row
         for row in load("text_acceptance")["rows"]
@@ -71,7 +71,7 @@ def text_lengths() -> str:
 
 def text_tail() -> str:
     """Tabulate how many of the lossy actor's tokens have an acceptance above 0.999, and how far the
-    others are from a Beta distribution.
+    rest are from a Beta distribution.
     """
     rows = []
     for (budget, dense), row in _rows("lossy").items():
@@ -137,8 +137,8 @@ def text_shared_noise() -> str:
 
 
 def text_vllm(study: str) -> str:
-    """Tabulate the tokens per cycle in vLLM by position, and the prediction for rejection sampling
-    made with the model itself.
+    """Tabulate tokens per cycle in vLLM by position, with the prediction for rejection sampling
+    from the model itself.
     """
     result = load(study)
     rows = []
@@ -167,8 +167,8 @@ def text_vllm(study: str) -> str:
 
 
 def text_draft_weights() -> str:
-    """Tabulate the tokens per cycle in vLLM by position, with drafts that use the model's own
-    weights and with drafts that use an fp8 copy.
+    """Tabulate tokens per cycle in vLLM by position, with the model's own weights and with an fp8
+    copy as draft weights.
     """
     own, copied = load("text_vllm_draft_auto"), load("text_vllm_draft_fp8")
     rows = []
@@ -197,8 +197,8 @@ def text_draft_weights() -> str:
 
 
 def text_budgets() -> str:
-    """Tabulate the tokens per cycle in vLLM by draft budget and draft weights, and the prediction
-    for the model's own weights.
+    """Tabulate tokens per cycle in vLLM by draft budget and draft weights, with the prediction for
+    the model's own weights.
     """
     rows = []
     for budget in (1024, 2560):
@@ -224,8 +224,8 @@ def text_budgets() -> str:
 
 
 def text_metered() -> str:
-    """Describe in one line how a second schedule was measured by vLLM during a run, and by the
-    model at the same cycles.
+    """Describe in one line what vLLM measured for a second schedule during a run, and what the
+    model measured in the same cycles.
     """
     result = load("text_vllm_metered")["metered"]
     pairs = (
@@ -286,8 +286,8 @@ def text_kept() -> str:
 
 
 def text_uneven(study: str) -> str:
-    """Tabulate the rows of a study, each compared with the even schedule at the same bytes
-    (interpolated between its budgets).
+    """Tabulate a study's rows, each compared with the even schedule at the same bytes (interpolated
+    between its budgets).
     """
     rows = []
     for row in load("text_uneven")["rows"]:
@@ -314,8 +314,8 @@ def text_uneven(study: str) -> str:
 
 
 def text_uneven_target() -> str:
-    """Tabulate the bytes that each variant needs for the target p5, and its p5 at half the bytes of
-    the even schedule.
+    """Tabulate the bytes each variant needs for the target p5, and its p5 at half the even
+    schedule's bytes.
     """
     result = load("text_uneven")
     whole, rows = result["even_at_target"], []
@@ -343,9 +343,7 @@ def _difference(interval: list[float]) -> str:
 
 
 def text_distill_setting() -> str:
-    """Describe in one line the data, the machine and the schedule with which adapters were
-    trained.
-    """
+    """Describe in one line the data, machine and schedule that adapters were trained with."""
     result = load("text_distill")
     s, schedule = result["settings"], result["schedule"]
     dense = " and ".join(map(str, schedule["dense_layers"])) or "none"
@@ -362,7 +360,7 @@ def text_distill_setting() -> str:
 
 def text_distill() -> str:
     """Tabulate acceptance with an adapter by loss and number of training responses: on held-out
-    responses, on the actor's own responses, and of drafts.
+    responses, on the actor's own responses, and for drafts.
     """
     names = {
         "none": "no adapter",

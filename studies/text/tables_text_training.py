@@ -1,5 +1,5 @@
-"""Tables on the training runs of ``studies/text``: the control study, its corrections, and reward
-against wall-clock.
+"""Tables for the training runs in ``studies/text``: the control study, its corrections, and reward
+against wall-clock time.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def text_control_ranks() -> str:
 
 
 def text_wall_clock() -> str:
-    """Tabulate GRPO on the widened text model by arm: seconds per step, and where the time of a
-    decode step goes.
+    """Tabulate GRPO on the widened text model by arm: seconds per step, and where decode step time
+    goes.
     """
     result = load("text_wall_clock")
     rows = []
@@ -174,7 +174,7 @@ def text_wall_clock_model() -> str:
 
 
 def text_wall_clock_rewards() -> str:
-    """Tabulate the rewards of the arms by steps and by minutes."""
+    """Tabulate the arms' rewards by steps and by minutes."""
     rows = []
     result = load("text_wall_clock")
     for run, row in zip(result["arms"], result["rows"], strict=True):
@@ -203,7 +203,7 @@ def text_wall_clock_rewards() -> str:
 
 
 def _spread(interval: list[float | None], sign: str = "") -> str:
-    """Format a mean over seeds, with the half-width of its interval if there are several seeds."""
+    """Format a mean over seeds, with the half-width of its interval if there are several."""
     mean, _, high = interval
     if mean is None:
         return "no dense run"

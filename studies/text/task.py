@@ -1,23 +1,23 @@
 """Continue a Python file: a verifiable task with long natural responses.
 
 A prompt is the beginning of a source file, up to the end of a line. The response continues it, and
-is judged without being executed. The lines of the file are grouped into *units*. A unit is a
-top-level statement or a member of a top-level class; the last unit of the prompt may continue in
-the response. A line of code earns its length, counting each name as one character, if
+is judged without being run. The file's lines are grouped into *units*. A unit is a top-level
+statement or a member of a top-level class; the prompt's last unit may continue in the response. A
+line of code earns its length, counting each name as one character, if
 
-- its unit parses (a bad unit costs only its own lines, and if the last unit was cut off by the
-  token limit, its lines before the cut count if they parse),
-- the same line has not occurred before in the prompt or the response (ignoring numbers and the
-  contents of strings), and at most one earlier line of the response is similar, that is, the same
-  except for names and operators,
+- its unit parses (a bad unit costs only its own lines, and if the token limit cut off the last
+  unit, its lines before the cut count if they parse),
+- the same line hasn't occurred before in the prompt or the response (ignoring numbers and string
+  contents), and at most one earlier line of the response is similar, i.e. the same except for names
+  and operators,
 - it reads a name that the prompt defines, imports or assigns, and that at most one earlier line has
   read. Lines that read no such name earn a quarter of their length, and together at most a quarter
   of the reward.
 
-Comments, docstrings, and lines with only brackets do not count as code. The reward is the sum of
-what the lines earn, divided by the length of a full response, and at most 1. Every good line
-therefore counts, starting with the first, and bad lines only take up space. A response with few
-lines, repeated lines, trivial lines or plain text earns little.
+Comments, docstrings, and lines with only brackets don't count as code. The reward is the sum of
+what the lines earn, divided by the length of a full response, and at most 1. So every good line
+counts, starting with the first, and bad lines only take up space. A response with few lines,
+repeated lines, trivial lines or plain text earns little.
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ from sparrow.tasks import Problem
 
 PROMPT_TOKENS = 512
 TRAIN, HELD_OUT = 1024, 128
-"""The number of problems for training, and of held-out problems."""
+"""Number of training problems and of held-out problems."""
 FEWEST_NAMES, REST = 12, 2000
-"""The minimum number of names that a prompt binds, and of characters that follow it in the file."""
+"""Minimum number of names bound by a prompt, and of characters after it in the file."""
 FILE = "problems.json"
 
-# The weights of the reward were chosen on dense samples of the trained model, and fixed before any
-# run of the study.
+# The reward weights were chosen on dense samples of the trained model, and fixed before any run of
+# the study.
 FULL = 160
-"""The length of a full response, in characters of ``shape``. A response of 512 tokens that is all
-code is longer.
+"""Length of a full response, in characters of ``shape``. A 512-token response that's all code is
+longer.
 """
 OTHER = 0.25
-"""The share of its length that a line earns if it reads none of the prompt's names, and the maximum
-share of the reward that such lines can earn. They are valid code, but need no long context.
+"""The fraction of its length that a line earns if it reads none of the prompt's names, and the
+maximum fraction of the reward that such lines can earn. They are valid code, but don't need a long
+context.
 """
 ALIKE = 2
-"""The maximum number of lines with the same shape that earn something. The model tends to write
-lists of lines that differ only in a name; this limit hardly affects other code.
+"""How many lines of the same shape can earn something. The model tends to write lists of lines that
+differ only in a name; this limit hardly affects other code.
 """
 READS = 2
-"""The maximum number of lines that earn something by reading the same name of the prompt, because
-repeated use of a name needs no further look at the prompt.
+"""How many lines can earn something by reading the same name from the prompt, because using a name
+again doesn't take another look at the prompt.
 """
 LONGEST = 40
-"""The maximum length for which a line earns something."""
+"""Maximum length for which a line earns something."""
 
 _PIECE = re.compile(
     r"""\#.* | (?:\b[rbfuRBFU]{1,2})? (?: (?P<open>\"{3}|'{3}) | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' )""",
@@ -76,8 +77,8 @@ _PIECE = re.compile(
 _GOES_ON = re.compile(r"[)\]}]|(else|elif|except|finally)\b")
 _MEMBER = re.compile(r"@|(async\s+def|def|class)\b")
 _CUT = 12
-"""The maximum number of lines to drop from the last unit to make it parse, besides the last line
-and a truncated string.
+"""How many lines to drop from the last unit, at most, to make it parse, besides the last line and a
+truncated string.
 """
 _REPEAT = re.compile(r"(.+?)\1+")
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -85,7 +86,7 @@ _KEYWORDS = {*keyword.kwlist} - {"True", "False", "None"}
 _OPERATOR = re.compile(r"\s*(?:(?:[-+*/%@&|^<>=!~]|\b(?:and|or|not|is|in)\b)\s*)+")
 _BRACKETS = str.maketrans("[{]}", "(())")
 _LONG = 160
-"""The number of characters of a line in which repetitions are merged."""
+"""Number of characters of a line in which repetitions are merged."""
 _COMMON = {"self", "cls", "args", "kwargs", "_"}
 
 # Ignore invalid escapes in the model's code, but keep the warnings of other modules.
@@ -97,8 +98,8 @@ class Line:
     """A line of a source file."""
 
     text: str
-    # the line without indentation, comments and contents of strings, with 0 for all numbers; empty
-    # if it then has no letters
+    # the line without indentation, comments and string contents, with 0 for all numbers; empty if
+    # that leaves no letters
     code: str
     in_string: bool  # whether it begins inside a multi-line string
     opens: int  # opening brackets minus closing brackets
@@ -127,9 +128,7 @@ def read_lines(text: str) -> list[Line]:
 
 
 def units(lines: Sequence[Line]) -> list[range]:
-    """Return the line numbers of each unit, in order. Lines before the first unit belong to no
-    unit.
-    """
+    """Return each unit's line numbers, in order. Lines before the first unit belong to no unit."""
     starts: list[int] = []
     depth, member, in_class, decorated = 0, -1, False, False
     for i, line in enumerate(lines):
@@ -143,7 +142,7 @@ def units(lines: Sequence[Line]) -> list[range]:
             indent = len(line.text) - len(stripped)
             if in_class and member < 0 and indent and depth <= 0:
                 member = indent
-            # A definition ends any bracket that was mistakenly left open.
+            # A definition ends any bracket left open by mistake.
             begins = indent == 0 or (
                 indent == member and (depth <= 0 or bool(_MEMBER.match(stripped)))
             )
@@ -158,11 +157,10 @@ def units(lines: Sequence[Line]) -> list[range]:
 
 
 def parse(texts: Sequence[str], unfinished: bool = False) -> ast.Module | None:
-    """Return the syntax tree of a unit, in which its first line has number 2, or None if it does
-    not parse.
+    """Return a unit's syntax tree, with its first line numbered 2, or None if it doesn't parse.
 
-    The head of a class may lack a body, because members are separate units. If ``unfinished``, so
-    may any other statement.
+    A class head may lack a body, because members are separate units. If ``unfinished``, so may any
+    other statement.
     """
     code = [text for text in texts if text.strip()]
     if not code:
@@ -185,7 +183,7 @@ def _tree(source: str) -> ast.Module | None:
 
 def bound_names(text: str) -> list[str]:
     """Return the sorted names that a source file defines, imports or assigns, including attributes,
-    but without very common ones.
+    but leaving out very common ones.
     """
     lines, names = read_lines(text), set()
     for unit in units(lines):
@@ -207,23 +205,23 @@ def bound_names(text: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 16)
 def shape(code: str) -> str:
-    """Reduce ``Line.code`` to a form that similar lines share: all names become x, all operators
-    and brackets become the same, and consecutive repetitions are merged. For example, ``total +=
-    a[i, j]`` becomes ``x = x(x, x)``.
+    """Reduce ``Line.code`` to a form shared by similar lines: all names become x, all operators and
+    brackets become the same, and consecutive repetitions are merged. For example, ``total += a[i,
+    j]`` becomes ``x = x(x, x)``.
     """
     form = _NAME.sub(lambda found: found[0] if found[0] in _KEYWORDS else "x", code[:_LONG])
     return _REPEAT.sub(r"\1", _OPERATOR.sub(" = ", form.translate(_BRACKETS)))
 
 
 def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, float]:
-    """Return the reward of a continuation and its parts. Lengths are in characters of the lines'
+    """Return the reward of a continuation, with its parts. Lengths are in characters of the lines'
     ``shape``.
 
-    ``length`` is the length of the code, relative to a full response; ``valid`` is the share of it
-    in units that parse; ``fresh`` is the share of valid code that is neither repeated nor similar
-    to too many other lines; ``grounded`` is the share of fresh code that reads names of the prompt;
-    and ``names`` is the number of these names. ``reward``, ``valid``, ``fresh`` and ``grounded``
-    are in [0, 1].
+    ``length`` is the length of the code relative to a full response; ``valid`` is the fraction of
+    it in units that parse; ``fresh`` is the fraction of valid code that is neither repeated nor
+    similar to too many other lines; ``grounded`` is the fraction of fresh code that reads names
+    from the prompt; and ``names`` is how many of these names there are. ``reward``, ``valid``,
+    ``fresh`` and ``grounded`` are in [0, 1].
     """
     *lines, cut = read_lines(prompt + response)  # drop the last line, which may be truncated
     end, known = len(lines), set(names)
@@ -271,13 +269,13 @@ def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, 
 
 
 def reward(prompt: str, names: Iterable[str], response: str) -> float:
-    """Return only the reward, in [0, 1]."""
+    """Return just the reward, in [0, 1]."""
     return reward_parts(prompt, names, response)["reward"]
 
 
 def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
-    """Return the names and attributes that are read, by line number. ``first`` is the number of the
-    unit's first line.
+    """Return the names and attributes read, by line number. ``first`` is the unit's first line
+    number.
     """
     read: dict[int, set[str]] = {}
     for node in ast.walk(tree):
@@ -290,8 +288,8 @@ def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
 def prompt_of(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> str | None:
     """Return the beginning of a file, with between ``tokens`` / 2 and ``tokens`` tokens, or None.
 
-    It ends after a complete statement and without a line break, because a token may contain a line
-    break together with the spaces that follow.
+    It ends after a complete statement and without a line break, because a token may combine a line
+    break with the spaces after it.
     """
     encoding = tokenizer.backend_tokenizer.encode(text[: 6 * tokens])
     if len(encoding.offsets) <= tokens:
@@ -313,8 +311,8 @@ def make_problems(
     count: int,
     tokens: int = PROMPT_TOKENS,
 ) -> list[dict[str, Any]]:
-    """Make the first ``count`` problems from ``texts``. A problem consists of a prompt and the
-    names that it binds.
+    """Make the first ``count`` problems from ``texts``. A problem is a prompt and the names it
+    binds.
     """
     problems: list[dict[str, Any]] = []
     for text in texts:
@@ -337,13 +335,13 @@ def write_problems(
     held: Sequence[list[Path]],
     tokens: int = PROMPT_TOKENS,
 ) -> dict[str, int]:
-    """Make the problems of a checkpoint, write them to its folder, and return the number of each
+    """Make a checkpoint's problems, write them to its folder, and return how many there are of each
     kind.
 
     Training problems use at most two files per folder, so that they come from many packages.
     """
     seen: set[int] = set()
-    held_texts = list(corpus.texts(held, seen))  # all, so that no copy is used for training
+    held_texts = list(corpus.texts(held, seen))  # all of them, so that no copy ends up in training
     random.Random(0).shuffle(held_texts)
     problems = {
         "held_out": make_problems(tokenizer, held_texts, HELD_OUT, tokens),
@@ -360,13 +358,13 @@ class Continue:
     """The task, using the problems stored with a checkpoint. An epoch contains each problem once,
     in an order that depends on the seed.
 
-    Raises FileNotFoundError if the checkpoint has no problems, or it does not specify its
-    tokenizer, in which case transformers would use Qwen's, which splits text differently. Raises
-    ValueError if there are no problems of this kind.
+    Raises FileNotFoundError if the checkpoint has no problems, or if it doesn't specify its
+    tokenizer (transformers would then use Qwen's, which splits text differently), and ValueError if
+    there are no problems of this kind.
     """
 
     checkpoint: Path
-    kind: str = "train"  # or held_out, whose order is fixed
+    kind: str = "train"  # or held_out, which has a fixed order
 
     @cached_property
     def problems(self) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_FROM, LAST_RATE = 2e-3, 60, 0.3, 0.05
 
 def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
     """Build a new float32 model. Weights that write to the residual stream are divided by the
-    square root of their number.
+    square root of how many there are.
     """
     shape = SIZES[size]
     config = Qwen3Config(
@@ -68,8 +68,8 @@ def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
 
 
 def learning_rate(step: int, share: float, rate: float = LEARNING_RATE) -> float:
-    """Return the learning rate after ``step`` steps and a ``share`` of the time. After a warm-up
-    over some steps, it is ``rate``, and finally decays linearly over time.
+    """Return the learning rate after ``step`` steps and a ``share`` of the time. It warms up over
+    some steps, stays at ``rate``, and finally decays linearly over time.
     """
     decay = 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - DECAY_FROM) / (1 - DECAY_FROM)))
     return rate * min(1.0, (step + 1) / WARMUP_STEPS) * decay
@@ -84,8 +84,8 @@ def fit(
     compiled: bool,
     rate: float = LEARNING_RATE,
 ) -> list[float]:
-    """Train on random windows, and return the loss of each step. The clock of ``seconds`` starts
-    after three steps, when everything has been compiled.
+    """Train on random windows, and return each step's loss. The clock for ``seconds`` starts after
+    three steps, once everything has been compiled.
     """
     device = model.device
     if compiled:
@@ -146,8 +146,8 @@ def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
-    """Return the mean cross-entropy in nats per token over windows ``[N, T]``, computed one by one
-    in the model's own precision.
+    """Return the mean cross-entropy in nats per token over windows ``[N, T]``, computed one at a
+    time in the model's own precision.
     """
     losses = [
         model(input_ids=row[None], labels=row[None], use_cache=False).loss.item()
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     sample = corpus.beginning(corpus.texts(train, set()), 12_000_000)
     tokenizer = corpus.train_tokenizer(sample, args.vocab)
-    seen: set[int] = set()  # held-out files first, so that no copies of them are trained on
+    seen: set[int] = set()  # held-out files go first, so that no copies of them are trained on
     held_tokens = corpus.encode(tokenizer, corpus.texts(held, seen), args.held_out_tokens)
     tokens = corpus.encode(tokenizer, corpus.texts(train, seen), args.tokens)
     prepared = time.monotonic() - began

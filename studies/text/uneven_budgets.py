@@ -1,4 +1,4 @@
-"""Budgets for layers and kv heads in ``uneven_bytes.py``, set by hand or calibrated on texts.
+"""Layer and kv head budgets for ``uneven_bytes.py``, set by hand or calibrated on texts.
 
 Shapes: as in ``drafts.py``; L layers, U budgets of 64, 128, ... tokens.
 """
@@ -22,7 +22,7 @@ from sparrow.calibrate import head_budgets
 from sparrow.schedule import SparsitySchedule
 
 DRAFTS = 8
-UNIT = 64  # the step in which calibration assigns tokens, and the minimum per kv head
+UNIT = 64  # how many tokens calibration assigns at a time, and the minimum per kv head
 
 Ints = NDArray[np.int64]
 Spread = Literal[
@@ -37,7 +37,7 @@ Spread = Literal[
 ]
 BY_HAND: dict[
     Spread, Callable[[int, int], int]
-] = {  # the share of a layer, given its number and the number of layers
+] = {  # a layer's share, given its number and the number of layers
     "even": lambda layer, layers: 1,
     "last 3": lambda layer, layers: 3 if layer == layers - 1 else 1,
     "last 8": lambda layer, layers: 8 if layer == layers - 1 else 1,
@@ -54,8 +54,8 @@ class Masses(drafts.Cycles):
         at: tokens per selection for ``caught``.
         missed: by layer, the attention mass ``[K, U]`` on cached tokens that are not among the best
             64, 128, ... tokens.
-        caught: by layer, except the first, the mass ``[K, K]`` of each head on the pages that each
-            head of the previous layer selects.
+        caught: by layer, except the first, each head's mass ``[K, K]`` on the pages selected by
+            each head of the previous layer.
     """
 
     at: int = field(kw_only=True)
@@ -63,7 +63,7 @@ class Masses(drafts.Cycles):
     caught: dict[int, Tensor] = field(default_factory=dict)
     order: dict[int, Tensor] = field(
         default_factory=dict
-    )  # by layer, pages [B, K, R, N] in the order in which they would be read
+    )  # by layer, pages [B, K, R, N] in the order they would be read
     selected: dict[int, Tensor] = field(
         default_factory=dict
     )  # by layer, 1 for selected pages and 0 for others
@@ -103,11 +103,11 @@ class Calibration:
     """Measurements on calibration texts, averaged over drafts.
 
     Attributes:
-        missed_LKU: attention mass that each head leaves unread, by budget.
+        missed_LKU: attention mass each head leaves unread, by budget.
         lost_L: acceptance lost if only this layer is sparse, with ``at`` tokens.
-        heads_LK: for each head, the head of the previous layer whose pages at ``at`` tokens have
-            most of its mass.
-        at: tokens that a sparse layer reads in these measurements.
+        heads_LK: for each head, the head of the previous layer with most of its mass on the pages
+            selected at ``at`` tokens.
+        at: tokens a sparse layer reads in these measurements.
     """
 
     missed_LKU: Floats
@@ -117,13 +117,11 @@ class Calibration:
 
     @property
     def weights(self) -> Floats:
-        """Return, for each layer, the acceptance lost per unit of mass that its heads leave
-        unread.
-        """
+        """Return, for each layer, the acceptance lost per unit of mass its heads leave unread."""
         return head_budgets.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
 
     def tokens(self, spread: Spread, budget: int) -> Ints:
-        """Return the tokens ``[L, K]`` that each head reads, with ``budget`` as their mean."""
+        """Return how many tokens ``[L, K]`` each head reads, with a mean of ``budget``."""
         L, K, _ = self.missed_LKU.shape
         if spread in BY_HAND:
             return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[
@@ -142,8 +140,8 @@ class Calibration:
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Return the tokens of each layer, with ``budget`` as their mean. Each layer gets 64 tokens,
-    and the rest is divided in proportion to ``shares``, in steps of 16 tokens.
+    """Return each layer's tokens, with a mean of ``budget``. Each layer gets 64 tokens, and the
+    rest is divided in proportion to ``shares``, in steps of 16 tokens.
     """
     exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
     whole = np.floor(exact + 1e-9).astype(np.int64)
@@ -153,9 +151,7 @@ def by_shares(shares: Sequence[int], budget: int) -> Ints:
 
 
 def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
-    """Calibrate on texts, which are processed one by one. ``start_SR`` contains the first positions
-    of cycles.
-    """
+    """Calibrate on texts, one at a time. ``start_SR`` contains the cycles' first positions."""
     layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
     missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
     for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):

@@ -1,5 +1,5 @@
-"""Measure the acceptance of drafts at equal bytes if the bytes are distributed unevenly over
-layers, kv heads and pages.
+"""Measure draft acceptance at equal bytes when the bytes are spread unevenly over layers, kv heads
+and pages.
 
     python studies/text/uneven_bytes.py CHECKPOINT --out benchmarks/results/text_uneven.json
 
@@ -9,14 +9,14 @@ query. It is compared with these variants:
 
 - *layers*, *kv heads*: the same total number of tokens, distributed by hand or by a calibration.
   The calibration uses other texts, halfway between the measured ones. In steps of 64 tokens, it
-  assigns tokens to the layer or kv head where they most reduce the attention mass of the dense
-  policy that is left unread. If weighted, a layer's mass is multiplied by a weight that is
-  proportional to the acceptance lost if only this layer is sparse.
+  assigns tokens to the layer or kv head where they most reduce the dense policy's attention mass
+  left unread. If weighted, a layer's mass is multiplied by a weight proportional to the acceptance
+  lost if only this layer is sparse.
 - *page scores*: the score of the group's best query head, or the sum of the heads' softmax over
   pages.
-- *two levels*: groups of four pages are ranked by their mean key, and then the pages of the best
+- *two levels*: groups of four pages are ranked by their mean key, then the pages of the best
   groups.
-- *pairs of layers*: a layer reads the pages that the previous layer selected. Each kv head uses the
+- *pairs of layers*: a layer reads the pages selected by the previous layer. Each kv head uses the
   selection of the head with the same number or, if matched, of the head whose pages have most of
   its attention mass on the calibration texts.
 - *together*: 8-bit landmarks, smaller pages, two levels, and weighted budgets by layer and kv head.
@@ -48,7 +48,7 @@ from sparrow.schedule import SparsitySchedule
 
 SINK, RECENT = 16, 32  # tokens that are always read
 GROUP = 4  # pages per group in the first of two levels
-TARGET = 0.86  # the p5 for which the required bytes are computed
+TARGET = 0.86  # the p5 to compute the required bytes for
 
 Score = Literal["mean query", "best head", "softmax"]
 
@@ -66,10 +66,10 @@ class Variant:
     precision: Literal["16 bit", "fp8"] = "16 bit"  # of landmarks
     candidates: int = 0  # pages ranked in the second level, relative to top-k; 0: one level
     first_follower: int = (
-        0  # this layer and every second one after it reuse the pages of the previous layer; 0: none
+        0  # this layer and every second one after it reuse the previous layer's pages; 0: none
     )
-    # whether a head reuses the pages of the best-matching head rather than of the head with its
-    # number
+    # whether a head reuses the best-matching head's pages rather than those of the head with the
+    # same number
     matched: bool = False
 
     @property
@@ -88,16 +88,14 @@ class Variant:
         return (tokens - SINK - RECENT) // self.page_size
 
     def groups(self, top_k: Ints) -> Ints:
-        """Return the number of groups whose pages are ranked, besides the newest group."""
+        """Return how many groups have their pages ranked, besides the newest group."""
         return -(-self.candidates * top_k // GROUP)
 
     def followers(self, layers: int) -> range:
         return range(self.first_follower, layers, 2) if self.first_follower else range(0)
 
     def tokens_read(self, tokens_LK: Ints, length: Ints) -> float:
-        """Return the KV tokens that a draft reads per layer, averaged over heads, layers and
-        lengths.
-        """
+        """Return the KV tokens a draft reads per layer, averaged over heads, layers and lengths."""
         mark = {"16 bit": 0.5, "fp8": 0.25}[self.precision]
         budget = tokens_LK[..., None]
         pages = length.ravel() / self.page_size
@@ -167,8 +165,8 @@ def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int
 
 
 def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) -> Tensor:
-    """Return the scores ``[B, K, R, N]`` of pages. Incomplete pages, which are not ``known``, may
-    have arbitrary landmarks.
+    """Return page scores ``[B, K, R, N]``. Incomplete pages, which are not ``known``, may have
+    arbitrary landmarks.
     """
     if how == "mean query":
         return page_scores(q_BHRD, marks_BKND)
@@ -186,9 +184,9 @@ class Uneven(drafts.Cycles):
 
     Attributes:
         variant: how pages are ranked.
-        top_k_LK: the number of pages that each head reads by score.
-        groups: by layer, the mean keys of groups of pages ``[B, K, N / 4, D]``, for two levels.
-        heads: for each layer that reuses the pages of the previous layer, the heads of the previous
+        top_k_LK: how many pages each head reads by score.
+        groups: by layer, the mean keys of page groups ``[B, K, N / 4, D]``, for two levels.
+        heads: for each layer that reuses the previous layer's pages, the heads of the previous
             layer whose pages its own heads read.
     """
 
@@ -266,8 +264,8 @@ def measure(
 
 
 def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
-    """Interpolate the curve through ``(xs, ys)`` at x, linearly in log x. Beyond its ends, it is
-    extrapolated.
+    """Interpolate the curve through ``(xs, ys)`` at x, linearly in log x, extrapolating beyond its
+    ends.
     """
     above = min(max(int(np.searchsorted(xs, x)), 1), len(xs) - 1)
     share = np.log(x / xs[above - 1]) / np.log(xs[above] / xs[above - 1])
@@ -275,13 +273,13 @@ def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
 
 
 def reaches(target: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return where the curve reaches ``target``, or None if that is not between its ends."""
+    """Return where the curve reaches ``target``, or None if that isn't between its ends."""
     if not ys[0] <= target <= ys[-1]:
         return None
     return float(np.exp(np.interp(target, ys, np.log(xs))))
 
 
-Curve = Sequence[tuple[float, Floats]]  # pairs of bytes and acceptance [S, R, W], with rising bytes
+Curve = Sequence[tuple[float, Floats]]  # (bytes, acceptance [S, R, W]) pairs, by increasing bytes
 
 
 def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -> list[float]:

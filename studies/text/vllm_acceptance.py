@@ -3,19 +3,19 @@ at temperature 1.
 
     python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
 
-Every step of the engine ends one cycle of every request, so the tokens that a request gets in a
-step are the accepted drafts and one more token. Their number is compared with a prediction for the
-same cycles, computed by the model in float32 along the sampled tokens (``drafts.py``). Since these
-tokens follow the dense policy's distribution, the mean product of min(1, q/p) over the first j
-tokens is an unbiased estimate of the probability that the first j drafts are accepted. For
-comparison, ``consecutive`` and ``geometric`` are the estimates of ``acceptance.py``. ``meter`` is
-the mean acceptance by length that vLLM itself measured over all verified drafts.
+Every engine step ends one cycle of every request, so the tokens a request gets in a step are the
+accepted drafts and one more token. Their number is compared with a prediction for the same cycles,
+computed by the model in float32 along the sampled tokens (``drafts.py``). Since these tokens follow
+the dense policy's distribution, the mean product of min(1, q/p) over the first j tokens is an
+unbiased estimate of the probability that the first j drafts are accepted. For comparison,
+``consecutive`` and ``geometric`` are the estimates from ``acceptance.py``. ``meter`` is the mean
+acceptance by length that vLLM itself measured over all verified drafts.
 
-With ``--meter-budget``, one cycle in four also measures a second schedule, whose mean acceptance is
-compared with the model's at the first drafts of the same cycles. With ``--drafter-invariant``,
-drafts are accepted up to the first that differs from the policy's own token, but the prediction is
-still for rejection sampling. With ``--draft-weights fp8``, vLLM's drafts have rounded weights, but
-the prediction is still for the model's own weights.
+With ``--meter-budget``, one cycle in four also measures a second schedule, and its mean acceptance
+is compared with the model's at the first drafts of the same cycles. With ``--drafter-invariant``,
+drafts are accepted up to the first one that differs from the policy's own token, but the prediction
+is still for rejection sampling. With ``--draft-weights fp8``, vLLM's drafts use rounded weights,
+but the prediction is still for the model's own weights.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Array = NDArray[Any]
-Cycle = tuple[int, int]  # position of the first draft's input, and tokens that the cycle yields
+Cycle = tuple[int, int]  # position of the first draft's input, and tokens the cycle yields
 
 
 def generate(
     llm: Any, prompts: Sequence[list[int]], tokens: int
 ) -> list[tuple[list[int], list[Cycle]]]:
-    """Return each prompt with its continuation, and its cycles without the last one, which may have
-    been cut short by ``tokens``.
+    """Return each prompt with its continuation, and its cycles without the last one, which
+    ``tokens`` may have cut short.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -77,8 +77,8 @@ def generate(
 def predict(
     model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, kept: SparsitySchedule
 ) -> tuple[Tensor, Tensor]:
-    """Return acceptance and the text's own tokens' min(1, q/p) at the drafts of cycles, both ``[B,
-    R, W]``.
+    """Return acceptance, and min(1, q/p) of the text's own tokens, at the cycles' drafts, both
+    ``[B, R, W]``.
     """
     dense = SparsitySchedule.dense(page_size=kept.page_size, dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(kept))
@@ -97,14 +97,14 @@ def predict(
 def compare(
     start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Sequence[int]
 ) -> dict[str, Any]:
-    """Compare tokens per cycle ``[S, R]`` with predictions from the drafts ``[S, R, W]``, in total
+    """Compare tokens per cycle ``[S, R]`` with predictions from the drafts ``[S, R, W]``, overall
     and by length bin.
     """
     request = np.broadcast_to(np.arange(len(start))[:, None], start.shape)
     before = np.concatenate([np.ones_like(ratio[..., :1]), ratio[..., :-1].cumprod(-1)], axis=-1)
     sampled = 1 + (before * alpha).sum(
         -1
-    )  # use the exact acceptance for the last draft, rather than its sampled token
+    )  # use the exact acceptance for the last draft rather than its sampled token
 
     def of(where: Any) -> dict[str, Any]:
         measured = sequence_bootstrap(emitted[where], request[where], weighted_mean)
@@ -136,7 +136,7 @@ def of_first(alpha: Array) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
-    """Run the study. ``options`` are passed to vLLM, for machines that need other options."""
+    """Run the study. ``options`` are passed to vLLM, for machines that need different options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,9 +226,9 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     del llm
 
     model = study.load(attn_implementation=drafts.NAME)
-    # Use only cycles that cannot reach the end of the text, however many tokens they yield. This
-    # criterion depends on where a cycle starts, but not on how many tokens it yielded, so it causes
-    # no bias.
+    # Only use cycles that can't reach the end of the text, however many tokens they yield. This
+    # depends on where a cycle starts, but not on how many tokens it yielded, so it introduces no
+    # bias.
     whole = [
         [cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)]
         for text, cycles in done

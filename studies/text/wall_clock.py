@@ -5,7 +5,7 @@ The text model has few heads, so attention takes only a small part of its decode
 head is copied ``--copies`` times without changing what the model computes: queries and keys are
 repeated, and values and the output projection are scaled to compensate. With 32 copies, a token
 takes 262 KB of cache, and attention takes as large a share of a step as in large models at long
-contexts. The task is that of ``control.py``, with responses four times as long.
+contexts. The task is the one from ``control.py``, with responses four times as long.
 
     # calibrates the schedule of the lossy arm
     python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 \\
@@ -16,9 +16,9 @@ contexts. The task is that of ``control.py``, with responses four times as long.
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json
 
-``OUT/ARM-SEED.jsonl`` is a log like those of ``control.py``, with the seconds of every phase of a
-step. Evaluations on held-out problems do not count. ``OUT/ARM-SEED.profile.json`` shows where the
-time of a decode step goes.
+``OUT/ARM-SEED.jsonl`` is a log like ``control.py``'s, with the seconds of every phase of a step.
+Evaluations on held-out problems don't count. ``OUT/ARM-SEED.profile.json`` shows where decode step
+time goes.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from many_runs import logged, mean_reward, plain_options, schedules, train_logge
 ATTENTION = re.compile(
     r"flash::|FlashAttn|^attend$|^plan_kernel$|^landmark_kernel$|^store_kernel$|varlen_num_blocks"
 )
-"""Names of vLLM's and Sparrow's kernels that attend, select pages or update landmarks."""
+"""vLLM and Sparrow kernels that attend, select pages or update landmarks, by name."""
 PROFILED = 16
-"""The number of engine steps to profile."""
+"""How many engine steps to profile."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
     """Return an equivalent model with ``copies`` times as many query and kv heads, on the same
     device.
 
-    Raises ValueError if ``copies`` is not a power of 2, so dividing weights by it would round them.
+    Raises ValueError if ``copies`` is not a power of 2, since dividing weights by it would then
+    round them.
     """
     power = math.log2(copies)
     if power != int(power):
@@ -132,7 +133,7 @@ class StockEngine(VLLMEngine):
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        plugin.register()  # needed only to load new weights
+        plugin.register()  # only needed for loading new weights
         self._has_memory, self._asleep, self._in_process = (
             not current_platform.is_cpu(),
             False,
@@ -150,14 +151,14 @@ class StockEngine(VLLMEngine):
         self._adapter = None
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Do nothing, because stock vLLM has no schedule."""
+        """No-op: stock vLLM has no schedule."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """Return the size in bytes of a token's keys and values in bfloat16."""
+    """Return the size of a token's keys and values in bfloat16, in bytes."""
     config = model.config
     return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
@@ -165,7 +166,7 @@ def token_bytes(model: PreTrainedModel) -> int:
 def start_engine(
     options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
 ) -> VLLMEngine:
-    """Start vLLM for the model in ``folder``, with memory for all responses of a step at the
+    """Start vLLM with the model in ``folder``, with memory for all responses of a step at the
     maximum length of ``most`` tokens.
     """
     rows = options.prompts * options.samples
@@ -188,7 +189,7 @@ def start_engine(
 
 def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
     """Return how many ms of GPU time each token of a sequence takes in attention and in all other
-    kernels, given the us of each kernel.
+    kernels, given each kernel's time in us.
     """
     attention, other = 0.0, 0.0
     for name, us in kernels:
@@ -203,8 +204,8 @@ def profile(
     engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> dict[str, float]:
     """Profile the middle of a rollout, in ms per token of each sequence. ``clock_ms`` is measured
-    over some engine steps, and the kernels' times over the same number of later steps. In the rest
-    of the time, the GPU waits for the host.
+    over some engine steps, and the kernel times over the same number of later steps. The rest of
+    the time, the GPU waits for the host.
     """
     core, step = engine.llm.llm_engine, engine.llm.llm_engine.step
     states = core.output_processor.request_states

@@ -1,5 +1,5 @@
-"""Draw the README's figure: seconds per training step, reward against wall-clock time, and the tail
-of acceptance.
+"""Draw the README's figure: seconds per training step, reward against wall-clock time, and the
+acceptance tail.
 
 python studies/text/wall_clock_figure.py        # writes docs/figures/wall-clock.png from benchmarks/results
 """
@@ -27,19 +27,19 @@ from sparrow.report.theme import INK, MATPLOTLIB, MUTED, SERIES  # noqa: E402
 PATH = ROOT / "docs/figures/wall-clock.png"
 PHASES = {"rollout": "rollout", "score": "scoring", "update": "update and new weights"}
 READ = 1024
-"""Budget in tokens of the lossy actor whose tail is drawn."""
+"""Budget, in tokens, of the lossy actor in the tail plot."""
 SMOOTH = 3
-"""The number of steps over which rewards are smoothed."""
+"""How many steps to smooth rewards over."""
 
 
 def named(arm: str) -> str:
-    """Return the name of an arm in the figure."""
+    """Return an arm's name in the figure."""
     return arm if arm in ("dense", "lossless") else f"lossy (p5 0.{arm[1:]})"
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each arm, its seconds per step by phase and its clock and reward by step,
-    averaged over its runs.
+    """Return each arm's seconds per step by phase, and its clock and reward by step, averaged over
+    its runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
@@ -59,7 +59,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, float]) -> None:
-    """Draw a bar per arm with the seconds of a step by phase. ``gains`` are the arms' speed-ups
+    """Draw one bar per arm with the seconds of a step by phase. ``gains`` are the arms' speed-ups
     over dense.
     """
     for i, (run, color) in enumerate(zip(arms, (INK, *SERIES), strict=False)):
@@ -82,7 +82,7 @@ def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, flo
 
 
 def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
-    """Draw the actor's reward against the clock, both for each step and smoothed."""
+    """Draw the actor's reward against the clock, per step and smoothed."""
     for run, color in zip(arms, (INK, *SERIES), strict=False):
         seconds, reward = run["reward"].T
         smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")
@@ -98,7 +98,7 @@ def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw the mean and the 5th percentile of a lossy actor's acceptance by position, with 95 %
+    """Draw the mean and 5th percentile of a lossy actor's acceptance by position, with 95 %
     intervals.
     """
     kept = {"mode": "lossy", "budget": READ, "reuse": 1, "dense_layers": []}
@@ -131,7 +131,7 @@ def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Draw the figure. The same results always yield the same bytes."""
+    """Draw the figure. The same results always give the same bytes."""
     result = load("text_wall_clock")
     arms, gains = (
         over_seeds(result["arms"]),

@@ -1,13 +1,13 @@
-"""Summarise the study of reward against wall-clock in a JSON file, which ``wall_clock_figure.py``
-draws.
+"""Summarise the study of reward against wall-clock time in a JSON file for
+``wall_clock_figure.py``.
 
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json [--earlier EARLIER.json]
 
 With ``--earlier``, runs with another seed, of the same model or of one that was trained again, are
-added to those of an earlier summary. The clock adds up the seconds of steps: rollout, scoring,
-update, and the transfer of new weights to vLLM. It does not include vLLM's start and evaluations on
-held-out problems.
+added to an earlier summary's. The clock adds up the seconds of steps: rollout, scoring, update, and
+the transfer of new weights to vLLM. vLLM's start-up and evaluations on held-out problems are not
+included.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from stability_statistics import Run, logged_rows  # noqa: E402
 
 PHASES = ("rollout", "score", "update", "sync")
 HERE = ("checkpoint", "out")
-"""Options that only specify files."""
+"""Options that only name files."""
 RESAMPLES = 2000
-"""The number of resamples for the interval of a speed-up."""
+"""Number of resamples for a speed-up's interval."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Options:
 def arm(path: Path) -> dict[str, Any]:
     """Summarise a run: its seconds by phase, and its rewards against the clock.
 
-    Raises ValueError if the run has only one step, in which kernels were still being compiled.
+    Raises ValueError if the run has only one step, when kernels were still being compiled.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
@@ -62,10 +62,10 @@ def arm(path: Path) -> dict[str, Any]:
         **{name: rows[0][name] for name in ("arm", "seed", "top_k", "device", "token_bytes")},
         "options": {name: value for name, value in rows[0]["options"].items() if name not in HERE},
         "steps": len(steps),
-        "tokens": float(np.mean([row["length"] for row in steps])),  # a response
+        "tokens": float(np.mean([row["length"] for row in steps])),  # per response
         "seconds": dict(
             zip(PHASES, seconds[1:].mean(0).round(3).tolist(), strict=True)
-        ),  # for all steps except the first
+        ),  # over all steps except the first
         "step_s": float(seconds[1:].sum(1).mean()),
         "tokens_per_cycle": float(np.mean(cycles)) if cycles else None,
         "profile": profile,
@@ -90,11 +90,11 @@ def dense_of(run: Run, arms: Sequence[Run]) -> Run:
 
 
 def rollout_share(run: Run) -> list[float]:
-    """Return the share of a step's time that its rollout takes, over all steps except the first,
-    with a 95 % interval.
+    """Return the rollout's share of the time of a step, over all steps except the first, with a 95
+    % interval.
 
-    The interval is computed by resampling the clock times of steps. The other phases do the same
-    work in every step, so their means are used.
+    The interval comes from resampling steps' clock times. The other phases do the same work in
+    every step, so their means are used.
     """
     seconds = np.diff([end for end, _ in run["reward"]])
     others = sum(run["seconds"][phase] for phase in PHASES if phase != "rollout")
@@ -104,15 +104,15 @@ def rollout_share(run: Run) -> list[float]:
 
 
 def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each run, with the share of a step that its rollout takes, the rollout's
-    speed relative to dense rollouts, and how much of the gain comes from attention.
+    """Return a row for each run, with the rollout's share of a step, its speed relative to dense
+    rollouts, and how much of the gain comes from attention.
 
     ``reward`` is the actor's mean reward over the number of steps that every run completed, and
     ``minutes`` is how long these steps took.
 
     ``attention_share`` is attention's share of a decode step's clock time, in the profile.
-    ``saved_by_attention`` is the part of the time saved per token, relative to the dense run, that
-    is saved in attention. The host and other kernels save the rest.
+    ``saved_by_attention`` is the fraction of the time saved per token, relative to the dense run,
+    that is saved in attention. The host and other kernels save the rest.
     """
     steps = min(run["steps"] for run in arms)
     rows = []
@@ -139,13 +139,13 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each arm except dense. Its steps are paired with the steps of the dense arm
-    that have the same problems and the same number of preceding updates.
+    """Return a row for each arm except dense. Its steps are paired with the dense arm's steps that
+    have the same problems and the same number of preceding updates.
 
     ``step_speedup`` is the ratio of dense's seconds to the arm's, summed over all steps except the
     first of each run, with a 95 % interval from resampling pairs. ``reward_minus_dense`` is the
-    mean over the pairs of each run. Because the steps of a run are not independent, an interval
-    would require several runs.
+    mean over each run's pairs. A run's steps are not independent, so an interval would take several
+    runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in arms if run["arm"] != "dense"):
