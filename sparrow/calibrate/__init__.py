@@ -1,6 +1,6 @@
 """Search for the cheapest schedule that meets a target. This package exports the search itself,
-which does not depend on an engine; ``run`` searches with an engine's samples, and ``head_budgets``
-finds a budget for each head.
+which is engine-independent; ``run`` applies it to an engine's samples, and ``head_budgets`` finds
+per-head budgets.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Search for relative budgets of layers or kv heads, some of which need more pages than others.
+"""Search for relative budgets per layer or kv head, since some need more pages than others.
 
-Pages are allocated in small units, each to the layer or head where it reduces the unread attention
-mass most. A layer's unread mass is weighted by how much acceptance drops if only that layer is
+Pages are handed out in small units, each to the layer or head where it cuts unread attention mass
+the most. A layer's unread mass is weighted by how much acceptance drops when only that layer is
 sparse (docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U budgets of 1, 2, ...
@@ -30,14 +30,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
 UNITS = 16  # the mean budget is divided into this many units
-# Every layer is assumed to cost at least this share of the acceptance that the most sensitive layer
-# costs.
+# Floor on a layer's acceptance cost, relative to the most sensitive layer's.
 LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Divide ``units`` among the cells. Each cell gets one unit, and every additional unit goes to
-    the cell whose unread mass it reduces most.
+    """Divide ``units`` among the cells: one each, then every further unit to the cell whose unread
+    mass it cuts the most.
 
     Ties go to the cell with the fewest units.
     """
@@ -52,16 +51,16 @@ def greedy(missed_CU: Floats, units: int) -> Ints:
 
 
 def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
-    """Return how much acceptance each layer costs per unit of unread attention mass. The costs
-    ``lost_L`` were measured with ``at`` units.
+    """Return each layer's acceptance cost per unit of unread attention mass. The costs ``lost_L``
+    were measured with ``at`` units.
     """
     mass = missed_LKU[..., at - 1].mean(1)
     return lost_L / np.maximum(mass, np.finfo(float).tiny)
 
 
 def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
-    """Divide units among layers or kv heads so as to minimise the weighted unread mass. Return the
-    number of units of each head, ``[L, K]``; the mean is ``units``.
+    """Divide units among layers or kv heads to minimise the weighted unread mass. Return units per
+    head, ``[L, K]``, with a mean of ``units``.
     """
     L, K, _ = missed_LKU.shape
     weighted = missed_LKU * weight_L[:, None, None]
@@ -84,18 +83,18 @@ def find(
     """Find budgets for the sparse layers of ``layout`` from dense responses to ``prompts``, and
     return the layout with these budgets.
 
-    The search makes one pass over the responses for each sparse layer, plus four more.
+    The search takes one pass over the responses per sparse layer, plus four more.
 
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
-        layout: specifies which layers are sparse.
+        layout: says which layers are sparse.
         by: "layers" finds one budget for all heads of a layer; "heads" finds one for each head.
-        top_k: the mean number of pages kept by score for which the budgets are optimised.
-        listener: called at the start of every pass with the name of the pass.
+        top_k: the mean number of pages kept by score to optimise the budgets for.
+        listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if the layout has no sparse layer or already has budgets; ``top_k`` is less
-    than ``UNITS``; no layer costs any acceptance when it is sparse; or the budgets do not raise p5
-    at ``top_k``, as when the cost of a layer is not proportional to its unread mass.
+    than ``UNITS``; no layer costs any acceptance when it is sparse; or the budgets don't raise p5
+    at ``top_k``, e.g. because a layer's cost isn't proportional to its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]

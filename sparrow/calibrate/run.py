@@ -48,23 +48,22 @@ def calibrate_engine(
     """Run ``sparrow.calibrate.calibrate`` on trajectories that ``engine`` samples once per round
     and ``scorer`` scores.
 
-    Acceptance is lower on tokens that the actor samples itself, so each of the ``on_policy`` rounds
-    samples under the schedule found so far and continues the search from there. The last round uses
-    all prompts, and earlier rounds use a tenth of them.
+    Acceptance is lower on the actor's own samples, so each ``on_policy`` round samples under the
+    schedule found so far and continues the search from there. The last round uses all prompts, and
+    earlier rounds a tenth of them.
 
     Args:
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
-        budgets: top-k values that the first search tries at every length; no bin ever gets fewer
-            pages than the smallest of these.
+        budgets: top-k values to try at every length in the first search; no bin ever gets fewer
+            pages than the smallest.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
-        layout: specifies page size, bins, dense layers and head budgets. The first round samples
-            under this layout. If it is dense and more rounds follow, the first round samples under
-            the largest of ``budgets`` instead, which takes a fraction of the time.
+        layout: page size, bins, dense layers and head budgets. The first round samples under it. If
+            it's dense and more rounds follow, the first round uses the largest of ``budgets``
+            instead, which takes a fraction of the time.
         on_policy: number of rounds after the first; with 0, there is a single search, on responses
             sampled under ``layout``.
-        lengthen: whether to sample the responses again with longer top-n lists if even dense
-            rollouts need them.
-        listener: called at the start of every pass with the name of the pass.
+        lengthen: whether to resample with longer top-n lists if even dense rollouts need them.
+        listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if there are too few prompts for a confidence interval for p5; there are
     on-policy rounds but no passes to refine their first schedule; no budget meets the target in any
@@ -83,7 +82,7 @@ def calibrate_engine(
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    # the tails that the last rollouts would have had if they had been sampled densely
+    # the last rollouts' tails, had they been sampled densely
     ceiling: tuple[BinMismatch, ...] = ()
 
     def search(
@@ -149,8 +148,8 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Return a message naming lengths at which no budget can be shown to reach ``tau`` because even
-    dense rollouts, whose tail is ``dense``, do not reach it. Return None if there are none.
+    """Say at which lengths no budget can be shown to reach ``tau``, because not even dense rollouts
+    do. ``dense`` is the dense rollouts' tail. Return None if there are no such lengths.
     """
     if tau.relative:
         bins = (

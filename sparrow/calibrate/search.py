@@ -1,8 +1,8 @@
 """Search for the cheapest schedule whose tail meets a target, for any model.
 
-The search does not depend on an engine: the caller passes a function, ``measure``, that takes the
-measurements. The method is that of Sparrow (arXiv 2606.08446, section 4), extended by confidence
-intervals, borrowing from shorter lengths, and a separate budget for each bin (docs/calibration.md).
+The search is engine-independent: the caller passes in a ``measure`` function. The method is
+Sparrow's (arXiv 2606.08446, section 4), plus confidence intervals, borrowing from shorter lengths,
+and a separate budget per bin (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
 MIN_SEQUENCES = 20  # with fewer sequences, p5 has no confidence interval
-# If two budgets are further apart than this factor, a budget between them is measured before p5 is
-# interpolated.
+# If two budgets are further apart than this factor, measure one in between before interpolating p5.
 WIDE = 1.5
-STEP = 4 / 3  # factor by which a budget is first changed if it is too small or needlessly large
+STEP = 4 / 3  # first factor to try on a budget that is too small or needlessly large
 
 
 class Acceptance(NamedTuple):
@@ -37,18 +36,17 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Measures the actor's acceptance under a schedule, on the same trajectories in every call."""
+"""Measures the actor's acceptance under a schedule, always on the same trajectories."""
 
-# maps the top-k values of a pass, one per bin, to the tails of the bins
+# a pass's top-k values, one per bin -> the bins' tails
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
 @dataclass(frozen=True)
 class BinChoice:
-    """The budget chosen in one length bin, and the evidence for it."""
+    """The budget chosen for a length bin, and the evidence for it."""
 
-    # range of lengths in tokens; the first may span several bins of the schedule (see
-    # ``calibrate``)
+    # length range in tokens; the first may span several schedule bins (see ``calibrate``)
     start: int
     end: int
     top_k: int  # pages kept by score in this bin
@@ -56,13 +54,13 @@ class BinChoice:
     p5: float
     lower: float
     upper: float
-    # the sample from which p5 and its interval were computed
+    # the sample behind p5 and its interval
     n_tokens: int
     n_sequences: int
-    # whether the bin had too few tokens of its own, so that tokens at shorter lengths were added
-    # and 1.5 times as many pages chosen
+    # whether the bin had too few tokens of its own, so that it borrowed some from shorter lengths
+    # and got 1.5 times as many pages
     borrowed: bool
-    # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
+    # p5 of dense rollouts in this bin, and its interval; NaN if not measured
     ceiling: float = math.nan
     ceiling_lower: float = math.nan
     ceiling_upper: float = math.nan
@@ -70,11 +68,11 @@ class BinChoice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A schedule, and the measurements on which it is based."""
+    """A schedule and the measurements behind it."""
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin
-    curves: Curves  # the tails of the bins in every pass
+    curves: Curves  # the bins' tails in every pass
 
 
 def calibrate(
@@ -88,31 +86,30 @@ def calibrate(
     ceiling: Acceptance | None = None,
     relative: bool = False,
 ) -> Calibration:
-    """Find the cheapest schedule for which the lower confidence limit of p5 is at least ``target``
-    in every bin. Budgets do not decrease with length.
+    """Find the cheapest schedule that keeps p5's lower confidence limit at ``target`` or above in
+    every bin. Budgets never decrease with length.
 
-    Between two measured budgets, the limit is interpolated linearly in the logarithm of the budget.
-    Even on that scale, measured limits flatten towards larger budgets, so interpolation errs on the
-    side of more pages. Brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets, the limit is interpolated linearly in log budget. It flattens
+    towards larger budgets even on that scale, so interpolation errs on the side of more pages.
+    Brackets wider than ``WIDE`` are bisected first.
 
     A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it or fewer than
     ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are merged until they have
-    enough tokens together; a later bin with too few borrows tokens from shorter lengths.
+    enough; a later bin with too few borrows from shorter lengths.
 
     Args:
         measure: returns the acceptance under a schedule; called once per pass.
         trials: schedules to measure first, all with the same layout.
-        target: the value that the lower end of p5's 95 % interval must reach.
+        target: what the lower end of p5's 95 % interval must reach.
         fewest: minimum number of pages to try in any bin.
-        refine: maximum number of passes after the trials. In every bin that is not settled, a pass
-            tries more pages if no budget has met the target yet, fewer if every budget has, and
-            otherwise a budget halfway between the largest that fails and the smallest that meets
-            it.
+        refine: maximum number of passes after the trials. In every unsettled bin, a pass tries more
+            pages if no budget has met the target yet, fewer if all have, and otherwise halfway
+            between the largest that failed and the smallest that passed.
         seed: seed for the bootstrap.
         provenance: recorded in the schedule, together with the evidence.
-        ceiling: acceptance that the same tokens would have if they had been sampled densely.
-        relative: whether the target applies to p5 relative to that ceiling (see ``mismatch.tau``)
-            instead of p5 itself.
+        ceiling: what the same tokens' acceptance would be if they had been sampled densely.
+        relative: apply the target to p5 relative to that ceiling (see ``mismatch.tau``) rather than
+            to p5 itself.
 
     Raises ConfigError if there are no trials, the target is outside (0, 1), or there are too few
     tokens in total.
@@ -178,18 +175,18 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """Build a schedule's table, in which budgets never decrease with length, from ``bins`` (in
-    ascending order) and their budgets ``pages``.
+    """Build a schedule's table from ``bins`` (ascending) and their budgets ``pages``, so that
+    budgets never decrease with length.
 
-    A bin that was not measured, because it contains only prompts, was merged into the first bin or
-    lies between short and long prompts, gets the budget of the next longer bin.
+    Bins that weren't measured (prompt-only, merged into the first bin, or between short and long
+    prompts) get the next longer bin's budget.
     """
     measured = list(bins)
     rising = np.maximum.accumulate(list(pages)).tolist()
     return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
 
-Tried = dict[int, PercentileInterval]  # maps top-k, in ascending order, to the tail of one bin
+Tried = dict[int, PercentileInterval]  # top-k, ascending -> one bin's tail
 
 
 def _by_bin(curves: Curves) -> list[Tried]:
@@ -198,8 +195,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """Find the smallest budget tried whose lower limit meets the target. Return the next smaller
-    budget that was tried, or None, and the one found.
+    """Find the smallest budget tried so far with a lower limit that meets the target. Return the
+    next smaller one tried (or None) and the one found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -208,8 +205,8 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 def _wanted(
     by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
 ) -> list[int] | None:
-    """Choose the budget to measure next in every bin, which for a settled bin is one that was
-    already measured. Return None if all bins are settled.
+    """Pick the budget to measure next in every bin; settled bins just repeat an old one. Return
+    None once all bins are settled.
     """
     wanted: list[int] = []
     settled = True
@@ -218,7 +215,7 @@ def _wanted(
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            # Only dense decoding was tried here, at lengths that no earlier search reached.
+            # Only dense decoding has been tried here: no earlier search reached this length.
             if fails is None:
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
@@ -246,10 +243,10 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """Choose the cheapest budget whose lower limit meets the target in a bin. The budget is at
-    least ``at_least``, the budget of the preceding bin.
+    """Pick the cheapest budget that meets the target in a bin, going by the lower limit, but no
+    less than ``at_least``, the previous bin's budget.
 
-    ``absolute`` contains the measured tails, and ``tried`` the same tails on the target's scale.
+    ``absolute`` holds the measured tails, and ``tried`` the same tails on the target's scale.
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
@@ -259,7 +256,7 @@ def _bin_choice(
             (1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1
         )
     if borrowed:
-        # Tokens borrowed from shorter lengths make the tail look better than that of the bin alone.
+        # Tokens borrowed from shorter lengths make the bin's tail look better than it is.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
@@ -282,7 +279,7 @@ def _bin_choice(
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
     """Return whether the tokens selected by ``inside`` (bool ``[T]``) come from too few sequences,
-    or whether too few of them lie below p5.
+    or too few of them lie below p5.
     """
     tokens = int(inside.sum())
     sequences = len(np.unique(acceptance.sequence[inside]))
@@ -290,8 +287,8 @@ def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
-    """Return the bin of every token, int64 ``[T]``, merging the first bins until they have enough
-    tokens together.
+    """Return each token's bin, int64 ``[T]``. The first bins are merged until they have enough
+    tokens between them.
     """
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):

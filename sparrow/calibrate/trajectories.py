@@ -25,22 +25,22 @@ from sparrow.schedule import SparsitySchedule
 class Trajectories:
     """Rollouts sampled once and scored under many schedules by teacher forcing.
 
-    The scorer rounds differently from the sampler, whose p5 is the one that must reach the target.
-    Under the schedule that generated the rollouts, this difference can be measured at every token;
-    it is then added as noise to the log-probs under every schedule, including the dense one.
+    It's the sampler's p5 that must reach the target, but the scorer rounds differently. Under the
+    schedule that generated the rollouts, the difference can be measured at every token; it is then
+    added as noise to the log-probs under every schedule, including the dense one.
 
-    All results are stored in ``folder``, so an interrupted calibration continues where it left off.
+    Everything is stored in ``folder``, so an interrupted calibration picks up where it left off.
 
     Args:
         engine: samples the responses.
         scorer: scores the responses, with the same weights as ``engine``.
         prompts: one prompt per response.
         sampling: how responses are sampled.
-        folder: where rollouts and scores are stored. Existing files are reused if prompts, sampling
-            and ``made_by`` are the same.
-        behaviour: the schedule under which responses are sampled; dense by default.
-        made_by: identifies the weights and the engine, as JSON types; needed if the folder may also
-            be used with other weights or engines.
+        folder: where rollouts and scores are stored. Existing files are reused if prompts,
+            sampling, ``behaviour`` and ``made_by`` are the same.
+        behaviour: the schedule to sample under; dense by default.
+        made_by: identifies the weights and the engine, as plain JSON types; needed if the folder
+            may be shared with other weights or engines.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Trajectories:
         ]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
-        """Compute the acceptance rates of the actor under ``schedule``, by default the one that
-        generated the rollouts, with respect to the dense model.
+        """Compute the actor's acceptance rates against the dense model, under ``schedule`` or, by
+        default, the schedule that generated the rollouts.
         """
         sparse: list[Any] = (
             self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
@@ -87,8 +87,8 @@ class Trajectories:
         ]
 
     def ceiling(self) -> list[TokenAcceptance]:
-        """Compute the acceptance of dense rollouts, which falls short of 1 because the sampler adds
-        noise and the lists do not contain all tokens.
+        """Compute dense rollouts' acceptance, which falls short of 1 because of sampler noise and
+        because the lists don't cover all tokens.
         """
         sampled = self._dense
         if self._noise:

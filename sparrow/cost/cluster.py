@@ -1,9 +1,9 @@
-"""Predict the cost of a whole run on several GPUs: the memory that it needs and, for each decoding
-mode, how long each phase of a step takes.
+"""Predict the cost of a whole run on several GPUs: how much memory it needs and, per decoding mode,
+how long each phase of a step takes.
 
-``sparrow.cost.roofline`` predicts the cost of one engine. Here, several engines (of one or more
-GPUs each) and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions.
-Everything here is arithmetic; nothing is measured.
+``sparrow.cost.roofline`` covers a single engine. Here, several engines (of one or more GPUs each)
+and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions. Everything
+here is arithmetic; nothing is measured.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ from sparrow.schedule import SparsitySchedule
 
 STATE_BYTES = 12  # bytes per parameter between steps: a float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-# bytes of one chunk of logits in the log-prob pass: three float32 copies for 4096 tokens and a
-# vocabulary of 152K
+# bytes for one chunk of logits in the log-prob pass: three float32 copies, 4096 tokens, a 152K
+# vocabulary
 HEAD_BYTES = 7.5e9
-# activation bytes per token and hidden unit in the layer being computed; every layer whose
-# activations are kept adds 2
+# activation bytes per token and hidden unit in the current layer; each layer with kept activations
+# adds 2
 LAYER_BYTES = 34
-LINK_BYTES_S = 350e9  # bandwidth between GPUs of one host
-NETWORK_BYTES_S = 40e9  # bandwidth from a GPU to another host
-HOST_BYTES_S = 13e9  # bandwidth between a GPU and host memory, as measured in vLLM's sleep and wake
-# measured seconds per response token for sending every token to all processes twice: after the
-# rollout, and again with its log-probs
+LINK_BYTES_S = 350e9  # GPU to GPU on the same host
+NETWORK_BYTES_S = 40e9  # GPU to GPU on another host
+HOST_BYTES_S = 13e9  # GPU to host memory and back, measured in vLLM's sleep mode
+# seconds per response token to send it to all processes twice (after the rollout, and again with
+# its log-probs), as measured
 GATHER_S = 1.4e-6
-# share of a GPU's memory that vLLM uses by default, of which MEMORY_FRACTION is for weights and KV
-# cache
+# share of GPU memory that vLLM uses by default, in which case weights and KV cache get
+# MEMORY_FRACTION
 VLLM_SHARE = 0.9
-# share of a GPU's memory that an engine and the training state may use together, leaving the rest
-# to the driver and NCCL
+# share of GPU memory that an engine and the training state may use together; the rest is for the
+# driver and NCCL
 MOST_SHARE = 0.97
-# seconds per all-reduce; each layer of a tensor-parallel engine needs two all-reduces per decode
-# step
+# seconds per all-reduce; a tensor-parallel engine needs two per layer in each decode step
 ALL_REDUCE_S = 15e-6
 
 
@@ -57,7 +56,7 @@ class Cluster:
     """GPUs of one kind."""
 
     machine: Machine  # a single GPU
-    gpus: int  # number of GPUs; each host is filled before the next is used
+    gpus: int  # number of GPUs; hosts are filled one after another
     tensor_parallel: int = 1  # number of GPUs per engine
     host: int = 8  # number of GPUs per host
 
@@ -74,16 +73,16 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """The bandwidth, in bytes per second, at which a GPU receives the shards of the others,
-        within one host or across hosts.
+        """Bandwidth, in bytes per second, at which a GPU gets the others' shards, within a host or
+        across hosts.
         """
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes used on one GPU during training and during a rollout, and the number of full-length
-    responses that fit in an engine's cache.
+    """Bytes used per GPU in training and in a rollout, and how many full-length responses fit in an
+    engine's cache.
     """
 
     state: float
@@ -96,8 +95,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one RL step, by phase. ``imbalance`` is the rollout time of the slowest engine
-    divided by the mean over engines.
+    """Seconds per RL step, by phase. ``imbalance`` is the slowest engine's rollout time relative to
+    the mean over engines.
     """
 
     rollout: float
@@ -116,7 +115,7 @@ class Plan:
     memory: Memory
     dense: Step
     sparse: Step | None  # None without a schedule
-    lossless: Step | None = None  # None if the acceptance of drafts is not given
+    lossless: Step | None = None  # None without a draft acceptance
 
 
 def fit(
@@ -128,14 +127,14 @@ def fit(
     recompute: bool = True,
     engine_share: float | None = None,
 ) -> Memory:
-    """Compute the bytes needed per GPU, assuming that weights, moments and gradients are sharded
-    over all GPUs (FSDP2) and that vLLM sleeps during training.
+    """Compute the bytes needed per GPU, with weights, moments and gradients sharded over all GPUs
+    (FSDP2) and vLLM asleep during training.
 
     Args:
-        longest: number of tokens in the longest sequence, prompt and response together.
-        token_budget: number of padded tokens per training pass.
-        colocated: whether engines run on the training GPUs; if so, the sharded training state stays
-            on these GPUs during rollouts.
+        longest: length of the longest sequence in tokens, prompt plus response.
+        token_budget: padded tokens per training pass.
+        colocated: whether engines run on the training GPUs; if so, they share memory with the
+            sharded training state during rollouts.
         recompute: whether activations are recomputed layer by layer in the backward pass (gradient
             checkpointing).
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
@@ -186,8 +185,8 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Return how many bytes of a GPU its engine cannot use: the size of the training state or the
-    memory that ``gpu_memory_utilization`` leaves free, whichever is larger.
+    """Return the bytes per GPU that an engine can't use: the training state or what
+    ``gpu_memory_utilization`` leaves free, whichever is larger.
     """
     left = (
         0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
@@ -196,7 +195,7 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """Combine an engine's GPUs into one machine, without ``reserved`` bytes of each GPU."""
+    """Combine an engine's GPUs into one machine, minus ``reserved`` bytes per GPU."""
     m = cluster.machine
     n = cluster.tensor_parallel
     return Machine(
@@ -209,10 +208,10 @@ def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
 
 
 def engine_shape(shape: ModelShape, cluster: Cluster) -> ModelShape:
-    """Return the model as one engine holds it. vLLM divides the KV heads among the engine's GPUs
-    or, if there are more GPUs than KV heads, caches every KV head on several GPUs.
+    """Return the model as an engine holds it. vLLM splits the KV heads over the engine's GPUs or,
+    with more GPUs than KV heads, caches each head on several of them.
 
-    Raises ConfigError if the heads cannot be divided among the GPUs in this way.
+    Raises ConfigError if the heads can't be split that way.
     """
     n = cluster.tensor_parallel
     if shape.heads % n or (shape.kv_heads % n and n % shape.kv_heads):
@@ -237,13 +236,13 @@ def plan(
     engine_share: float | None = None,
     acceptance: float | None = None,
 ) -> Plan:
-    """Predict one RL step over ``responses`` (lengths in tokens), assigned to the engines
-    round-robin as in the trainer.
+    """Predict one RL step over ``responses`` (lengths in tokens), assigned to engines round-robin
+    as in the trainer.
 
-    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance`` is the acceptance of
-    drafts, as in ``predict_lossless``.
+    See ``fit`` for ``recompute`` and ``engine_share``, and ``predict_lossless`` for ``acceptance``,
+    the draft acceptance.
 
-    Raises the errors of ``fit``. ConfigError: there are fewer responses than engines.
+    Raises ConfigError if there are fewer responses than engines. Also raises the errors of ``fit``.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
@@ -293,14 +292,14 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict how many seconds it takes to compute the log-probs of sequences and to update on
-    them. Each takes as long as the computation (``roofline.train_seconds``) or as gathering the
-    shards, whichever is longer. ``totals`` contains the length of each sequence in tokens.
+    """Predict the seconds for a step's log-probs and for its update. Each takes as long as its
+    compute (``roofline.train_seconds``) or as gathering the shards, whichever is longer. ``totals``
+    holds the sequence lengths in tokens.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
 
-    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are
+    # bf16 weights are gathered once for the log-probs and twice for the update; gradients are
     # reduced in float32.
     parameters = shape.weights + shape.embedding
     away = (cluster.gpus - 1) / cluster.gpus * parameters / cluster.exchange_bytes_s
@@ -311,9 +310,9 @@ def train_seconds(
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Predict how many seconds it takes to gather the float32 shards and send new weights to every
-    engine. If engines are colocated, this includes vLLM's sleep mode, which moves the engine's
-    weights to host memory and back.
+    """Predict the seconds to gather the float32 shards and send every engine its new weights. With
+    colocated engines, that includes vLLM's sleep mode moving engine weights to host memory and
+    back.
     """
     parameters = shape.weights + shape.embedding
     gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
@@ -329,8 +328,8 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """Return a plan as (name, value) pairs for printing, with the hours that a run takes if its
-    number of ``steps`` is given.
+    """Return a plan as (name, value) pairs for printing, with the hours per run if the number of
+    ``steps`` is given.
     """
     gib = 2**30
     m = planned.memory

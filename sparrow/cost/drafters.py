@@ -1,10 +1,10 @@
 """Predict the break-even of drafters: how many tokens a cycle must produce before a drafter is
 faster than dense decoding.
 
-A cycle drafts some tokens and verifies them in a dense pass, so the break-even is the time of a
-cycle divided by the time of a dense step. A pass of a trained drafter is assumed to cost as much as
-a decode step through a few layers; nothing is fitted to measured drafters. ``docs/cost.md``
-compares the predictions with measurements.
+A cycle drafts some tokens and verifies them in a dense pass, so the break-even is the cycle time
+divided by the dense step time. A trained drafter's pass is assumed to cost as much as a decode step
+through a few layers; nothing is fitted to measured drafters. ``docs/cost.md`` compares the
+predictions with measurements.
 
 Shapes: B sequences.
 """
@@ -40,7 +40,7 @@ class TrainedDrafter:
     """A trained drafter: a few layers of the model's width, and an output layer."""
 
     name: str
-    drafts: int  # number of tokens drafted per cycle
+    drafts: int  # tokens drafted per cycle
     passes: int  # forward passes of the drafter per cycle
     layers: int
     output_share: float  # size of the drafter's output layer, relative to the model's
@@ -63,8 +63,8 @@ def break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Return how many tokens per cycle a trained drafter needs to break even, for sequences of
-    ``lengths`` ``[B]`` cached tokens.
+    """Return how many tokens per cycle a trained drafter needs to break even, with ``lengths``
+    ``[B]`` tokens cached per sequence.
 
     Raises ValueError: see ``decode_step``.
     """
@@ -72,7 +72,7 @@ def break_even(
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     dense_s = decode_step(shape, machine, length, None, plain).seconds
 
-    # A drafter's layers are dense even if the model is a mixture of experts.
+    # A drafter's layers are dense even for an MoE model.
     layer = (shape.active_weights - shape.output) / shape.layers
     output = drafter.output_share * shape.output
     head = replace(
@@ -84,7 +84,7 @@ def break_even(
         attention_layers=None,
         state_bytes=0.0,
     )
-    # a cycle is scheduled only once, which ``dense_s`` already includes
+    # a cycle is only scheduled once, and ``dense_s`` already includes that
     one_token = replace(plain, row_s=0.0)
     pass_s = decode_step(head, machine, length, None, one_token).seconds
     # number of drafted tokens beyond one per pass
@@ -104,9 +104,9 @@ def sparse_break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Return how many tokens per cycle the sparse actor needs to break even; see ``break_even``."""
+    """Like ``break_even``, but for the sparse actor."""
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
-    # with every draft rejected, the cost per token is that of a whole cycle
+    # with every draft rejected, a token costs a whole cycle
     rejected = replace(lossless.drafting, acceptance=0.0)
     cycle_s = lossless_step(shape, machine, lengths, rejected, plain, cycle).seconds
     return cycle_s / decode_step(shape, machine, lengths, None, plain).seconds
@@ -120,8 +120,8 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Return break-evens as (name, value) pairs for printing. They are computed at the mean batch
-    size and the mean length at which tokens are sampled.
+    """Return break-evens as (name, value) pairs for printing. These are for the mean batch size and
+    the mean length at which tokens are sampled.
     """
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))

@@ -2,10 +2,10 @@
 dense, lossy and lossless rollouts.
 
 A cycle consists of k draft steps and one verification. The verification reads weights and cache
-like a dense step, but computes k more tokens per sequence, which in a mixture of experts also
-activate more experts. If drafts are accepted independently with probability a, a cycle produces (1
-- a^(k+1)) / (1 - a) tokens (Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md``
-explains what is fitted and what is assumed.
+like a dense step, but computes k more tokens per sequence, which in an MoE also activate more
+experts. If drafts are accepted independently with probability a, a cycle produces (1 - a^(k+1)) /
+(1 - a) tokens (Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md`` explains what is
+fitted and what is assumed.
 
 Shapes: B sequences, k drafts per cycle.
 """
@@ -32,10 +32,10 @@ from sparrow.decoding import DraftWeights, acceptance_at
 from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which the acceptance is given
-WORTHWHILE = 1.15  # a smaller speed-up of the rollout is within the error of the predictions
+REFERENCE_TOKENS = 1024  # the draft budget in tokens that acceptance is quoted for
+WORTHWHILE = 1.15  # smaller rollout speed-ups are within prediction error
 DRAFT_TOKENS = (2, 4, 8, 16)
-# pages of 16 tokens per layer, in addition to the sink page and the two recent pages
+# 16-token pages per layer, on top of the sink page and the two recent pages
 DRAFT_PAGES = (
     29,
     61,
@@ -46,16 +46,16 @@ DRAFT_PAGES = (
 
 @dataclass(frozen=True)
 class Cycle:
-    """Costs of a cycle beyond the bytes that its steps read and the overheads of a dense step."""
+    """What a cycle costs on top of the bytes it reads and a dense step's overheads."""
 
-    # seconds per layer of a draft step, in place of all ``Overheads``, because a draft step is a
+    # seconds per layer in a draft step, in place of all ``Overheads``, because a draft step is a
     # single CUDA graph
     draft_layer_s: float
-    # share of the machine's peak FLOP/s at which a verification computes its additional tokens
+    # share of peak FLOP/s that a verification reaches on its extra tokens
     peak_share: float
-    # additional seconds per layer of an fp8 draft step, which has to round its activations
+    # extra seconds per layer in an fp8 draft step, for rounding activations
     fp8_layer_s: float = 0.0
-    fp8_share: float = 1.0  # bandwidth at which fp8 steps read weights, relative to other steps
+    fp8_share: float = 1.0  # weight bandwidth of fp8 steps, relative to other steps
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
@@ -63,15 +63,13 @@ CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
-    """Return how many seconds it takes to multiply ``tokens`` tokens by the weights at the
-    machine's peak FLOP/s.
-    """
+    """Return the seconds to multiply ``tokens`` tokens by the weights at peak FLOP/s."""
     return 2 * shape.active_weights * tokens / machine.flops
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return the extra bytes of expert weights that a pass over ``tokens`` tokens reads if it also
-    processes ``further`` more tokens; 0 for a dense model.
+    """Return the extra expert weight bytes read by a pass over ``tokens`` tokens if it takes on
+    ``further`` more tokens; 0 for a dense model.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -84,8 +82,8 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return how many seconds longer a dense step over ``sequences`` sequences takes if it also
-    verifies ``further`` drafts.
+    """Return the extra seconds that a dense step over ``sequences`` sequences takes to also verify
+    ``further`` drafts.
     """
     read_s = expert_bytes(shape, sequences, further) / (
         machine.read_bytes_s * overheads.read_fraction
@@ -95,14 +93,12 @@ def verify_s(
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a cycle drafts: how many tokens, reading which pages and weights, and with what
-    acceptance.
-    """
+    """How a cycle drafts: draft length, pages and weights read, and acceptance."""
 
-    tokens: int  # number of drafts per cycle (k); 0 means plain dense decoding
-    schedule: SparsitySchedule  # schedule of the draft steps
+    tokens: int  # draft length (k); 0 means plain dense decoding
+    schedule: SparsitySchedule  # the draft schedule
     acceptance: float  # mean probability that a draft is accepted, from 0 to 1
-    weights: DraftWeights = "auto"  # weights that the draft steps use
+    weights: DraftWeights = "auto"  # weights used in draft steps
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -118,11 +114,10 @@ def lossless_step(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
-    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that
-    the cycle produces per sequence so that it can be compared with a dense step. A cycle without
-    drafts is a dense step.
+    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by its tokens per
+    sequence so that it compares with a dense step. A cycle without drafts is a dense step.
 
-    Raises ValueError, ConfigError: see ``decode_step``.
+    Raises the errors of ``decode_step``.
     """
     if not drafting.tokens:
         return decode_step(shape, machine, lengths, None, overheads)
@@ -136,8 +131,8 @@ def lossless_step(
         layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
 
-    # Fp8 saves only memory traffic: its products are assumed to cost as much as 16-bit products,
-    # and its scales are ignored.
+    # Fp8 only saves memory traffic: its matmuls are assumed to cost as much as 16-bit ones, and its
+    # scales are ignored.
     read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
@@ -151,8 +146,7 @@ def lossless_step(
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # once per output token
-    # Host time is counted per token, as in dense steps, because the host time of a cycle was not
-    # measured.
+    # Count host time per token, as in dense steps, because it was never measured per cycle.
     host_s = overheads.host_s * length.size * given
     overhead_s += max(0.0, host_s - overhead_s - weight_s - attention_s)
     return StepCost(
@@ -167,10 +161,10 @@ def lossless_step(
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
-    """Return the size in bytes of the fp8 copy of the weights that draft steps use: one byte for
-    each weight outside the output layer, or 0 if there is no such copy.
+    """Return the bytes taken up by the fp8 weight copy for draft steps: one per weight outside the
+    output layer, or 0 without a copy.
 
-    Raises ConfigError if the model is a mixture of experts, for which fp8 copies are not supported.
+    Raises ConfigError if the model is a mixture of experts: fp8 copies don't support those.
     """
     if draft_weights != "auto" and shape.experts is not None:
         raise ConfigError(
@@ -183,10 +177,10 @@ def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
 def choices(
     acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
 ) -> list[Drafting]:
-    """List the combinations of draft length and budget to choose from, given the acceptance of
-    drafts that read ``REFERENCE_TOKENS``.
+    """List the draft lengths and budgets to choose from, given the acceptance of drafts that read
+    ``REFERENCE_TOKENS``.
 
-    Acceptance is assumed to be the same with 8-bit landmarks (``docs/selectors.md``).
+    8-bit landmarks are assumed not to change acceptance (``docs/selectors.md``).
     """
     candidates = []
     for pages in DRAFT_PAGES:
@@ -200,9 +194,7 @@ def choices(
 def typical_batch(
     dense: RolloutEstimate, responses: ArrayLike, prompt: int = 256
 ) -> tuple[int, float]:
-    """Return the mean batch size of a dense rollout and the mean length at which its tokens are
-    sampled.
-    """
+    """Return a dense rollout's mean batch size, and the mean length at which tokens are sampled."""
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     mean = prompt + float(np.average(final, weights=final)) / 2
     return max(1, round(dense.mean_batch)), mean
@@ -211,7 +203,7 @@ def typical_batch(
 @dataclass(frozen=True)
 class LosslessPrediction:
     """A predicted lossless rollout. Each cycle drafts ``drafting.tokens`` tokens, half as many, or
-    none, whichever is the fastest.
+    none, whichever is fastest.
     """
 
     drafting: Drafting
@@ -235,9 +227,9 @@ def predict_lossless(
     """Find the best of ``choices`` for a rollout of ``responses``, and predict that rollout.
 
     ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and use
-    ``draft_weights``. If drafts use a separate copy of the weights, less memory is left for the
-    cache. Choices are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length
-    at which tokens are sampled.
+    ``draft_weights``. A separate weight copy for drafts leaves less memory for the cache. Choices
+    are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length at which tokens
+    are sampled.
 
     Raises ValueError if the acceptance is outside [0, 1]. Also raises the errors of
     ``simulate_rollout``.
@@ -258,7 +250,7 @@ def predict_lossless(
     def fastest(lengths: NDArray[np.int64]) -> StepCost:
         return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
 
-    # Like an embedding, the copy occupies memory, but a dense step does not read it.
+    # Like an embedding, the copy takes up memory but isn't read in a dense step.
     held = replace(
         shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes)
     )
@@ -270,7 +262,7 @@ def predict_lossless(
 
 def rows(lossy: Prediction, lossless: LosslessPrediction | None) -> list[tuple[str, str]]:
     """Compare dense, lossy and lossless rollouts in (name, value) pairs for printing, with a
-    verdict on which mode to use. ``lossless`` is None for a model that lossless mode refuses.
+    verdict on which mode to use. ``lossless`` is None if lossless mode doesn't support the model.
     """
     rollouts = [("dense rollout", str(lossy.dense)), ("lossy rollout", str(lossy.sparse))]
     speedups = [

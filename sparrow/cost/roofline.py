@@ -1,7 +1,7 @@
 """Predict the speed-up of a sparsity schedule with a byte-accurate roofline model of decoding.
 
-The predictions are computed from the shape of the model and the specifications of the machine.
-``docs/cost.md`` explains what is exact, what is fitted and what is assumed.
+Predictions come from the model's shape and the machine's specs. ``docs/cost.md`` explains what is
+exact, what is fitted and what is assumed.
 
 Shapes: B sequences.
 """
@@ -19,34 +19,34 @@ from sparrow.cost.shapes import ModelShape
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-# share of device memory for weights and KV cache; it puts predicted KV capacities of an H200 within
-# 4 % of the actual ones
+# share of device memory for weights and KV cache; predicted H200 KV capacities are within 4 % of
+# actual ones
 MEMORY_FRACTION = 0.85
-PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s that prefill reaches
-# shares of the peak FLOP/s that the trainer's log-prob passes and updates reach, as measured by
+PREFILL_MFU = 0.5  # share of peak FLOP/s that prefill reaches (assumed)
+# share of peak FLOP/s that the trainer's log-prob passes and updates reach, measured by
 # benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
-CHUNK = 256  # decode steps predicted together, all at the length halfway through
+CHUNK = 256  # decode steps predicted at once, at the length halfway through
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or several combined into one by adding up their specifications (see
+    """One accelerator, or several rolled into one by adding up their specs (see
     ``sparrow.cost.cluster``).
     """
 
     name: str
-    hbm_bytes_s: float  # bandwidth according to the data sheet
-    read_bytes_s: float  # bandwidth that a plain read of memory achieves
-    # dense bf16 FLOP/s according to the data sheet, which is half of the figure "with sparsity"
+    hbm_bytes_s: float  # data sheet bandwidth
+    read_bytes_s: float  # bandwidth of a plain memory read
+    # data sheet FLOP/s in dense bf16, which is half the "with sparsity" figure
     flops: float
     memory_bytes: float
 
 
-# Figures are from NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200), and memory is
-# what nvidia-smi reports, in MiB. The H200's bandwidth for plain reads is measured (4.65 TB/s, 97 %
-# of the data sheet's bandwidth); the other GPUs are assumed to reach the same share.
+# From NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200), except that memory is
+# what nvidia-smi reports, in MiB. The H200's plain read bandwidth is measured (4.65 TB/s, 97 % of
+# the data sheet's); the other GPUs are assumed to reach the same share.
 MACHINES = {
     "a100": Machine("A100", 2.039e12, 0.97 * 2.039e12, 312e12, 81920 * 2**20),
     "h100": Machine("H100", 3.35e12, 0.97 * 3.35e12, 989.5e12, 81559 * 2**20),
@@ -57,18 +57,18 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """Costs of a decode step beyond the bytes it reads, as fitted by
+    """What a decode step costs on top of the bytes it reads, as fitted by
     ``benchmarks/fit_roofline.py``.
     """
 
     layer_s: float = 0.0  # seconds per layer, independent of the bytes read
-    # additional seconds per layer that scores and selects pages
+    # extra seconds per layer that scores and selects pages
     sparse_layer_s: float = 0.0
     row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
-    # additional seconds per sequence, for listing the 20 most likely tokens
+    # extra seconds per sequence, for the top-20 lists
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    # seconds per sequence that the host needs for these lists, while the device is running
+    # host seconds per sequence for these lists, while the device is running
     host_s: float = 0.0
 
 
@@ -77,14 +77,13 @@ VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of decoding one token for each sequence of a batch: bytes read, and seconds by
-    cause.
+    """The cost of decoding one token per sequence in a batch: bytes read, and seconds by cause.
 
-    Time spent waiting for the host counts as overhead.
+    Waiting for the host counts as overhead.
     """
 
     weight_bytes: float
-    kv_bytes: float  # including the states of linear attention, which are read and written
+    kv_bytes: float  # including linear attention states, which are read and written
     landmark_bytes: float
     overhead_s: float
     weight_s: float
@@ -104,8 +103,8 @@ def decode_step(
 
     A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
     the kept pages of sparse layers, and the landmarks of sequences that are not read in full.
-    Linear-attention layers read and write their state. KV writes, activations and logits are part
-    of the overheads.
+    Linear-attention layers read and write their state. KV writes, activations and logits are
+    covered by the overheads.
 
     Raises ValueError if there are no sequences, or a sequence has no tokens. Raises ConfigError if
     the schedule is for a different model.
@@ -153,14 +152,14 @@ def decode_step(
 
 @dataclass(frozen=True)
 class RolloutEstimate:
-    """A simulated rollout: seconds by cause, and statistics of its batches."""
+    """A simulated rollout: seconds by cause, and batch statistics."""
 
     overhead_s: float
     weight_s: float
     attention_s: float
-    prefill_s: float  # prefill of prompts, and of responses that are recomputed after preemption
+    prefill_s: float  # prefill of prompts, and of responses recomputed after preemption
     seconds: float  # sum of the seconds above
-    drain_s: float  # the part of ``seconds`` spent after the last response entered the batch
+    drain_s: float  # the part of ``seconds`` after the last response entered the batch
     tokens: int
     mean_batch: float
     preemptions: int
@@ -189,7 +188,7 @@ def response_lengths(
 
 
 def kv_capacity(shape: ModelShape, machine: Machine) -> int:
-    """Compute how many tokens' keys and values fit in memory together with the weights."""
+    """Compute how many tokens of KV cache fit in memory next to the weights."""
     weight_bytes = (shape.weights + shape.embedding) * shape.weight_bytes
     free = MEMORY_FRACTION * machine.memory_bytes - weight_bytes
     return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
@@ -206,13 +205,13 @@ def simulate_rollout(
     *,
     price: Callable[[NDArray[np.int64]], StepCost] | None = None,
 ) -> RolloutEstimate:
-    """Simulate continuous batching of ``responses`` on one machine, whose KV memory limits the
-    batch. ``responses`` contains lengths in tokens, in the order in which the responses are served.
+    """Simulate continuous batching of ``responses`` (lengths in tokens, in serving order) on one
+    machine. KV memory limits the batch size.
 
     A response enters the batch once its tokens so far fit and leave room for the batch to grow.
-    When memory runs out, the response that entered last is preempted and recomputed later. Reading
-    fewer pages does not make the cache smaller, so dense and sparse rollouts are batched alike.
-    ``price`` maps lengths to the cost of a step, and is ``decode_step`` by default.
+    When memory runs out, the last response to enter is preempted and recomputed later. Reading
+    fewer pages doesn't shrink the cache, so dense and sparse rollouts are batched alike. ``price``
+    maps lengths to the step cost; it defaults to ``decode_step``.
 
     Raises ConfigError if a single response does not fit in memory. Raises ValueError if there are
     no responses, or a response is empty.
@@ -231,9 +230,9 @@ def simulate_rollout(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )
 
-    # For each waiting response: number of cached tokens, and number of tokens left to sample.
+    # Per waiting response: tokens cached, and tokens left to sample.
     waiting = deque((prompt, int(n)) for n in final)
-    # For each running response: number of cached tokens, and number of tokens left to sample.
+    # The same for running responses.
     length = np.empty(0, np.int64)
     left = np.empty(0, np.int64)
     spent = np.zeros(3)
@@ -279,15 +278,14 @@ def simulate_rollout(
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Predict how many seconds it takes to compute the log-probs of sequences and to update on
-    them.
+    """Predict the seconds for a step's log-probs and for its update.
 
-    Log-probs take one forward pass. An update takes two forward passes, one of which recomputes
-    activations, and a backward pass, which costs as much as two forward passes. The FLOPs of a pass
-    are those of the weights and of causal attention, which needs half of the T x T matrix.
+    Log-probs take one forward pass. An update takes two, one of them to recompute activations, and
+    a backward pass, which costs as much as two forward passes. FLOPs are counted for the weights
+    and for causal attention, i.e. half of the T x T matrix.
 
     Args:
-        totals: number of tokens of each sequence, prompt and response together.
+        totals: sequence lengths in tokens, prompt plus response.
     """
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.cached_heads
@@ -303,8 +301,8 @@ class Prediction:
 
     dense: RolloutEstimate
     sparse: RolloutEstimate
-    train_s: float  # seconds that the rest of the RL step takes
-    speedup: float  # speed-up of the rollout
+    train_s: float  # seconds for the rest of the RL step
+    speedup: float  # rollout speed-up
     step_speedup: float
 
 
@@ -322,8 +320,8 @@ def predict(
     """Predict the speed-up of a rollout, and of an RL step on the same machine. Raises the errors
     of ``simulate_rollout``.
 
-    ``rollout_share`` is the share of a dense RL step's time that the rollout takes. If it is not
-    given, the training time is predicted from FLOPs.
+    ``rollout_share`` is the rollout's share of a dense RL step's time. If not given, the training
+    time is predicted from FLOPs.
     """
     batching = (prompt, max_batch, overheads)
     dense = simulate_rollout(shape, machine, responses, None, *batching)

@@ -1,4 +1,4 @@
-"""Sizes of models, which determine what a decode step reads and computes.
+"""Model sizes, which determine what a decode step reads and computes.
 
 ``ModelShape.from_config`` counts parameters from a Hugging Face config without loading the model.
 """
@@ -31,15 +31,15 @@ class Experts:
 
     layers: int  # number of layers with experts
     count: int  # number of experts per layer
-    per_token: int  # number of experts per layer that a token is routed to
-    weights: int  # number of parameters of one expert
+    per_token: int  # experts per layer that a token is routed to
+    weights: int  # parameters per expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected number of parameters in the experts that none of ``tokens`` tokens is
+        """Return the expected number of parameters in experts that none of ``tokens`` tokens is
         routed to.
 
-        Routing is assumed to be uniform and independent. Real routers favour some experts, so a
-        pass reads fewer experts than predicted.
+        Assumes uniform, independent routing. Real routers favour some experts, so a pass reads
+        fewer experts than predicted.
         """
         missed = (1 - self.per_token / self.count) ** tokens
         return missed * self.layers * self.count * self.weights
@@ -59,24 +59,24 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    # number of parameters that a decode step may read: all except an untied input embedding
+    # parameters that a decode step may read: all but an untied input embedding
     weights: int
-    # number of parameters of an untied input embedding; a step reads only B rows of it
+    # parameters in an untied input embedding; a step only reads B rows of it
     embedding: int = 0
     weight_bytes: float = 2.0  # bytes per parameter
     # bytes per cached element; 1 for an fp8 cache, 1 + 1 / head_dim for an int8 cache with its
     # scales
     kv_bytes: float = 2.0
-    context: int | None = None  # maximum number of tokens in a sequence
-    output: int = 0  # number of parameters of the output layer, which ``weights`` includes
+    context: int | None = None  # maximum sequence length
+    output: int = 0  # parameters in the output layer; included in ``weights``
     # None for a dense model; ``weights`` includes the experts' parameters
     experts: Experts | None = None
     # number of layers with a KV cache; None if all layers have one
     attention_layers: int | None = None
-    # bytes per sequence of the states of linear attention, which a step reads and writes
+    # linear attention state in bytes per sequence, read and written in every step
     state_bytes: float = 0.0
-    # number of GPUs of an engine that each cache the same KV head; more than 1 if a tensor-parallel
-    # engine has more GPUs than the model has KV heads
+    # how many of an engine's GPUs cache the same KV head; above 1 if a tensor-parallel engine has
+    # more GPUs than the model has KV heads
     kv_copies: int = 1
 
     @property
@@ -96,12 +96,12 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Number of cached elements per token, for keys and values of all layers together."""
+        """Number of cached elements per token, over keys, values and all layers."""
         return 2 * self.kv_layers * self.cached_heads * self.head_dim
 
     @property
     def active_weights(self) -> int:
-        """Number of parameters by which a token is multiplied."""
+        """Number of parameters used per token."""
         return self.weights - (0 if self.experts is None else self.experts.inactive)
 
     def weights_read(self, tokens: int) -> float:
@@ -161,7 +161,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check that the parameters of a model with this config can be counted. Raises the errors of
+    """Check that parameters can be counted for this config. Raises the errors of
     ``ModelShape.from_config``.
     """
     get = config.get
@@ -212,7 +212,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()
-    # For some models, transformers saves this field under a different name from published configs.
+    # For some models, transformers saves this field under another name than published configs use.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if config.get(name) is not None), names[0])
     width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"

@@ -1,4 +1,4 @@
-"""Benchmarks: sample k responses to every problem, keep the samples, and tabulate the scores."""
+"""Benchmarks: sample k responses per problem, keep the samples, and tabulate the scores."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CHUNK = 32  # number of problems sampled between writes to disk
 @dataclass(frozen=True)
 class BenchmarkResult:
     """Scores on one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
-    is in tokens sampled per second, and is nan if some of the samples come from an older version of
-    Sparrow, which did not time them.
+    is in sampled tokens per second, or nan if any samples come from an older Sparrow, which didn't
+    time them.
     """
 
     benchmark: str
@@ -48,8 +48,7 @@ class BenchmarkResult:
 
 
 Asked = Sequence[tuple[int, int]]
-"""For each response, the index of its problem and its number among the responses to that problem.
-"""
+"""Per response: the problem's index, and the response's number among those to that problem."""
 
 
 def respond(
@@ -58,7 +57,7 @@ def respond(
     problems: Sequence[Problem],
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response to each problem; a problem may occur several times.
+    """Sample one response to each problem; problems may repeat.
 
     Raises ConfigError if the engine does not accept a problem's prompt.
     """
@@ -76,8 +75,8 @@ def sample(
     asked: Asked,
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response for each pair in ``asked``. Its seed is derived from the pair and the
-    seed of ``sampling``. Raises the errors of ``respond``.
+    """Sample one response per pair in ``asked``, seeded from the pair and ``sampling``'s own seed.
+    Raises the same errors as ``respond``.
     """
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
     return respond(
@@ -115,12 +114,12 @@ def run_benchmark(
     """Evaluate the engine under its current schedule. Samples are stored in ``folder`` as JSON
     Lines and reused by later calls.
 
-    Next to each file of samples, a ``.json`` file records everything that they depend on:
+    Next to each samples file, a ``.json`` file records everything the samples depend on:
     ``source``, benchmark, temperature, truncation, maximum response length and seed. Within the
-    file, a sample is identified by the index and id of its problem, the token ids of the prompt,
-    and its own number; its seed is derived from the index and the number. A call with fewer
-    problems or responses therefore reuses part of the file, a call with more adds to it, and an
-    interrupted evaluation picks up where it left off.
+    file, a sample is identified by its problem's index and id, the prompt's token ids and its own
+    number; its seed is derived from index and number. So a call with fewer problems or responses
+    reuses part of the file, a call with more adds to it, and an interrupted evaluation picks up
+    where it left off.
 
     Args:
         engine: samples the responses.
@@ -128,11 +127,11 @@ def run_benchmark(
         problems: the problems of the benchmark.
         sampling: how responses are sampled.
         k: number of responses per problem.
-        folder: the folder in which samples are stored.
+        folder: where samples are stored.
         benchmark: the benchmark's name in the table.
         schedule: the schedule's name in the table.
-        source: the origin of the samples, as JSON types: model, weights (``weights_digest``),
-            engine and schedule.
+        source: where the samples come from, as plain JSON types: model, weights
+            (``weights_digest``), engine and schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = {
@@ -212,8 +211,8 @@ def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters as 16 hex digits, computed from one sum per parameter over
-    the bit patterns of its values read as integers.
+    """Return a digest of the parameters, 16 hex digits, from one sum per parameter over its raw
+    bits, read as integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
@@ -259,8 +258,8 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read samples by index, problem, prompt and number. A line that was cut off when the process
-    was killed is skipped, so its sample is drawn again.
+    """Read samples by index, problem, prompt and number. A line cut off by a killed process is
+    skipped, so its sample is drawn again.
     """
     if not path.exists():
         return {}

@@ -1,5 +1,5 @@
-"""Scores of a model: mean@k, unbiased pass@k and majority@k, with confidence intervals from
-resampling problems.
+"""Model scores: mean@k, unbiased pass@k and majority@k, with confidence intervals from resampling
+problems.
 
 Shapes: N problems, k responses per problem.
 """
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over problems, and its 95 % bootstrap interval from resampling problems."""
+    """A mean over problems, with a 95 % bootstrap interval from resampling problems."""
 
     value: float
     low: float
@@ -67,8 +67,8 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         votes = Counter(answer for answer in given if answer is not None)
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
-        # Responses with equal answers may have different rewards, for example because one has the
-        # wrong format, so an answer scores the mean reward of the responses that give it.
+        # The same answer may get different rewards, e.g. if one response has the wrong format, so
+        # an answer scores the mean reward over the responses that give it.
         means = []
         for winner in winners:
             of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]

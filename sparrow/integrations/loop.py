@@ -30,19 +30,19 @@ def measured(
 
         logger.log(measured(model, tokenizer, prompts, "qwen3-4b-0.86", max_new_tokens=4096), step)
 
-    The names of the scalars are listed in ``sparrow.mismatch.metrics``. The model's attention,
-    training modes and gradients are left as they were.
+    See ``sparrow.mismatch.metrics`` for the scalars' names. The model's attention, training modes
+    and gradients are left as they were.
 
     Args:
-        model: a transformers model, entirely on one device.
+        model: a transformers model, all on one device.
         tokenizer: the model's tokenizer.
         prompts: token ids, as the loop passes them to the model.
         schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``
-            measures the ceiling, the highest p5 that can be shown with lists of ``top_n`` tokens.
-        max_new_tokens: the maximum length of a response, in tokens.
-        temperature: the sampling temperature of the loop's rollouts, above 0.
-        top_n: number of top tokens per position from which the acceptance rate is bounded.
-        seed: the seed of the samples.
+            measures the ceiling, the highest p5 that top-``top_n`` lists can show.
+        max_new_tokens: the maximum response length, in tokens.
+        temperature: the loop's rollout temperature, above 0.
+        top_n: number of top tokens per position used to bound the acceptance rate.
+        seed: the sampling seed.
 
     Raises ConfigError if there are no prompts, a prompt leaves no room for a response, or the
     schedule does not match the model. Raises UnsupportedModel if the model cannot be decoded

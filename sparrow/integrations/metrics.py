@@ -1,18 +1,17 @@
-"""Metrics that the adapters log in addition to ``sparrow.mismatch.mismatch_metrics``, under the
-same names in every trainer.
+"""Metrics the adapters log on top of ``sparrow.mismatch.mismatch_metrics``, under the same names in
+every trainer.
 
-All values cover the time since they were last logged. ``sparrow/drafts/*`` is logged only in
-lossless mode.
+All values cover the time since the last log. ``sparrow/drafts/*`` is logged only in lossless mode.
 
-sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if
-                                 drafts cost more reads than they save
-sparrow/dense_tokens             share of the sampled tokens for which a lossy actor left no page out
+sparrow/tokens_read              share of cached tokens read by decode steps; above 1 if drafts
+                                 cost more reads than they save
+sparrow/dense_tokens             share of sampled tokens for which a lossy actor read every page
 sparrow/drafts/drafted           number of drafted tokens
-sparrow/drafts/accepted          share of the drafted tokens that were accepted
-sparrow/drafts/tokens_per_cycle  mean number of tokens per verification of a sequence: accepted
-                                 drafts and one more
-sparrow/drafts/acceptance        exact mean acceptance of the drafts up to and including the first
-                                 rejected one
+sparrow/drafts/accepted          share of drafted tokens that were accepted
+sparrow/drafts/tokens_per_cycle  mean tokens per verification of a sequence: accepted drafts plus
+                                 one
+sparrow/drafts/acceptance        exact mean draft acceptance, up to and including the first
+                                 rejected draft
 sparrow/drafts/p5                the 5th percentile of this acceptance
 sparrow/drafts/p5/START-END      the p5 of one length bin
 """
@@ -21,7 +20,7 @@ from sparrow.engines.base import Counters
 
 
 def counter_metrics(counters: Counters) -> dict[str, float]:
-    """Convert the counts of vLLM's workers to flat scalars; empty if no worker has decoded."""
+    """Flatten the counts of vLLM's workers to scalars; empty if no worker has decoded."""
     metrics = {}
     if counters.tokens_held:
         metrics["sparrow/tokens_read"] = counters.read_fraction

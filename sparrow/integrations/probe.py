@@ -1,13 +1,13 @@
-"""A probe that measures the acceptance of a sparse actor in another trainer's vLLM, using only
-vLLM's OpenAI-compatible HTTP interface.
+"""Measure a sparse actor's acceptance in another trainer's vLLM, using only vLLM's
+OpenAI-compatible HTTP API.
 
-The probe is meant for trainers that request only the log-probs of sampled tokens but whose vLLM
-server can be reached over HTTP. It samples responses under the server's schedule, which yields the
-actor's top-n lists. It then sends each prompt together with its response as a new prompt, and asks
-for the log-probs of that prompt. vLLM prefills it densely and without its prefix cache, so the
-answer contains the policy's top-n lists, computed from the same weights in the same precision. The
-two lists bound the acceptance rate (``acceptance_bounds``). Responses are sampled at temperature 1,
-the only one at which vLLM returns the log-probs of a prompt.
+This is for trainers that only request the log-probs of sampled tokens, but have a vLLM server that
+can be reached over HTTP. The probe samples responses under the server's schedule, which gives the
+actor's top-n lists. It then sends each prompt plus its response back as a new prompt, and asks for
+the prompt log-probs. vLLM prefills it densely and without the prefix cache, so what comes back are
+the policy's top-n lists, from the same weights in the same precision. Together, the two lists bound
+the acceptance rate (``acceptance_bounds``). Responses are sampled at temperature 1, the only one at
+which vLLM returns prompt log-probs.
 
 ``Probe`` returns these measurements and the servers' counters as scalars for any trainer's logger.
 
@@ -56,17 +56,16 @@ class Probe:
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
     The names are listed in ``sparrow.integrations.metrics``. Only servers started with
-    ``VLLM_SERVER_DEV_MODE=1`` report all of these metrics. For other servers, ``schedule`` is
-    required, and there are no counters of Sparrow and no ceiling; the metrics of drafts are limited
-    to the token counts that vLLM keeps for Prometheus, unless ``--disable-log-stats`` turns them
-    off.
+    ``VLLM_SERVER_DEV_MODE=1`` report all of them. For other servers, ``schedule`` is required, and
+    there are no Sparrow counters and no ceiling; draft metrics are limited to vLLM's own Prometheus
+    token counts, unless ``--disable-log-stats`` turns those off.
 
     Args:
-        urls: addresses of servers with the same weights and the same settings.
-        schedule: the servers' schedule; used only if the servers do not report their schedule.
+        urls: addresses of servers with the same weights and settings.
+        schedule: the servers' schedule; only used if they don't report it.
 
-    Raises ConfigError if a server does not answer or decodes densely, or the servers do not report
-    their schedule and ``schedule`` is missing.
+    Raises ConfigError if a server does not answer or decodes densely, or ``schedule`` is missing
+    and the servers don't report theirs.
     """
 
     report: MismatchReport | None = None  # the last measurement
@@ -96,8 +95,8 @@ class Probe:
             self.mode = "unknown"
 
     def counted(self) -> dict[str, float]:
-        """Return metrics of all decode steps since the last call: the share of cached tokens read
-        and, in lossless mode, the metrics of drafts.
+        """Return metrics for all decode steps since the last call: the share of cached tokens read
+        and, in lossless mode, draft metrics.
 
         Servers in development mode reset their counts whenever any client reads them.
         """
@@ -117,10 +116,10 @@ class Probe:
         """Measure the p5 of acceptance by length, and its ceiling (the p5 of dense rollouts), from
         one response to each prompt.
 
-        The servers must not serve other requests meanwhile. In lossy mode, the first call also
-        samples densely to measure the ceiling, if the servers allow the schedule to be changed. In
-        lossless mode, samples follow the dense policy, so p5 is its own ceiling. For servers in
-        development mode, the next call of ``counted`` excludes this measurement.
+        The servers must not be serving other requests meanwhile. In lossy mode, the first call also
+        samples densely to measure the ceiling, if the servers let us change the schedule. In
+        lossless mode, samples follow the dense policy, so p5 is its own ceiling. With servers in
+        development mode, the next call to ``counted`` leaves this measurement out.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -149,7 +148,7 @@ class Probe:
             _answer(f"{url}/reset_prefix_cache", {})
 
     def _counted_by_vllm(self) -> Counter[str]:
-        """Return vLLM's counts of drafts since the servers were started."""
+        """Return vLLM's own draft counts since the servers were started."""
         counts: Counter[str] = Counter()
         for url in dict.fromkeys(self._urls):
             text = _answer(f"{url}/metrics").text
@@ -166,14 +165,14 @@ def probe(
     max_new_tokens: int,
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
-    """Sample one response per prompt, distributing prompts over the servers, and bound the
-    acceptance rate of every token.
+    """Sample one response per prompt, spread over the servers, and bound every token's acceptance
+    rate.
 
     Args:
         urls: addresses of vLLM servers with the same weights, such as ``http://10.0.0.1:8000``.
         prompts: token ids.
-        schedule: the servers' schedule, whose page size determines the positions of tokens.
-        max_new_tokens: the maximum length of a response, in tokens.
+        schedule: the servers' schedule; its page size determines token positions.
+        max_new_tokens: the maximum response length, in tokens.
         top_n: length of both lists; vLLM's default limit is 20.
 
     Raises ConfigError if a server does not answer, or refuses a request.
@@ -193,7 +192,7 @@ def probe(
         response = [_token(text) for text in logprobs["tokens"]]
         actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
 
-        # Prefill is dense, so the log-probs of a prompt are the policy's.
+        # Prefill is dense, so prompt log-probs are the policy's.
         scored = _choice(
             url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
         )
@@ -220,8 +219,8 @@ def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. The
-    sampled token, which vLLM appends to a list that does not contain it, is left out.
+    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. vLLM
+    appends the sampled token to lists that lack it; it is left out here.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)

@@ -1,9 +1,9 @@
-"""A check that rejects sampler settings with which a trainer's importance ratios would be wrong.
+"""Reject sampler settings that would make a trainer's importance ratios wrong.
 
-vLLM reports log-probs of the distribution that it samples from, after top-p, top-k, min-p,
-penalties and biases, whereas trainers compute the policy's log-probs from the whole softmax. With
-any of these settings, each ratio would be off by a factor that differs from token to token; for
-top-p, it is the probability mass kept.
+vLLM reports log-probs of the distribution it samples from, after top-p, top-k, min-p, penalties and
+biases, while trainers compute the policy's log-probs from the whole softmax. With any of these
+settings, each ratio would be off by a factor that varies from token to token; for top-p, it's the
+probability mass kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "logits_processors": (None, []),
 }
-"""For each setting, the values with which vLLM samples from the whole softmax."""
+"""Setting -> values with which vLLM samples from the whole softmax."""
 
 
 def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:

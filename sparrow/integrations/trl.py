@@ -1,4 +1,4 @@
-"""Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in the logs.
+"""Sparse rollouts in TRL's ``GRPOTrainer``, with the acceptance tail in the logs.
 
     trainer = SparseGRPOTrainer(
         model,
@@ -8,9 +8,8 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-Written for TRL 1.16. The only part of TRL that is replaced is the trainer's ``vllm_generation``,
-which becomes a wrapper that forwards every call. The trainer also overrides ``compute_loss`` and
-``log``, as transformers allows.
+Written for TRL 1.16. All it replaces in TRL is the trainer's ``vllm_generation``, with a wrapper
+that forwards every call. It also overrides ``compute_loss`` and ``log``, as transformers allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -45,31 +44,30 @@ if TYPE_CHECKING:
 else:
     Trainer = GRPOTrainer
 
-CHUNK_TOKENS = 1024  # response tokens per chunk, to limit the memory of the log-softmax
+CHUNK_TOKENS = 1024  # response tokens per chunk, to limit log-softmax memory
 
 
 class SparseGRPOTrainer(Trainer):
-    """A ``GRPOTrainer`` that decodes sparsely in vLLM and logs the resulting mismatch between actor
-    and policy.
+    """A ``GRPOTrainer`` that decodes sparsely in vLLM and logs the mismatch between actor and
+    policy.
 
     In colocate mode, the schedule is passed to vLLM in environment variables, which are set only
     while the engine starts. In server mode, the server must have been started with a schedule. In
     lossless mode, samples follow the dense policy, so the measured p5 reflects only how close
     vLLM's log-probs are to the trainer's, and no schedule can exceed it.
 
-    Every ``measure_every`` optimizer steps, the mismatch is measured: vLLM returns top-n lists, and
-    some of the responses, at least one per process, are scored in an additional dense forward pass.
-    The lists and the scores bound every token's acceptance rate. The results are pooled over
-    processes and logged under the names listed in ``sparrow.integrations.metrics``, which begin
-    with ``sparrow/``. Every log also contains the share of cached tokens that was read and, in
-    lossless mode, the metrics of drafts. The last measurement is stored as ``report``, for a
-    controller that calls ``set_schedule``. To measure the ceiling of p5, the prompts of the first
-    batch are also sampled densely, before the batch itself.
+    The mismatch is measured every ``measure_every`` optimizer steps: vLLM returns top-n lists, and
+    some of the responses (at least one per process) are scored in an extra dense forward pass.
+    Together, lists and scores bound every token's acceptance rate. Results are pooled over
+    processes and logged under ``sparrow/`` (see ``sparrow.integrations.metrics`` for the names).
+    Every log also has the share of cached tokens read and, in lossless mode, draft metrics. The
+    last measurement is kept as ``report``, for a controller that calls ``set_schedule``. To measure
+    the p5 ceiling, the first batch's prompts are also sampled densely, before the batch itself.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
         schedule: the actor's schedule, ``"lossless"``, or a mapping of settings, in any form that
-            ``Decoding.load`` accepts. The default is the schedule with which vLLM was started.
+            ``Decoding.load`` accepts. Defaults to the schedule that vLLM was started with.
         measure_every: number of optimizer steps between measurements, starting with the first step.
         sequences: number of responses to measure per process, spread evenly over the batch.
         top_n: length of the actor's lists.
@@ -119,13 +117,13 @@ class SparseGRPOTrainer(Trainer):
             )
         if decoding is not None and decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
-        self._counted()  # to reset the counts of vLLM's own warm-up
+        self._counted()  # to drop the counts from vLLM's own warm-up
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the page counts from the next rollout on. Call this method on every process.
+        """Change the page counts from the next rollout on. Call this on every process.
 
-        Raises ConfigError if the page layout or the dense layers differ from those with which vLLM
-        was started.
+        Raises ConfigError if the page layout or the dense layers differ from what vLLM was started
+        with.
         """
         self._rpc("sparrow_set_schedule", schedule.to_json())
         if self.vllm_mode == "colocate":
@@ -136,7 +134,7 @@ class SparseGRPOTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer``. The first call after a rollout also measures the recorded
-        responses, as ``model`` still has the actor's weights at that point.
+        responses, while ``model`` still has the actor's weights.
         """
         generation = self.vllm_generation
         for recorded, measured in (
@@ -170,8 +168,8 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """Return the metrics of vLLM's workers since the last call, summed over the workers of all
-        processes or those of the server.
+        """Return the metrics of vLLM's workers since the last call, summed over all processes'
+        workers or the server's.
         """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
@@ -193,15 +191,15 @@ class SparseGRPOTrainer(Trainer):
             yield True
         finally:
             self.set_schedule(schedule)
-            # to reset the counts, because samples for the ceiling are not part of a rollout
+            # reset the counts: samples for the ceiling aren't part of a rollout
             self._counted()
 
     def _is_measured(self) -> bool:
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on the vLLM workers: those of this process in colocate mode, and otherwise
-        those of the server, whose answer every process receives.
+        """Call a method on the vLLM workers: this process's in colocate mode, otherwise the
+        server's, with every process getting the answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
@@ -241,7 +239,8 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
     """Set vLLM's environment variables for ``decoding`` inside the context, because TRL has no
     field for the schedule.
 
-    Engines keep the settings they were started with, so others in this process are not affected.
+    Engines keep the settings they were started with, so other engines in this process aren't
+    affected.
     """
     if decoding is None:
         return nullcontext()
@@ -252,10 +251,10 @@ def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
 
 
 class Recording:
-    """A wrapper around TRL's ``VLLMGeneration`` that, when a measurement is due, requests the
-    actor's top-n lists and records some of the responses.
+    """Wraps TRL's ``VLLMGeneration``. When a measurement is due, it requests the actor's top-n
+    lists and records some of the responses.
 
-    TRL itself receives only what it asked for: the log-probs of the sampled tokens.
+    TRL itself only gets what it asked for: the log-probs of the sampled tokens.
     """
 
     def __init__(
@@ -280,8 +279,8 @@ class Recording:
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError if there are images, which the
-        forward pass of a measurement would not see.
+        """See ``VLLMGeneration.generate``. Raises ConfigError if there are images, since a
+        measurement's forward pass wouldn't see them.
         """
         generation = self._generation
         if not self._wanted():
@@ -328,7 +327,7 @@ class Recording:
 def _of_sampled(
     logprobs: Sequence[Sequence[float]], ids: Sequence[Sequence[int]], response: Sequence[int]
 ) -> list[float]:
-    """Look up the log-prob of each token of a response in the list at its position."""
+    """Look up each response token's log-prob in the list at its position."""
     return [row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)]
 
 
@@ -357,7 +356,7 @@ def rollout(
 def policy_top_logprobs(
     model: Any, rollout: Rollout, temperature: float, device: torch.device
 ) -> np.ndarray:
-    """Compute the dense policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
+    """Compute the policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
     input_ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]], device=device)
     top_Tn = torch.from_numpy(rollout.top_ids).long().to(device)
     logits_TV = model(input_ids=input_ids, logits_to_keep=len(rollout) + 1, use_cache=False).logits[

@@ -1,14 +1,14 @@
-"""verl's synchronous PPO trainer with sparse rollouts, which logs the tail of the acceptance rate
-in addition to verl's ``rollout_corr/*``.
+"""verl's synchronous PPO trainer with sparse rollouts. It logs the acceptance tail on top of verl's
+own ``rollout_corr/*``.
 
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
 
-The trainer is written for verl 0.9.1 and is added to verl's registry of trainers. Every step logs
-what vLLM's workers counted during its rollout, under the names listed in
-``sparrow.integrations.metrics``: the share of cached tokens that was read and, in lossless mode,
-the metrics of drafts. verl requests only the log-probs of sampled tokens from vLLM, so every step
-also logs metrics that can be computed from these alone (``sparrow.mismatch.sampled``):
+Written for verl 0.9.1, and added to verl's trainer registry. Every step logs what vLLM's workers
+counted during its rollout: the share of cached tokens read and, in lossless mode, draft metrics
+(see ``sparrow.integrations.metrics`` for the names). verl only requests the log-probs of sampled
+tokens from vLLM, so every step also logs what can be computed from those alone
+(``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
@@ -16,12 +16,12 @@ sparrow/sampled/p5_floor           a lower bound on the 5th percentile of accept
 sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval,
                                    resampled by sequence, if at least two sequences reach the bin
 
-p5 itself is measured by a probe (``probe``), which samples additional responses with top-20 lists
-over HTTP once verl's vLLM servers have the step's weights. A probe runs every
+Measuring p5 itself takes a probe (``probe``), which samples extra responses with top-20 lists over
+HTTP once verl's vLLM servers have the step's weights. It runs every
 ``+trainer.v1.sparrow.probe_every`` steps (never if unset) and samples
-``+trainer.v1.sparrow.sequences`` responses (32 by default). The names of its metrics are listed in
-``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely to
-measure the ceiling of p5.
+``+trainer.v1.sparrow.sequences`` responses (32 by default). Its metrics are listed in
+``sparrow.integrations.metrics``. Before the first probe, the same number of responses is sampled
+densely to measure the p5 ceiling.
 
 Shapes: B responses, T tokens.
 """
@@ -68,23 +68,22 @@ else:
 
 FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 POLL_S = 0.01
-"""Seconds to wait before asking the servers again whether their workers have answered."""
+"""Seconds between checks on whether the servers' workers have answered."""
 
 
 @register_trainer("sparrow")
 class SparsePPOTrainer(Trainer):
-    """A ``PPOTrainerSync`` whose replicas decode losslessly or under a schedule. The module's
-    docstring lists its metrics.
+    """A ``PPOTrainerSync`` whose replicas decode losslessly or under a schedule. See the module
+    docstring for its metrics.
 
-    The result of the last probe is stored as ``report``, for a controller that calls
-    ``set_schedule``.
+    The last probe's result is kept as ``report``, for a controller that calls ``set_schedule``.
 
     The schedule is the one passed to vLLM, either as
     ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
     ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError if there is no schedule; vLLM decodes densely or in another mode; or verl is
-    not configured to compute the log-probs that are compared.
+    Raises ConfigError if there is no schedule; vLLM decodes densely or in another mode; or verl
+    isn't configured to compute the log-probs being compared.
     """
 
     schedule: SparsitySchedule
@@ -99,12 +98,12 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        # The rest of verl recognises a synchronous trainer, such as this one, by this name.
+        # This name is how the rest of verl recognises a synchronous trainer, which this one is.
         config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
     def on_init_end(self) -> None:
-        """See ``PPOTrainer``. Also ensures that every replica decodes under the schedule."""
+        """See ``PPOTrainer``. Also makes sure that every replica decodes under the schedule."""
         decoding = requested(OmegaConf.to_container(self.config, resolve=True))
         self.schedule = decoding.schedule
         self._is_lossless = decoding.is_lossless
@@ -113,12 +112,12 @@ class SparsePPOTrainer(Trainer):
         self._described = call(replicas, "sparrow_describe")
         check_mode(self._described, decoding.mode)
         self.set_schedule(self.schedule)
-        self._counted()  # to reset the counts of vLLM's own warm-up
+        self._counted()  # to drop the counts from vLLM's own warm-up
 
     def on_sample_end(self) -> None:
         """See ``PPOTrainer``. Also reads the replicas' counts before the replicas go to sleep.
 
-        Raises ConfigError if in lossless mode, no replica has verified any token.
+        Raises ConfigError if no replica has verified any token in lossless mode.
         """
         self._counts = self._counted()
         if self._is_lossless and not self._counts.cycles:
@@ -145,7 +144,7 @@ class SparsePPOTrainer(Trainer):
             dense_up_to = inf if samples_are_dense else self.schedule.dense_up_to
             metrics = mismatch_metrics(self.report, dense_up_to)
             self.logger.log(data=metrics, step=self.global_steps)
-            self._counted()  # to reset the counts, because a probe is not part of a rollout
+            self._counted()  # reset the counts: a probe isn't part of a rollout
 
     def _counted(self) -> Counters:
         """Return the counts of all replicas since the last call."""
@@ -173,7 +172,7 @@ class SparsePPOTrainer(Trainer):
             push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Change the page counts of every replica, which must be awake and idle.
+        """Change every replica's page counts. Replicas must be awake and idle.
 
         Raises ConfigError if a replica decodes densely, or was started with a different page layout
         or different dense layers.
@@ -205,12 +204,11 @@ class SparsePPOTrainer(Trainer):
 
 
 def requested(config: Mapping[str, Any]) -> Decoding:
-    """Return vLLM's decoding settings from verl's configuration or, if there are none, from the
-    environment.
+    """Read vLLM's decoding settings from verl's configuration, or else from the environment.
 
     Raises ConfigError if there is no schedule in either place; the log-probs of the policy or the
-    actor will not be computed; samples are truncated; or a probe is requested although the
-    temperature is not 1.
+    actor will not be computed; samples are truncated; or a probe is requested at a temperature
+    other than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
@@ -252,12 +250,12 @@ def call_one(replica: Any, method: str) -> Any:
 
 
 def call(replicas: Sequence[Any], method: str) -> list[Any]:
-    """Call a method on every vLLM worker of verl's replicas, and return the workers' results for
-    each replica. The servers' own ``collective_rpc`` cannot be used, because it returns nothing.
+    """Call a method on every vLLM worker of verl's replicas, and return the workers' results per
+    replica. The servers' own ``collective_rpc`` won't do, because it returns nothing.
 
     Raises ConfigError if a worker refuses the call.
     """
-    # The first server of a replica calls all of the replica's vLLM workers, on any machine.
+    # A replica's first server calls all of its vLLM workers, on any machine.
     servers = [replica.servers[0] for replica in replicas]
     try:
         ray.get([server.__ray_call__.remote(_start, method) for server in servers])
@@ -271,8 +269,8 @@ def call(replicas: Sequence[Any], method: str) -> list[Any]:
 
 
 def _start(server: Any, method: str) -> None:
-    """Start a call inside a server without waiting for it, because some versions of Ray run this
-    function in the thread of the server's event loop.
+    """Start a call inside a server without waiting for it, because some Ray versions run this
+    function on the server's event loop thread.
     """
     loop = server._server_task.get_loop()
     server.sparrow_call = asyncio.run_coroutine_threadsafe(
@@ -281,7 +279,7 @@ def _start(server: Any, method: str) -> None:
 
 
 def _answer(server: Any) -> Any:
-    """Return the result of the call that ``_start`` started, or None if there is none yet."""
+    """Return the result of the call made by ``_start``, or None if there is none yet."""
     return server.sparrow_call.result() if server.sparrow_call.done() else None
 
 
@@ -294,7 +292,7 @@ def check_mode(described: Sequence[Any], mode: str) -> None:
     """Check that every vLLM worker decodes in this mode.
 
     Args:
-        described: the results of ``sparrow_describe``, for each replica.
+        described: the ``sparrow_describe`` results, per replica.
 
     Raises ConfigError if a worker decodes in another mode.
     """
@@ -309,7 +307,7 @@ def check_mode(described: Sequence[Any], mode: str) -> None:
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
-    """Set the schedule of verl's vLLM replicas, and drop their prefix caches, which were computed
+    """Set the schedule of verl's vLLM replicas, and drop their prefix caches, which were filled
     with different budgets.
 
     Raises ConfigError if a replica decodes densely, or was started with a different page layout or
@@ -317,7 +315,7 @@ def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
     try:
-        # The first server of a replica calls all of the replica's vLLM workers, on any machine.
+        # A replica's first server calls all of its vLLM workers, on any machine.
         ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
         ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
     except ray.exceptions.RayError as error:
@@ -331,11 +329,11 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """Compute metrics of ``B`` responses from their prompts, the masks of their sampled tokens, and
-    the log-probs of actor and policy.
+    """Compute metrics for ``B`` responses from their prompts, sampled-token masks, and actor and
+    policy log-probs.
 
-    A token's position is the length for which the schedule was looked up when the token was
-    sampled; see ``sparrow.mismatch.tokens.token_acceptance``.
+    A token's position is the length the schedule was looked up for when the token was sampled; see
+    ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled = []
     position = []

@@ -43,15 +43,15 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
             p5, low, high = _spread(rows[:, 2:].T)
             axes.plot(middle, p5, color=colour, linewidth=1.4)
             axes.fill_between(middle, low, high, color=colour, alpha=0.15, linewidth=0)
-            if p5[-1] > labelled + 0.05:  # labels that would overlap are omitted
+            if p5[-1] > labelled + 0.05:  # skip labels that would overlap
                 label = "-".join(str(p) for p in sorted({k[0], k[-1]}) if p < ALL_PAGES)
                 axes.annotate(
                     f" {label}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center"
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        # The curves show the measured p5, so a relative target is drawn as the p5 that each bin
-        # needs, given its ceiling.
+        # The curves show measured p5, so draw a relative target as the p5 each bin needs, given its
+        # ceiling.
         if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
@@ -83,7 +83,5 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
 
 
 def _spread(p5: Any) -> Any:
-    """Map acceptance to the negative logarithm of the rejected share, which spreads out values near
-    1.
-    """
+    """Map acceptance to minus the log of the rejected share, to spread out values near 1."""
     return -np.log10(1 - np.clip(p5, 0, 0.9995))

@@ -1,4 +1,4 @@
-"""Draw the series that a run logs at every step. docs/run-directory.md explains them.
+"""Draw the series that a run logs at every step, as explained in docs/run-directory.md.
 
 Shapes: S steps.
 """
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 RUNS = "AB"  # letters that name the two runs
 DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
-# markers of the runs; the second run's are hollow, so that its dashes remain visible
+# markers of the runs; the second run's are hollow, so its dashes stay visible
 MARKERS = ("o", "D")
-MARKS = 12  # maximum number of markers on a curve
-UNSMOOTHED_STEPS = 60  # for longer runs, a rolling mean is also drawn, in bold
+MARKS = 12  # maximum number of markers per curve
+UNSMOOTHED_STEPS = 60  # longer runs also get a rolling mean, in bold
 
 
 class Panel(NamedTuple):
@@ -33,11 +33,11 @@ class Panel(NamedTuple):
 
     title: str
     axis: str
-    # label -> values [S], with nan at steps without a recorded value
+    # label -> values [S]; nan where nothing was recorded
     series: Callable[[RunLog], Mapping[str, FloatArray]]
-    floor: float | None = None  # lower end of the axis; None for the lowest value of the curves
+    floor: float | None = None  # lower end of the axis; None to fit the curves
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of the series
-    meaning: str = ""  # a caption, if the title and the labels are not enough
+    meaning: str = ""  # a caption, if title and labels aren't enough
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
         recorded = self.recorded(logs)
@@ -56,7 +56,7 @@ class Panel(NamedTuple):
             ax.legend(handlelength=3.2)
 
     def recorded(self, logs: Sequence[RunLog]) -> list[tuple[int, str]]:
-        """List the recorded series, each as the index of its run and its label."""
+        """List the recorded series as (run index, label)."""
         return [
             (i, k)
             for i, log in enumerate(logs)
@@ -66,8 +66,8 @@ class Panel(NamedTuple):
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Create a function that returns series by label, each multiplied by ``scale``. ``keys`` maps
-    labels to the dotted names of series in ``metrics.jsonl``.
+    """Build a function that returns series by label, multiplied by ``scale``. ``keys`` maps labels
+    to dotted series names in ``metrics.jsonl``.
     """
     return lambda log: {
         label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()
@@ -188,8 +188,7 @@ def line(
 ) -> None:
     """Draw one series ``[S]`` over steps, in the style of run ``run``.
 
-    A long series is drawn together with its rolling mean, in bold. Short or ``marked`` series have
-    markers.
+    Long series also get a rolling mean, in bold. Short or ``marked`` series get markers.
     """
     if len(values) > UNSMOOTHED_STEPS:
         ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
@@ -215,8 +214,8 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Compute the mean of the finite values in a centred window, which is cut off at the ends of
-    the series; nan if no value is finite.
+    """Average the finite values in a centred window, cut off at the ends of the series; nan if
+    there are none.
     """
     finite = np.isfinite(values)
     ones = np.ones(window)

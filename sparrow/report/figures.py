@@ -1,5 +1,5 @@
-"""Figures for a report on one run, or on two runs with shared axes or scales. matplotlib is
-imported only when a figure is drawn.
+"""Figures for a report on one run, or on two with shared axes or scales. matplotlib is only
+imported once something is drawn.
 
 Shapes: S steps, N length bins.
 """
@@ -33,7 +33,7 @@ class Figure:
 
     title: str
     draw: Callable[[Axes], None]
-    meaning: str = ""  # a caption, if the title is not enough
+    meaning: str = ""  # a caption, if the title isn't enough
 
     def image(self) -> str:
         """Encode the figure as a data URL. The result is deterministic."""
@@ -114,7 +114,7 @@ def _bin_lines(ax: Axes, logs: Logs, log: RunLog, values_SN: np.ndarray) -> None
 
 
 def _colors(logs: Logs) -> list[str]:
-    """Return the colours of the length bins."""
+    """Return the length bins' colours."""
     return theme.bin_colors(max(x.tail_by_step().shape[1] for x in logs))
 
 
@@ -139,9 +139,7 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw the bounds, the interval and the ceiling of each bin at the last step, with two runs
-    side by side.
-    """
+    """Draw each bin's bounds, interval and ceiling at the last step, two runs side by side."""
     for i, log in enumerate(logs):
         for b in log.sparse_bins():
             x = b.bin + (0.3 * i - 0.15 if len(logs) > 1 else 0.0)
@@ -155,7 +153,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
                 lw=0,
             )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
-            # Draw lines, not error bars, because a bootstrap interval may not contain its estimate.
+            # Lines, not error bars, because a bootstrap interval may not contain its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
@@ -177,8 +175,8 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs) -> None:
-    """Draw the histogram of acceptance at the last step of each run and, if there is only one run,
-    at its first step. Steps without a sparse actor are omitted.
+    """Draw each run's acceptance histogram at the last step and, for a single run, at the first
+    step too. Steps without a sparse actor are skipped.
     """
     steps = [
         (log, -1, f"last step{_of_run(logs, i)}", theme.SERIES[i], DASHES[i])
@@ -219,8 +217,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache that is read, by length. If the schedule of a run changed, draw
-    it both at the start and at the last step.
+    """Draw the share of the cache read, by length. If a run's schedule changed, draw it both at the
+    start and at the last step.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
@@ -248,7 +246,7 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Draw the share of the cache that is read at the end of each bin, over steps."""
+    """Draw the share of the cache read at each bin's end, over steps."""
     tail_SN = log.tail_by_step()
     # The last length of each bin: one more token would start a page of the next bin.
     ends = np.maximum(

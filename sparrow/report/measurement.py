@@ -42,8 +42,8 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
 
 
 def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
-    """Draw the mean, the p5 with its interval, and the ceiling of each length bin. Unknown values
-    (None) are omitted.
+    """Draw each length bin's mean, p5 with its interval, and ceiling. Unknown values (None) are
+    skipped.
     """
     rows = np.array(
         [

@@ -28,7 +28,7 @@ def write_report(
     Args:
         run_dirs: directories of the runs.
         out: folder for the page; by default ``report`` in the first run's directory.
-        steps: the steps whose responses are shown; by default, up to 40 spread over the whole run.
+        steps: the steps to show responses from; by default, up to 40 spread over the whole run.
 
     Returns:
         The path of the page: ``index.html``, or ``against-NAME.html``, where NAME is the second
@@ -50,7 +50,7 @@ def write_report(
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
-    # A token may be part of a character, whose text cannot be encoded as UTF-8.
+    # A token may be part of a character, which can't be encoded as UTF-8.
     page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
@@ -60,9 +60,7 @@ def html_page(
     drawn: Mapping[str, Sequence[Figure]],
     responses: Mapping[int, Sequence[Shown]],
 ) -> str:
-    """Render the page. ``drawn`` contains the figures by heading, and ``responses`` the responses
-    by step.
-    """
+    """Render the page. ``drawn`` has figures by heading, ``responses`` has responses by step."""
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(
@@ -93,7 +91,7 @@ def _name(log: RunLog) -> str:
 
 
 def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
-    """Build one row of the table of tails, as a mapping from columns to text."""
+    """Build one row of the tail table, as column -> text."""
     known = isfinite(b.interval_low)
     return {
         "length": bin_name(b.start, b.end),

@@ -14,9 +14,9 @@ from sparrow.report import theme
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog
 
-# tokens per page; more make it slow to open, so the middle of long responses is omitted
+# tokens per page; with more, it's slow to open, so long responses lose their middle
 MOST_TOKENS = 100_000
-MOST_STEPS = 40  # maximum number of steps shown, unless the steps are specified
+MOST_STEPS = 40  # maximum number of steps to show, unless steps are given
 
 Span = tuple[str, str, str]  # style class, title and text of one token
 
@@ -25,7 +25,7 @@ Span = tuple[str, str, str]  # style class, title and text of one token
 class Shown:
     """One response on the page."""
 
-    run: str  # the letter of the response's run; empty if there is only one run
+    run: str  # the run's letter; empty if there's only one run
     problem: str
     expected: str | None  # the expected answer
     facts: Sequence[str]
@@ -35,8 +35,8 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """Choose the steps whose responses are shown: those in ``wanted`` or, if that is empty, up to
-    ``MOST_STEPS`` steps spread over the whole run.
+    """Choose the steps to show responses from: those in ``wanted`` or, if empty, up to
+    ``MOST_STEPS`` spread over the whole run.
 
     Raises ConfigError if a step in ``wanted`` was not finished by any run.
     """
@@ -55,8 +55,8 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 def show(
     logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]
 ) -> dict[int, list[Shown]]:
-    """Prepare the logged responses of ``steps``, by step. Responses of two runs to the same problem
-    are placed next to each other.
+    """Prepare the logged responses of ``steps``, by step. Two runs' responses to the same problem
+    go next to each other.
     """
     entries = []
     for name, log in zip(names, logs, strict=True):
@@ -78,8 +78,8 @@ def show(
 
 
 def _without_acceptance(row: LoggedResponse) -> LoggedResponse:
-    """Remove the acceptance rates of a response that the dense policy sampled, which newer versions
-    no longer log.
+    """Drop the acceptance rates of a response sampled by the dense policy. Newer versions no longer
+    log them.
     """
     return replace(row, acceptance=[None] * len(row.tokens), acceptance_upper=None)
 

@@ -1,4 +1,4 @@
-"""Build the table of results that is printed at the end of a run."""
+"""Build the results table printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """Build the closing table of a run, as (name, value) pairs: steps, reward, tokens and KV read.
-    For sparse rollouts, the table includes the tail of acceptance by length bin; for dense
-    rollouts, a hint on how to make them sparse.
+    """Build a run's closing table, as (name, value) pairs: steps, reward, tokens and KV read. With
+    sparse rollouts, it includes the acceptance tail by length bin; with dense ones, a hint on how
+    to make them sparse.
 
     Raises ConfigError if the folder is not a run directory, the run has no finished step, or a file
     is damaged.
@@ -41,8 +41,8 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """Describe the setup of a run: the model, task, datasets and engine from the command line, the
-    mode if it is dense, lossless or auto, and the schedule if it is not dense.
+    """Describe a run's setup: the model, task, datasets and engine from the command line, the mode
+    if it is dense, lossless or auto, and the schedule if it is not dense.
 
     In lossless mode, the schedule is the draft schedule.
     """
@@ -69,8 +69,8 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """Describe the results of a run: steps, first and last reward, evaluations, response tokens and
-    the share of them in the loss, KV read, drafts, dial and guard.
+    """Describe a run's results: steps, first and last reward, evaluations, response tokens and the
+    share that's in the loss, KV read, drafts, dial and guard.
     """
     alarms = log.steps[log.series("guard", "alarm") == 1]
     kept = log.tokens_kept()
@@ -126,7 +126,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """Format the mean@k of the last evaluation, with its interval, and that of the best one."""
+    """Format the last evaluation's mean@k with its interval, and the best one's."""
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
@@ -177,7 +177,7 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
 
 
 def bin_name(start: float, end: float) -> str:
-    """Format a range of lengths as text, such as 0-2K or 32-64."""
+    """Format a length range, such as 0-2K or 32-64."""
     if start % 1000 == 0 and end % 1000 == 0:
         return f"{start / 1000:g}-{end / 1000:g}K"
     return f"{start:g}-{end:g}"

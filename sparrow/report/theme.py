@@ -1,6 +1,4 @@
-"""Colours of the report and its figures, chosen so that colour-blind readers can tell apart those
-that appear together.
-"""
+"""Colours for the report and its figures. Those shown together are colour-blind safe."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ DARK = {
     "above": "#6db3f2",
     "below": "#f2955b",
 }
-"""The page's colours in dark mode, in which figures are inverted."""
-# colours of tails below and above tau
+"""The page's colours in dark mode, where figures are inverted."""
+# tails below and above tau
 BELOW = "#c2500a"
 ABOVE = "#1f6fb5"
 SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
-# colours of length bins, darker for longer lengths
+# length bins, darker for longer ones
 BINS = (
     "#c28400",
     "#cf4a5a",
@@ -33,9 +31,9 @@ BINS = (
     "#2d2a7a",
 )
 
-# The lower ends of the ranges of acceptance by which tokens are coloured. Ranges are narrower
-# towards 1, where most acceptance rates are. All colours have the same hue; the lower the
-# acceptance, the more they stand out from the background.
+# Lower ends of the acceptance ranges used to colour tokens. They get narrower towards 1, where most
+# acceptance rates are. All colours share a hue; the lower the acceptance, the more they stand out
+# from the background.
 LEVELS = (
     0.999,
     0.99,
@@ -78,7 +76,7 @@ MATPLOTLIB: dict[Any, Any] = {
     "figure.constrained_layout.wspace": 0.04,
     "font.size": 9,
 }
-"""matplotlib's ``rcParams`` for figures in these colours."""
+"""matplotlib ``rcParams`` for figures in these colours."""
 
 
 def bin_colors(count: int) -> list[str]:

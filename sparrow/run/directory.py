@@ -1,11 +1,11 @@
 """The files of a run directory, written so that nothing is lost if the process is killed.
 
 config.json             ``RunConfig``
-lock                    locked by the process that trains, and contains that process's name
-metrics.jsonl           an object per step, with at least the keys ``RECORDED``;
+lock                    locked by the training process; holds its name
+metrics.jsonl           one object per step, with at least the ``RECORDED`` keys;
                         docs/run-directory.md lists all keys
-evaluations.jsonl       an object per evaluation: the step, and scores by benchmark
-rollouts.jsonl          a ``LoggedResponse`` per line
+evaluations.jsonl       one object per evaluation: the step, and scores by benchmark
+rollouts.jsonl          one ``LoggedResponse`` per line
 checkpoints/step-N/     everything needed to continue after step N; ``state.json`` is a
                         ``TrainerState``
 exports/step-N/         the model after step N and its tokenizer; exports/best links to the best
@@ -37,7 +37,7 @@ ROLLOUTS = "rollouts.jsonl"
 STATE = "state.json"
 LOCK = "lock"
 EVALUATIONS = "evaluations.jsonl"
-# keys that every step's record contains
+# keys in every step's record
 RECORDED = {
     "step",
     "reward",
@@ -50,7 +50,7 @@ RECORDED = {
 }
 
 Row = Mapping[str, Any]
-# the folders of a run directory in which checkpoints and exports are kept
+# the subfolders for checkpoints and exports
 Kind = Literal["checkpoints", "exports"]
 
 
@@ -59,12 +59,12 @@ class RunConfig:
     """The contents of ``config.json``."""
 
     train: Row  # the resolved settings
-    schedule: SparsitySchedule  # the schedule with which the run was last started
-    # one entry for each time the run was resumed with different settings: the "step" after which it
-    # resumed, and the "changed" settings, name -> [before, after]
+    schedule: SparsitySchedule  # the schedule the run was last started with
+    # one entry per resume with different settings: the "step" it resumed after, and the "changed"
+    # settings, name -> [before, after]
     resumed: Sequence[Row] = ()
-    # the number of problems and their digest, for the training data (``train``) and for each
-    # benchmark; None in runs of older versions
+    # problem count and digest for the training data (``train``) and for each benchmark; None in
+    # runs from older versions
     data: Row | None = None
 
     def save(self, run_dir: Path) -> None:
@@ -99,21 +99,20 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class LoggedResponse:
-    """One of the few responses that are logged at each step, token by token."""
+    """One of the few responses logged at each step, token by token."""
 
     step: int
     problem: str  # the problem's id
     prompt: str
     # what each token adds to the text; a character that spans several tokens belongs to the first
     tokens: Sequence[str]
-    # lower bound on the acceptance rate of each token; None for tokens that the dense policy
-    # sampled
+    # lower bound on each token's acceptance rate; None for tokens sampled by the dense policy
     acceptance: Sequence[float | None]
     reward: float
     finish_reason: str
     answer: str | None = None  # the expected answer, if it is text
-    ids: Sequence[int] | None = None  # token ids; None in runs of older versions
-    # upper bound on the acceptance rate of each token; None in runs of older versions
+    ids: Sequence[int] | None = None  # token ids; None in runs from older versions
+    # upper bound on each token's acceptance rate; None in runs from older versions
     acceptance_upper: Sequence[float | None] | None = None
 
     @classmethod
@@ -136,12 +135,12 @@ class LoggedResponse:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Everything in a checkpoint except the weights, the optimiser state and the random states."""
+    """Everything in a checkpoint except the weights, optimiser state and RNG states."""
 
     step: int  # finished steps
     cursor: int  # index of the next problem
     schedule: SparsitySchedule  # schedule for the next rollouts
-    steering: Row  # the states of everything that can change the schedule
+    steering: Row  # state of everything that can change the schedule
 
     def save(self, folder: Path) -> None:
         record = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
@@ -163,8 +162,8 @@ class TrainerState:
 class RunDir:
     """The files of one run.
 
-    Raises ConfigError if without ``resume``, the directory already contains a run; with ``resume``,
-    it has no checkpoint.
+    Raises ConfigError if the directory already contains a run (without ``resume``) or has no
+    checkpoint (with ``resume``).
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -193,7 +192,7 @@ class RunDir:
             )
 
     def lock(self) -> None:
-        """Lock the directory against other runs until ``release`` is called or this process ends,
+        """Keep other runs out of the directory until ``release`` is called or this process ends,
         even if it is killed.
 
         Raises ConfigError if another run is using the directory, or has used it since this object
@@ -269,7 +268,7 @@ class RunDir:
             ) from error
 
     def logged_after(self, step: int) -> list[dict[str, Any]]:
-        """Read the metrics of the steps logged after ``step``; ignore an incomplete line."""
+        """Read the metrics of steps logged after ``step``, ignoring an incomplete line."""
         path = self.path / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
@@ -282,7 +281,7 @@ class RunDir:
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
             if path.exists():
-                # A damaged line, which may not even be text, counts as logged after ``step``.
+                # Damaged lines, which may not even be text, count as logged after ``step``.
                 kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
                 write_text(path, "".join(line.decode() + "\n" for line in kept))
 
@@ -303,9 +302,7 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """Create an empty folder for the files of ``step``, to which ``finish`` gives its final
-        name once they are written.
-        """
+        """Create an empty folder for the files of ``step``. ``finish`` gives it its final name."""
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -337,10 +334,9 @@ class RunDir:
 
     @contextlib.contextmanager
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
-        """Enter a context that cleans up if writing a checkpoint or an export fails.
+        """Context that cleans up if writing a checkpoint or an export fails.
 
-        Raises CheckpointError if an OSError was raised inside the context. Earlier checkpoints are
-        not changed.
+        Raises CheckpointError if an OSError is raised inside. Earlier checkpoints are left alone.
         """
         try:
             yield
@@ -367,11 +363,11 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """Read the objects in a JSON Lines file. Yield each object with its line number and path as
-    text, for messages.
+    """Yield the objects in a JSON Lines file, each with its line number and path as text, for
+    messages.
 
-    Every object must have a step. The last line is skipped if it is incomplete, because it is still
-    being written or the process that wrote it was killed.
+    Every object must have a step. An incomplete last line is skipped: it's still being written, or
+    its writer was killed.
 
     Raises ConfigError if a line is damaged or has no step.
     """

@@ -1,7 +1,6 @@
 """Read a run directory during or after the run.
 
-A last line that is still being written is ignored. Numbers that a step recorded as null, or not at
-all, are nan.
+A last line still being written is ignored. Numbers recorded as null, or not at all, are nan.
 
 Shapes: S steps, E evaluations, N length bins starting at length 0 (nan where no response of a step
     reached the bin).
@@ -38,13 +37,13 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Drafting:
-    """Statistics of the drafts of a lossless run."""
+    """Draft statistics for a lossless run."""
 
     drafts_per_token: float
     tokens_per_cycle: float
-    # exact acceptance of drafts by length bin, at the last step with drafts
+    # exact draft acceptance by length bin, from the last step that drafted
     bins: tuple[DraftBin, ...]
-    # exact acceptance that drafts under meter_schedule would have had
+    # exact acceptance that drafts would have had under meter_schedule
     metered: tuple[DraftBin, ...]
 
 
@@ -52,8 +51,8 @@ class Drafting:
 class RunLog:
     """The record of a run."""
 
-    run_dir: Path  # the directory that the log was read from
-    train: Row  # the resolved options of the command line, from ``config.json``
+    run_dir: Path  # where the log was read from
+    train: Row  # the resolved command-line options, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
     # [S], the schedule of each step's rollouts
     schedules: tuple[SparsitySchedule, ...]
@@ -84,7 +83,7 @@ class RunLog:
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A schedule equal to the start schedule keeps its provenance, and with it its name.
+        # A schedule equal to the start schedule keeps its provenance, and so its name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -92,8 +91,8 @@ class RunLog:
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """Read the logged responses of ``steps``. Those of all steps may take many gigabytes, so
-        they are not kept in memory.
+        """Read the logged responses of ``steps``. They aren't kept in memory, since a whole run's
+        may take many gigabytes.
 
         Raises ConfigError if the file is damaged.
         """
@@ -102,13 +101,13 @@ class RunLog:
 
     @property
     def tau(self) -> Tau:
-        """The target for the 5th percentile of acceptance in this run."""
+        """This run's target for the 5th percentile of acceptance."""
         return Tau.chosen(self.train["tau"], self.train.get("relative_tau"))
 
     @property
     def is_sparse(self) -> bool:
-        """Whether samples may come from a sparse actor, whose acceptance is compared with tau.
-        False for dense and lossless runs.
+        """Whether samples may come from a sparse actor, i.e. whether acceptance is compared with
+        tau. False for dense and lossless runs.
         """
         if self._mode == "lossless":
             return False
@@ -133,7 +132,7 @@ class RunLog:
 
     def dense_up_to(self, index: int = -1) -> float:
         """Return the length up to which samples come from the dense policy, at the step with the
-        given ``index``; infinity if all do.
+        given ``index``; infinity if they all do.
         """
         row = self.metrics[index]
         if "dense_up_to" in row:
@@ -171,7 +170,7 @@ class RunLog:
         return np.array([row["step"] for row in self.evaluations], dtype=np.int64)
 
     def benchmarks(self) -> list[str]:
-        """List the benchmarks on which the policy was evaluated."""
+        """List the benchmarks that the policy was evaluated on."""
         return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
@@ -180,7 +179,7 @@ class RunLog:
         return np.array([_number(value) for value in values], dtype=float)
 
     def sources(self) -> list[str]:
-        """List the datasets or tasks whose rewards were recorded separately."""
+        """List the datasets or tasks with separately recorded rewards."""
         return list(
             dict.fromkeys(
                 name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()
@@ -188,14 +187,14 @@ class RunLog:
         )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Return the means of the first n and of the last n of ``values`` [S], and n, which is S /
-        4 limited to 1..10.
+        """Return the means of the first n and the last n of ``values`` [S], and n itself, which is
+        S / 4 clamped to 1..10.
         """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Read the mismatch of each length bin, in ascending order, at the step with the given
+        """Read each length bin's mismatch, in ascending order, at the step with the given
         ``index``.
         """
         rows = self.metrics[index]["mismatch"]["bins"]
@@ -206,8 +205,8 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Select the ``bins`` in which a sparse actor sampled, the only ones in which bounds on
-        acceptance are meaningful.
+        """Select the ``bins`` that a sparse actor sampled in, the only ones where acceptance bounds
+        mean anything.
         """
         up_to = self.dense_up_to(index)
         return tuple(b for b in self.bins(index) if b.end > up_to)
@@ -218,8 +217,8 @@ class RunLog:
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Tabulate the p5 (lower bound) of the sparse actor's acceptance by step and length bin,
-        float64 [S, N]; the relative p5 if tau is relative.
+        """Tabulate the sparse actor's p5 (lower bound) by step and length bin, float64 [S, N]; the
+        relative p5 if tau is relative.
         """
         return self._by_step(attrgetter("lower_bound"))
 
@@ -238,21 +237,19 @@ class RunLog:
         return tail_SN
 
     def histogram(self, index: int = -1) -> tuple[FloatArray, FloatArray]:
-        """Read the counts and edges of the histogram of acceptance rates at the step with the given
-        ``index``.
-        """
+        """Read the acceptance histogram's counts and edges at the step with the given ``index``."""
         found = self.metrics[index]["mismatch"]["histogram"]
         return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
-        """Compute the share of cached tokens that decode steps read over the whole run; nan if
+        """Compute the share of cached tokens read by decode steps over the whole run; nan if
         nothing was decoded.
         """
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
     def drafting(self) -> Drafting | None:
-        """Summarise the drafts of the whole run; None if no step was lossless."""
+        """Summarise drafting over the whole run; None if no step was lossless."""
         drafted, accepted, cycles = (
             np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles")
         )

@@ -1,5 +1,5 @@
-"""Compute advantages from one scalar reward per response. There is no critic: baselines are
-computed from the rewards of the responses to the same prompt.
+"""Compute advantages from one scalar reward per response. There is no critic: baselines come from
+the rewards for the same prompt.
 
 Shapes: B responses. Rows with the same group id are responses to the same prompt. Groups may differ
 in size, and rows may be in any order.
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from sparrow.train.config import AdvantageKind
 
-EPS = 1e-6  # added to a standard deviation before dividing by it
+EPS = 1e-6  # added to the std before dividing by it
 
 
 def compute_advantages(
     kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the advantages (float32 [B], detached) and the metric zero_variance_fraction: the
-    share of groups whose rewards are all equal.
+    share of groups with all-equal rewards.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
       grpo     (r - mean) / (std + EPS)         DeepSeekMath, arXiv 2402.03300, section 4.1.2
       dr_grpo  r - mean                         Dr. GRPO, arXiv 2503.20783, section 3.2
       rloo     r - mean of the other responses  Back to Basics, arXiv 2402.14740
-    In a group whose rewards are all equal, all advantages are 0.
+    Groups with all-equal rewards get zero advantages.
 
     Args:
         rewards_B: one reward per response, of any real dtype.
@@ -52,8 +52,7 @@ def compute_advantages(
     zero = r_B.new_zeros(len(size))
     low = zero.scatter_reduce(0, group_B, r_B, "amin", include_self=False)
     high = zero.scatter_reduce(0, group_B, r_B, "amax", include_self=False)
-    # Compare the extremes, which is exact: rounding can make the standard deviation of equal
-    # rewards nonzero.
+    # Compare min and max, which is exact. Rounding can make the std of equal rewards nonzero.
     varies = high > low
     metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
 

@@ -1,5 +1,5 @@
-"""Collect the experience of one step: draw problems, sample and judge responses, and replace groups
-whose rewards are all equal.
+"""Collect a step's experience: draw problems, sample and judge responses, and replace groups with
+all-equal rewards.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects the experience of one training step at a time. The processes share the work, and
-    each receives the complete result.
+    """Collects experience, one training step at a time. The processes share the work, and each gets
+    the full result.
     """
 
     config: TrainConfig
@@ -35,11 +35,11 @@ class Collector:
     ranks: Ranks
 
     def collect(self, cursor: int) -> Experience:
-        """Collect the experience of one step, drawing problems from index ``cursor`` on.
+        """Collect one step's experience, drawing problems from index ``cursor`` on.
 
-        A group whose rewards are all equal has zero advantages and teaches nothing. Such groups are
-        replaced with groups for new problems, in at most ``resample`` rounds (dynamic sampling:
-        DAPO, arXiv 2503.14476, section 3.2).
+        A group with all-equal rewards has zero advantages and teaches nothing, so it is replaced
+        with a group for a new problem, in up to ``resample`` rounds (dynamic sampling: DAPO, arXiv
+        2503.14476, section 3.2).
 
         Raises RewardError if a verifier failed. Raises TaskError if the task did not return a
         problem. Raises ConfigError if the engine cannot use a prompt.
@@ -59,8 +59,8 @@ class Collector:
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """Sample ``count`` responses to the first step's problems without judging them. No training
-        step uses their seeds.
+        """Sample ``count`` responses to the first step's problems, without judging them. Their
+        seeds are never used in training.
         """
         config = self.config
         rollout = self.config.rollout
@@ -83,7 +83,7 @@ class Collector:
     def _sample(self, indices: range) -> list[Group]:
         """Sample and judge a group of responses to each problem in ``indices``.
 
-        Responses to the same prompt tend to have similar lengths, so they are spread over the
+        Responses to the same prompt tend to be similarly long, so they are spread over the
         processes to balance the load.
         """
         config = self.config
@@ -91,8 +91,8 @@ class Collector:
         problems = [draw(self.task, i, config.seed) for i in indices]
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
-            # The seed of a response must not depend on which process samples it or on the rest of
-            # the batch.
+            # A response's seed must not depend on which process samples it or what else is in the
+            # batch.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             asked = [problems[row // n] for row in rows]
             rollouts = self._respond(asked, seeds)
@@ -108,7 +108,7 @@ class Collector:
     def _verify(
         self, problems: Sequence[Problem], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Judge every response, and compute the parts of its reward by name."""
+        """Judge every response, and compute its reward parts by name."""
         limit = self.config.rollout.max_new_tokens
         config = self.config.reward
         texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)

@@ -1,7 +1,7 @@
 """Settings of a training run, one frozen dataclass per concern.
 
-This module does not import torch, so `--help` is instant. The comment next to or above a field is
-its help text on the command line. An out-of-range value raises ConfigError.
+This module doesn't import torch, so `--help` is instant. The comment next to or above a field is
+also its command-line help. Out-of-range values raise ConfigError.
 """
 
 from __future__ import annotations

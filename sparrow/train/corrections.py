@@ -4,13 +4,12 @@ Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
 Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask
 of response tokens and the settings. `compute_correction` checks its arguments and builds a
-`Correction`, whose weights multiply the token losses. The weights have no gradient (the
-stop-gradient of the objective in Sparrow, arXiv 2606.08446). Arithmetic is in log space with
+`Correction`, whose weights multiply the token losses. The weights carry no gradient (the
+stop-gradient in Sparrow's objective, arXiv 2606.08446). Everything is computed in log space in
 float64, so the product of 32K ratios neither overflows nor loses precision.
 
 Masked-out tokens have weight 0 but still count in the denominator of the loss, as in IcePop,
-Sparse-RL and M2PO. Masking a token therefore does not change the share of any other token in the
-gradient.
+Sparse-RL and M2PO. So masking a token doesn't change any other token's share of the gradient.
 
 Metrics, over response tokens and over sequences with a response. r is the ratio p/q, and w is the
 weight, which is 0 for masked-out tokens:
@@ -46,7 +45,7 @@ class Correction:
 
     weight_BT: Tensor  # float32, >= 0; 0 where mask_BT is false. No gradient.
     mask_BT: Tensor  # bool, the tokens kept: a subset of the response tokens.
-    metrics: dict[str, float]  # Listed in the module's docstring.
+    metrics: dict[str, float]  # See the module docstring.
 
 
 def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -89,8 +88,8 @@ def _effective_sample_size(log_w: Tensor) -> Tensor:
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Three tensors [B, T]: the weights, which are used only for kept tokens; the mask of kept tokens;
-and whether each weight was cut to the cap.
+"""Three [B, T] tensors: the weights (only used for kept tokens), the mask of kept tokens, and which
+weights were cut to the cap.
 """
 
 
@@ -100,8 +99,8 @@ def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
 
 
 def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Give every token weight 1, as if it had been sampled from p. The metrics still measure the
-    mismatch that this ignores.
+    """Give every token weight 1, as if sampled from p. The metrics still show the mismatch this
+    ignores.
     """
     return torch.ones_like(log_r_BT), mask_BT, None
 
@@ -234,17 +233,17 @@ def compute_correction(
     z_BT: Tensor | None = None,
     uniform_BT: Tensor | None = None,
 ) -> Correction:
-    """Compute the correction that `config.kind` selects. Only `obrs` uses z_BT and uniform_BT, and
-    needs both.
+    """Compute the correction selected by `config.kind`. z_BT and uniform_BT are only for `obrs`,
+    which needs both.
 
     Args:
         log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
         log_q_BT: log-probs of the same tokens under q at the time of sampling, at the same
             temperature and over the full softmax.
-        mask_BT: bool, true on response tokens; padding may have any values in the other tensors.
+        mask_BT: bool, true on response tokens; padding may hold anything in the other tensors.
 
-    Raises ValueError if shapes disagree, there is no response token, or a response token has a
-    log-prob that is not finite.
+    Raises ValueError if shapes disagree, there is no response token, or a response token's log-prob
+    isn't finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
 
@@ -275,6 +274,6 @@ def compute_correction(
         "kl_k3": (log_r.expm1() - log_r).mean(),
         "weight_mean": weight_BT[mask_BT].mean(),
     }
-    # Transfer all values from the device at once.
+    # One device-to-host copy for all values.
     values = torch.stack(list(metrics.values())).tolist()
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))

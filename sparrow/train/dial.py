@@ -1,9 +1,9 @@
-"""A dial between lossless and lossy decoding: it finds the length beyond which the tail of
-acceptance allows verification to be skipped and skipping saves time.
+"""A dial between lossless and lossy decoding: it finds the length beyond which verification can be
+skipped, because acceptance is high enough in the tail and skipping saves time.
 
-All length bins below that length are lossless, and all bins above it are lossy. A lossless bin
-becomes lossy once the p5 of its drafts is high enough, and lossless again if the p5 of its
-unverified tokens turns out too low. docs/dial.md explains the rule.
+Length bins below that are lossless, and bins above it are lossy. A lossless bin turns lossy once
+its drafts' p5 is high enough, and back to lossless if its unverified tokens' p5 turns out too low.
+docs/dial.md explains the rule.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""How many responses must reach a bin before it can become lossy. A lossy bin that fewer responses
-reach becomes lossless again only if the whole interval of its p5 is below tau.
+"""How many responses must reach a bin before it can turn lossy. With fewer, a lossy bin only turns
+back if its whole p5 interval is below tau.
 """
-# A bin becomes lossy only if lossy is predicted to be at least this many times as fast as lossless.
-# It becomes lossless again if lossy is predicted to be slower.
+# A bin only turns lossy if lossy is predicted to be at least this many times as fast as lossless,
+# and turns back if lossy is predicted to be slower.
 FASTER = 1.01
-# steps before a failed bin is tried again; doubled after each further failure
+# steps before a failed bin is retried; doubles with each further failure
 WAIT = 8
 
 Price = Callable[[int, float], tuple[float, float]]
-"""Maps (length in tokens, mean acceptance of drafts) to the seconds per token of lossless and of
-lossy decoding.
-"""
+"""(length in tokens, mean draft acceptance) -> seconds per token, lossless and lossy."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,11 @@ class DialBin:
 
     start: int
     end: int
-    mode: Literal["lossless", "lossy"]  # the bin's mode in the step that was measured
-    # p5, on the scale of tau: of the drafts if the bin is lossless, of the unverified tokens if it
-    # is lossy
+    mode: Literal["lossless", "lossy"]  # the bin's mode in the measured step
+    # p5 on tau's scale: of the drafts in a lossless bin, of the unverified tokens in a lossy one
     p5: float
     low: float  # lower limit of the 95 % interval of p5
-    tokens: int  # number of tokens from which p5 was computed
+    tokens: int  # number of tokens behind p5
     lossless_s: float  # predicted seconds per lossless token
     speedup: float  # predicted speed-up of lossy over lossless
     verdict: Literal["ready", "even", "holds", "fails", "waits", "unknown"]
@@ -58,37 +55,35 @@ class DialBin:
 
 
 class Dial:
-    """Decides after each step at which length verification ends.
+    """Decides after each step how far to verify.
 
     Args:
-        tau: the target for the p5 of unverified tokens, on the trainer's scale.
+        tau: the p5 target for unverified tokens, on the trainer's scale.
         price: predicts the seconds per token in either mode.
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:
         self._tau = tau
         self._price = price
-        # for each bin, the number of steps before it is tried again
+        # bin -> steps left before it is retried
         self._waits: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
-        """Length in tokens, including the prompt, up to which a sequence is verified: the start of
+        """Sequences are verified up to this length in tokens, including the prompt: the start of
         the first lossy bin.
         """
 
     def turn(
         self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
     ) -> tuple[DialBin, ...]:
-        """Decide where verification ends in the next rollouts, based on measurements of the last
-        ones.
+        """Decide where verification ends in the next rollouts, going by the last ones.
 
         Args:
-            drafts: the tail of the drafts' acceptance by length bin, with its ceiling if that is
-                known.
-            own: the tail of the acceptance of unverified tokens, in the same bins.
+            drafts: the tail of draft acceptance by length bin, with its ceiling if known.
+            own: the tail of the unverified tokens' acceptance, in the same bins.
 
         Returns:
-            The measured bins in ascending order of length, with the verdict on each.
+            The measured bins, shortest first, each with its verdict.
         """
         self._waits = {b: left - 1 for b, left in self._waits.items() if left > 1}
         lossless = [(b, self._draft_bin(b)) for b in drafts if b.end <= self.verified_up_to]
@@ -148,8 +143,8 @@ class Dial:
         low = scaled.interval_low
         enough = b.n_sequences >= MIN_SEQUENCES
         measured = f"{self._tau.statistic} of unverified tokens, {p5:.3f},"
-        # If few responses reach the bin, it fails only if its whole interval is below tau. The
-        # comparison is negated so that an unknown p5 (nan) fails.
+        # With few responses, the bin only fails if its whole interval is below tau. The comparison
+        # is negated so that an unknown p5 (nan) fails.
         is_below = not p5 >= self._tau.value
         is_surely_below = scaled.interval_high < self._tau.value
         verdict: Literal["holds", "fails", "unknown"]
@@ -170,10 +165,9 @@ class Dial:
         )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """Convert a p5 of drafts, measured during verification, to the p5 that the trainer would
-        measure.
+        """Convert the drafts' p5, as measured in verification, to what the trainer would measure.
 
-        During verification, the same program computes both distributions, so the ceiling is 1; the
+        In verification, both distributions come from the same program, so the ceiling is 1; the
         trainer's is ``ceiling``.
         """
         if self._tau.relative or isnan(ceiling):
@@ -214,14 +208,13 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
 def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
 ) -> Price:
-    """Build a ``Price`` from the cost model, for lossy decoding under ``schedule`` and for lossless
-    decoding with drafts under the same schedule.
+    """Build a ``Price`` from the cost model, for lossy decoding under ``schedule`` and lossless
+    decoding with drafts under it.
 
     Args:
-        draft_tokens: the maximum number of tokens per draft. The prediction assumes the fastest
-            number from 0 to this maximum.
-        batch: the number of sequences decoded together. Fewer are assumed at lengths where their KV
-            cache would not fit in memory.
+        draft_tokens: maximum draft length. The prediction uses the fastest length up to this,
+            including 0.
+        batch: the batch size, reduced at lengths where the KV cache wouldn't fit in memory.
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:

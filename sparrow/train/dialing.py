@@ -1,5 +1,5 @@
-"""Collect a step's measurements for the dial, and build the dial's entry in the run log. The rule
-itself is in ``sparrow.train.dial``.
+"""Collect a step's measurements for the dial, and build its run log entry. The rule itself is in
+``sparrow.train.dial``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparrow.train.dial import Dial, gain
 def verified(
     rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]
 ) -> list[TokenAcceptance]:
-    """Select the verified tokens of each response. Their acceptance reflects only numerical
+    """Select the verified tokens of each response. Their acceptance only reflects numerical
     differences between engine and trainer, not sparsity.
     """
     return [
@@ -44,8 +44,8 @@ def _part(bounds: TokenAcceptance, tokens: slice) -> TokenAcceptance:
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Collect the exact acceptance of the verified drafts. The position of a draft is the length
-    for which the schedule chose its pages.
+    """Collect the verified drafts' exact acceptance. A draft's position is the length its pages
+    were scheduled for.
     """
     drafts = []
     for r in rollouts:
@@ -60,7 +60,7 @@ def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[Tok
 def tail(
     responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int
 ) -> tuple[BinMismatch, ...]:
-    """Compute the tail by length bin. The result is empty if there are no tokens."""
+    """Compute the tail by length bin; empty if there are no tokens."""
     nonempty = [r for r in responses if r.lower.size]
     return pool(nonempty, bin_tokens, seed).bins if nonempty else ()
 
@@ -73,15 +73,15 @@ def turn(
     ceiling: Ceiling,
     seed: int,
 ) -> dict[str, Any]:
-    """Turn the dial, given the measurements of a step. Return the entry for the run log: the length
-    up to which responses were verified, and the mode of each length bin with the reason for it.
+    """Turn the dial on a step's measurements. Return the run log entry: the length up to which
+    responses were verified, and each length bin's mode with the reason for it.
 
     Args:
         rollouts: the step's rollouts, from all processes.
-        acceptances: the acceptance of each rollout.
-        schedule: the schedule of drafts and unverified steps.
+        acceptances: each rollout's acceptance.
+        schedule: the schedule for drafts and unverified steps.
         ceiling: the p5 of dense rollouts.
-        seed: the seed for the bootstrap intervals.
+        seed: the bootstrap seed.
     """
     width = schedule.bin_tokens
     up_to = dial.verified_up_to

@@ -38,7 +38,7 @@ from sparrow.train.lora import base_weights, inject, layers, merged_weights, swi
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-# metadata key under which a saved adapter stores a sample of the base model's weights
+# metadata key for the sample of base weights in a saved adapter
 BASE = "sparrow_base"
 
 
@@ -47,11 +47,11 @@ class Adapter:
 
     Args:
         model: the policy. Outside ``active()``, its forward pass stays bitwise the same.
-        config: the settings of the adapter.
-        schedule: the schedule under which the actor decodes.
+        config: the adapter's settings.
+        schedule: the actor's schedule.
 
     Raises ConfigError if the schedule is dense, so there is nothing to distil; the model lacks the
-    target layers; or the adapter to start from cannot be read or belongs to a different model.
+    target layers; or the adapter to start from can't be read or belongs to a different model.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Enter a context in which the model is the actor: phi is active, and only phi is trained."""
+        """Context in which the model is the actor: phi is on, and only phi trains."""
         with switched(self.model, True):
             self._train_policy(False)
             try:
@@ -137,11 +137,11 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample a few base weights (float32) from each layer with an adapter, by which a saved
-        adapter is later matched to its base model.
+        """Sample a few base weights (float32) from each adapted layer, to later match a saved
+        adapter to its base model.
 
-        Training rotates this vector by only a few degrees, whereas that of an unrelated model is
-        nearly orthogonal to it.
+        Training only rotates this vector by a few degrees, while an unrelated model's is nearly
+        orthogonal to it.
         """
 
         def sixteen(weight: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """Read the sample of the base weights that ``Adapter.save`` wrote. Return None if there is
-    none, as in an adapter that another program saved.
+    """Read the sample of base weights written by ``Adapter.save``. Return None if there isn't one,
+    e.g. in an adapter saved by another program.
     """
     path = folder / "adapter_model.safetensors"
     if not path.exists():
@@ -171,17 +171,17 @@ def _saved_base(folder: Path) -> Tensor | None:
 
 
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
-    """Compute KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for all
-    other tokens.
+    """Compute KL(policy || actor) per token, ``[M]``, over n listed tokens plus one bucket for the
+    rest.
 
     The arguments are log-probs ``[M, n]`` of the same tokens under policy and actor. The result is
-    a lower bound on the KL over the vocabulary, and is exact if the list covers the vocabulary. It
-    is differentiable in ``actor_top``.
+    a lower bound on the KL over the full vocabulary (exact if the list covers it), and is
+    differentiable in ``actor_top``.
     """
     p = policy_top.float().exp()
     q = actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
-    # Rounding may leave the actor no mass outside the list; the minimum keeps the logarithm finite.
+    # Rounding may leave the actor no mass outside the list; clamping keeps the log finite.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
     listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
     rest_log_ratio = rest_p.clamp(min=1e-7).log() - rest_q.log()
@@ -190,8 +190,8 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
 
 
 def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
-    """Choose the ``share`` of responses with the lowest 5th percentile of acceptance, but at least
-    one response. Return their indices in ascending order.
+    """Pick the ``share`` of responses with the lowest acceptance p5, but at least one. Return their
+    indices in ascending order.
     """
     count = max(1, round(share * len(acceptance)))
     tails = [np.percentile(a, 5) for a in acceptance]
@@ -204,8 +204,8 @@ class Distiller:
 
     Args:
         model: the policy.
-        config: the configuration of the whole run.
-        schedule: the schedule under which the actor decodes.
+        config: the full run config.
+        schedule: the actor's schedule.
 
     Raises ConfigError: see ``Adapter``.
     """
@@ -223,8 +223,7 @@ class Distiller:
             "lr": config.distill.learning_rate,
             "weight_decay": 0.0,
         }
-        # A context in which both theta and phi are trainable, as loading a sharded optimiser state
-        # requires.
+        # Context with both theta and phi trainable, which loading a sharded optimiser state needs.
         self.everything_trains = partial(switched, model, True)
         self.actor_weights = partial(merged_weights, model)
         self.policy_weights = partial(base_weights, model)
@@ -254,12 +253,11 @@ class Distiller:
         advantages_B: Tensor,
         trains_BT: Tensor,
     ) -> dict[str, float]:
-        """Take one optimiser step on phi with the current rollouts, while theta is frozen.
+        """Take one optimiser step on phi with the current rollouts, with theta frozen.
 
-        The loss is the clipped policy loss on the sparse log-probs, where the old policy is the
-        actor at sampling time, plus ``kl_coef`` times the mean KL(dense || sparse). The KL covers
-        all tokens of the worst responses, and the policy loss only those that are also in
-        ``trains_BT``.
+        The loss is the clipped policy loss on the sparse log-probs (the old policy being the actor
+        at sampling time), plus ``kl_coef`` times the mean KL(dense || sparse). The KL covers all
+        tokens of the worst responses; the policy loss only covers those also in ``trains_BT``.
         """
         distill = self.config.distill
         accelerator = self._accelerator
@@ -305,8 +303,7 @@ class Distiller:
 
             phi = self._adapter.parameters
             if self._ranks.count > 1 and not self._ranks.is_sharded:
-                # Sharded gradients have already been averaged in the backward pass; unsharded
-                # gradients have not.
+                # The backward pass has already averaged sharded gradients, but not unsharded ones.
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)
@@ -318,8 +315,8 @@ class Distiller:
         return merged
 
     def actor_logprobs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Compute the actor's log-probs of the sampled tokens and of the top-n tokens, by teacher
-        forcing under its schedule.
+        """Compute the actor's log-probs of the sampled and the top-n tokens, teacher-forced under
+        its schedule.
         """
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         with teacher_forced(self._adapter.model, batch.prompt_lengths):

@@ -1,6 +1,4 @@
-"""Evaluate the dense policy during training, in the same way as ``sparrow eval``, and choose the
-best step.
-"""
+"""Evaluate the dense policy during training, just like ``sparrow eval``, and pick the best step."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from sparrow.tasks import Problem
 from sparrow.train.config import TrainConfig
 from sparrow.train.ranks import Ranks
 
-# the keys are the names under which benchmarks are logged
+# benchmark name, as logged -> its problems
 Benchmarks = Mapping[str, Sequence[Problem]]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples and scores the benchmarks of a run. Every process receives all scores."""
+    """Samples and scores a run's benchmarks. Every process gets all the scores."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -40,10 +38,10 @@ class Evaluator:
         return every is not None and (step % every == 0 or step == self.config.steps)
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """Compute the scores of each benchmark with the engine's current weights.
-        docs/run-directory.md lists the scores.
+        """Score every benchmark with the engine's current weights. The scores are listed in
+        docs/run-directory.md.
 
-        The seed of a response depends only on its problem and its number, so ``sparrow eval`` with
+        A response's seed depends only on its problem and sample number, so ``sparrow eval`` with
         the run's seed uses the same seeds.
 
         Raises RewardError if a verifier failed. Raises ConfigError if the engine cannot use a
@@ -89,8 +87,8 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """Return the step with the highest mean@k, averaged over benchmarks, or the earliest such step
-    if several tie. Return None if nothing was evaluated.
+    """Return the step with the best mean@k averaged over benchmarks (the earliest, on a tie), or
+    None if nothing was evaluated.
     """
 
     def mean(row: Row) -> Any:

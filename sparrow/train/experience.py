@@ -22,9 +22,9 @@ from sparrow.tasks import Problem
 class Group:
     """The responses to one prompt."""
 
-    problem: Problem  # the problem that the prompt poses
+    problem: Problem  # the problem behind the prompt
     rollouts: list[Rollout]
-    parts: list[dict[str, float]]  # for each response, the parts of its reward by name
+    parts: list[dict[str, float]]  # per response: reward parts by name
 
     @property
     def rewards(self) -> list[float]:
@@ -33,13 +33,13 @@ class Group:
 
 @dataclass
 class Experience:
-    """The data of one training step. In the fields up to ``groups``, entry i belongs to response i."""
+    """The data of one training step. Up to ``groups``, entry i of a field is for response i."""
 
-    problems: list[Problem]  # the problem of each response
+    problems: list[Problem]  # each response's problem
     rollouts: list[Rollout]  # the responses
     rewards: np.ndarray  # float64 [B]
-    groups: np.ndarray  # int64 [B], the same number for all responses to one prompt
-    drawn: list[Group]  # all sampled groups, including those that were replaced
+    groups: np.ndarray  # int64 [B], group ids; responses to the same prompt share one
+    drawn: list[Group]  # every sampled group, including replaced ones
     cursor: int  # index of the next problem to draw
 
     @classmethod
@@ -57,12 +57,12 @@ class Experience:
 
     @property
     def truncated(self) -> np.ndarray:
-        """Whether each response was cut at the maximum length, bool ``[B]``."""
+        """Whether each response was cut off at the maximum length, bool ``[B]``."""
         return np.array([r.finish_reason == "length" for r in self.rollouts])
 
     @property
     def lengths(self) -> list[int]:
-        """The length in tokens of each response together with its prompt."""
+        """Each response's length in tokens, including its prompt."""
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
@@ -76,9 +76,9 @@ class Assessment:
     logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
     logq_BT: Tensor  # the same under the actor
     mask_BT: Tensor  # bool, true on response tokens
-    # for each response, the policy's log-probs of the rollout's top-n tokens, float32 [T, n]
+    # per response: the policy's log-probs for the rollout's top-n tokens, float32 [T, n]
     policy_top: list[np.ndarray]
-    acceptances: list[TokenAcceptance]  # for each response, bounds on its tokens' acceptance rates
+    acceptances: list[TokenAcceptance]  # per response: bounds on token acceptance rates
     # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
     obrs_z_BT: Tensor
     # float32 log-probs under the reference policy, if ``loss.beta`` is above 0

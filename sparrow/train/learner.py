@@ -49,9 +49,9 @@ class Learner:
     """The policy being trained, its optimiser, and the actor's adapter if there is one.
 
     Args:
-        config: the configuration of the whole run.
+        config: the full run config.
         model: the policy, in float32.
-        schedule: the schedule under which the actor decodes.
+        schedule: the actor's schedule.
         accelerator: this process's accelerator.
         ranks: the processes of the run.
 
@@ -91,7 +91,7 @@ class Learner:
 
         if config.optimizer.gradient_checkpointing:
             options = self.distiller.checkpointing if self.distiller else {}
-            # Older versions of transformers have only the second name, and version 6 will have only
+            # Older transformers versions only have the second name, and version 6 will only have
             # the first.
             enable = (
                 getattr(model, "activation_checkpointing_enable", None)
@@ -108,14 +108,14 @@ class Learner:
             {"params": [p for p in model.parameters() if p.requires_grad], **settings}
         ]
         if self.distiller:
-            # One optimiser holds both groups. A step updates only parameters that have gradients,
-            # and theta and phi never have gradients at the same time.
+            # One optimiser for both groups: a step only updates parameters with gradients, and
+            # theta and phi never have gradients at the same time.
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(
             TokenScorer(model), torch.optim.AdamW(groups)
         )
-        # The wrapper for data parallelism hooks its forward pass, so passes that train nothing, or
-        # only phi, bypass the wrapper.
+        # The data-parallel wrapper hooks its forward pass, so passes that train nothing, or only
+        # phi, bypass it.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
@@ -156,12 +156,12 @@ class Learner:
         self, experience: Experience, schedule: SparsitySchedule
     ) -> tuple[Assessment, float]:
         """Score every rollout under the dense policy, and compute the actor's acceptance under
-        ``schedule``. Return these scores and the mean entropy of the policy in nats.
+        ``schedule``. Return the scores and the policy's mean entropy in nats.
         """
         rollouts = experience.rollouts
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
 
-        # for the normaliser Z of the correction ``obrs``
+        # for the normaliser Z in the ``obrs`` correction
         lam = self.config.correction.obrs_lambda
         z = [
             np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1)
@@ -190,8 +190,8 @@ class Learner:
     def _score(
         self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> tuple[Any, ...]:
-        """Score each response: compute the log-probs of its tokens and of the top tokens, the sum
-        of the entropies, and the acceptance.
+        """Score each response: log-probs of its tokens and of the top tokens, summed entropy, and
+        acceptance.
         """
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
@@ -220,9 +220,7 @@ class Learner:
         return tuple(zip(*scored, strict=True))
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
-        """Compute the log-probs of each response's tokens under the policy as it was before the
-        run.
-        """
+        """Compute each response's token log-probs under the policy as it was before the run."""
         scorer = self._reference or self.plain_scorer
 
         def score(rows: list[int]) -> list[np.ndarray]:
@@ -237,8 +235,8 @@ class Learner:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """Return the learning rate of training step ``step``. If there is a warm-up, its first
-        value, 0, is skipped.
+        """Return the learning rate for training step ``step``. With a warm-up, the initial 0 is
+        skipped.
         """
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
@@ -252,8 +250,8 @@ class Learner:
         return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
-        """Compute the correction, take the optimiser steps of training step ``step`` (counted from
-        0), and then update the adapter if there is one.
+        """Compute the correction, take the optimiser steps for training step ``step`` (counted from
+        0), then update the adapter if there is one.
 
         Raises TrainingDiverged if a loss or gradient is not finite, or a log ratio exceeds
         ``loss.max_log_ratio``. That optimiser step is not taken.
@@ -276,8 +274,8 @@ class Learner:
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            # Each loss is normalised by the number of tokens it sums over: for the KL, all tokens;
-            # for the policy loss, only those of the responses being trained on.
+            # Normalise each loss by the number of tokens it sums over: all of them for the KL, only
+            # those in responses being trained on for the policy loss.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)
@@ -285,8 +283,8 @@ class Learner:
 
             parts = []
             for i, (indices, counts) in enumerate(groups):
-                # With FSDP, gradients are reduced after every pass, because the unsharded gradients
-                # of all layers would not fit in memory.
+                # With FSDP, reduce gradients after every pass: unsharded gradients for all layers
+                # wouldn't fit in memory.
                 reduces = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
                     scores = self.scorer(
@@ -320,7 +318,7 @@ class Learner:
                         loss = loss + kl_loss
                         metrics = merge_metrics([metrics, kl_metrics])
                     # Data parallelism averages gradients over processes, but the normalisers
-                    # already count the tokens of all processes.
+                    # already count all processes' tokens.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
                 if counts:
                     parts.append(metrics)
@@ -355,8 +353,8 @@ class Learner:
         return step_metrics
 
     def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
-        """Compute the correction for the tokens that are trained on or, if there are none, for all
-        tokens, so that its metrics can always be logged.
+        """Compute the correction for the tokens being trained on or, if there are none, for all
+        tokens, so that there are always metrics to log.
         """
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
@@ -370,8 +368,8 @@ class Learner:
         )
 
     def _minibatches(self, size: int, step: int) -> list[list[int]]:
-        """Divide the responses among the optimiser steps. They are shuffled first, so that every
-        prompt's group is spread over the steps.
+        """Split the responses over the optimiser steps, shuffled so that every prompt's group is
+        spread out.
         """
         count = self.config.optimizer.minibatches
         order = list(range(size))
@@ -382,11 +380,11 @@ class Learner:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Enter a context in which layers checkpoint their activations.
+    """Context in which layers checkpoint their activations.
 
-    In transformers, a layer checkpoints only in training mode, in which it cannot decode with a
-    cache. The mode is therefore set only inside the context, and only for these layers, because a
-    whole model in training mode would apply dropout.
+    In transformers, a layer only checkpoints in training mode, where it can't decode with a cache.
+    So that mode is only set inside the context, and only on these layers: on the whole model, it
+    would turn on dropout.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

@@ -1,5 +1,5 @@
-"""LoRA layers that multiply by the same merged weights as the engine, and a policy that trains only
-its LoRA.
+"""LoRA layers that compute with the same merged weights as the engine, and a policy that only
+trains its LoRA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparrow.train.config import LoraConfig, TrainConfig
 
 class _TimesMerged(torch.autograd.Function):
     """``x @ weight.T + bias``, where weight is the base weight plus ``scale * B @ A``. Only x, A
-    and B have gradients.
+    and B get gradients.
     """
 
     @staticmethod
@@ -44,13 +44,13 @@ class _TimesMerged(torch.autograd.Function):
 
 
 class MergedLinear(Linear):
-    """A linear layer with a LoRA. While the LoRA is active, the layer multiplies once, by the
-    merged weight.
+    """A linear layer with a LoRA. While the LoRA is active, it does a single matmul with the merged
+    weight.
 
-    The engine receives the same merged weight. PEFT's own forward pass computes the LoRA's
-    contribution separately and adds it, which takes a tenth of the time of an update. It is used
-    only where theta has less precision than float32, as shards do, because merging would lose
-    changes smaller than theta's last bit.
+    That's the weight the engine gets, too. PEFT's own forward pass adds the LoRA as a separate
+    term, which takes a tenth of the update time. We only fall back to it where theta is below
+    float32 precision, as in shards, because merging would lose changes smaller than theta's last
+    bit.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class MergedLinear(Linear):
     def merged_weight(self) -> Tensor:
         """Compute theta + delta(phi) as a new float32 tensor.
 
-        Merging in place and then undoing it would alter bf16 weights by rounding.
+        Merging in place and undoing it again would change bf16 weights through rounding.
         """
         A, B = self._phi()
         theta = cast(Tensor, self.base_layer.weight)
@@ -97,10 +97,10 @@ def check_loras(model: PreTrainedModel, config: TrainConfig) -> None:
 def check_lora(
     model: PreTrainedModel, rank: int, target_modules: Sequence[str], setting: str
 ) -> None:
-    """Check that a LoRA fits the model. ``setting`` is the name of its rank on the command line.
+    """Check that a LoRA fits the model. ``setting`` is the command-line name of its rank.
 
-    Raises ConfigError if a name matches no linear layer, or the rank exceeds the largest that the
-    weight matrices of these layers can have.
+    Raises ConfigError if a name matches no linear layer, or the rank is higher than any of these
+    layers' weight matrices can have.
     """
     # the head may be tied to the embeddings, which cannot have a LoRA
     head = model.get_output_embeddings()
@@ -130,8 +130,8 @@ def check_lora(
 def inject(
     model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str], setting: str
 ) -> peft.LoraConfig:
-    """Replace the linear layers ``target_modules`` with ``MergedLinear``. Afterwards, the LoRA is
-    active, and only the LoRA is trained.
+    """Replace the linear layers ``target_modules`` with ``MergedLinear``. The LoRA starts out
+    active, and nothing else trains.
 
     Raises ConfigError: see ``check_lora``.
     """
@@ -149,12 +149,12 @@ def inject(
 
 
 def layers(model: PreTrainedModel) -> list[MergedLinear]:
-    """List the layers that have a LoRA."""
+    """List the LoRA layers."""
     return [module for module in model.modules() if isinstance(module, MergedLinear)]
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return theta, under the parameter names that the model has without the LoRA."""
+    """Return theta, under the parameter names the model has without the LoRA."""
     parameters = model.named_parameters()
     return {
         name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name
@@ -162,9 +162,7 @@ def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield theta + delta(phi) in theta's dtype, one new tensor at a time. Theta itself does not
-    change.
-    """
+    """Yield theta + delta(phi) in theta's dtype, one tensor at a time, leaving theta alone."""
     with_lora = {
         f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)
     }
@@ -177,9 +175,7 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
-    """Enter a context in which the LoRA is active if ``on``, and inactive otherwise. On exit, it is
-    switched to the opposite state.
-    """
+    """Switch the LoRA on or off inside the context, and to the opposite state on exit."""
     for layer in layers(model):
         layer.enable_adapters(on)
     try:
@@ -190,7 +186,7 @@ def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
 
 
 class PolicyLora:
-    """A LoRA that is always active in the policy and is the only part of it that is trained.
+    """The policy's LoRA: the only part that trains, and always active except in ``taken_off``.
 
     Raises ConfigError: see ``inject``.
     """
@@ -205,7 +201,5 @@ class PolicyLora:
         return merged_weights(self.model)
 
     def taken_off(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the LoRA is off, so that the model is the same as at the start
-        of the run.
-        """
+        """Context with the LoRA off, so the model is what it was at the start of the run."""
         return switched(self.model, False)

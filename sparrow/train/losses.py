@@ -1,12 +1,12 @@
-"""The clipped policy objective, which is exact under gradient accumulation.
+"""The clipped policy objective, exact under gradient accumulation.
 
 Shapes: B sequences, T response tokens (right-padded).
 
-One optimiser step may be split into micro-batches of whole sequences. The denominators of the whole
-step are counted once (`count_normalizers`) and passed to every micro-batch, so the micro-batch
-losses, their gradients and their metrics *add up* to those of the full batch. With data
-parallelism, count over all ranks; if gradients are averaged rather than summed over ranks, multiply
-the loss by the number of ranks.
+One optimiser step may be split into micro-batches of whole sequences. The whole step's denominators
+are counted once (`count_normalizers`) and passed to every micro-batch, so the micro-batch losses,
+their gradients and their metrics *add up* to those of the full batch. With data parallelism, count
+over all ranks; if gradients are averaged rather than summed over ranks, multiply the loss by the
+number of ranks.
 """
 
 import math
@@ -25,14 +25,14 @@ from sparrow.train.config import LossConfig, Normalization
 class Normalizers:
     """Denominators of one optimiser step, over all its micro-batches and ranks.
 
-    They count the same tokens as the numerators, so leaving out a token does not shrink the share
-    of the others.
+    They count the same tokens as the numerators, so leaving out a token doesn't shrink the others'
+    share.
     """
 
     sequences: int  # Number of sequences with at least one token.
-    tokens: int  # Number of tokens of all sequences.
+    tokens: int  # Number of tokens in all sequences.
     max_length: (
-        # Maximum length of a response in tokens, the constant by which dr_grpo divides.
+        # Maximum response length in tokens, the constant dr_grpo divides by.
         int
     )
 
@@ -44,8 +44,8 @@ class Normalizers:
 
 
 def count_normalizers(mask_BT: Tensor, max_length: int) -> Normalizers:
-    """Count the normalizers of a step from the mask of the full batch. If the mask is all false,
-    the losses are sums of zeros, and the counts are set to 1 to avoid dividing by 0.
+    """Count a step's normalizers from the full batch's mask. If the mask is all false, the losses
+    are sums of zeros, and the counts are set to 1 to avoid dividing by 0.
     """
     sequences = int(mask_BT.any(1).sum())
     tokens = int(mask_BT.sum())
@@ -61,8 +61,8 @@ def policy_loss(
     config: LossConfig,
     normalizers: Normalizers,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute the loss and the metrics of one micro-batch. The loss is a scalar, and differentiable
-    in logp_BT only.
+    """Compute one micro-batch's loss and metrics. The loss is a scalar, differentiable in logp_BT
+    only.
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
     clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
@@ -75,15 +75,15 @@ def policy_loss(
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens that the loss and the normalizers count, which are those of all
-    responses trained on, including tokens that the correction masked out (weight 0).
+    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers: all those in responses
+    being trained on, including ones masked out by the correction (weight 0).
 
     Metrics. All but loss and *_max are means over normalizers.tokens, and all but *_max add up over
     micro-batches (see `merge_metrics`):
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
       active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
       log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
-    Raises ValueError: shapes disagree.
+    Raises ValueError if shapes disagree.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
@@ -93,8 +93,7 @@ def policy_loss(
             "[B, T] and advantages [B]."
         )
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    # Padding is replaced before any exp, because an infinity there would make gradients NaN even
-    # when multiplied by 0.
+    # Zero out padding before any exp: an inf there makes gradients NaN, even when multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
     weight_BT = torch.where(mask_BT, weight_BT.detach().to(dtype), 0.0)
     advantages_B1 = advantages_B.detach().to(dtype)[:, None]
@@ -121,7 +120,7 @@ def policy_loss(
         name: sums.double() / normalizers.tokens for name, sums in totals.items()
     }
     metrics["log_ratio_abs_max"] = log_ratio_BT.detach().abs().amax()
-    # Transfer all values from the device at once.
+    # One device-to-host copy for all values.
     values = torch.stack([value.double() for value in metrics.values()]).tolist()
     return loss, dict(zip(metrics, values, strict=True))
 
@@ -133,14 +132,13 @@ def reference_loss(
     config: LossConfig,
     normalizers: Normalizers,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute beta * KL(pi_theta || reference) of one micro-batch.
+    """Compute beta * KL(pi_theta || reference) for one micro-batch.
 
-    The KL is estimated for each token as in DeepSeekMath, arXiv 2402.03300, equation 4, without
-    weights, as in TRL. The loss is differentiable in logp_BT only, and is summed as in
-    ``policy_loss``.
+    The KL is DeepSeekMath's per-token estimate (arXiv 2402.03300, equation 4), unweighted as in
+    TRL. The loss is differentiable in logp_BT only, and summed as in ``policy_loss``.
 
-    ref_logp_BT [B, T]: log-probs under the reference policy. mask_BT bool [B, T]: the tokens that
-    the loss and the normalizers count, which are all response tokens. Metrics: loss, and kl, the
+    ref_logp_BT [B, T]: log-probs under the reference policy. mask_BT bool [B, T]: the tokens
+    counted by the loss and the normalizers, i.e. all response tokens. Metrics: loss, and kl, the
     mean over normalizers.tokens.
     """
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
@@ -167,13 +165,11 @@ def _total(
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's micro-batches: take the maximum of each `*_max`, and the sum of
-    every other metric.
-    """
+    """Merge the metrics of a step's micro-batches: max for `*_max`, sum for everything else."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            if name.endswith("_max"):  # this keeps a NaN, which Python's max might drop
+            if name.endswith("_max"):  # keeps a NaN, which Python's max might drop
                 merged[name] = max(merged.get(name, value), value, key=lambda x: (math.isnan(x), x))
             else:
                 merged[name] = merged.get(name, 0.0) + value
@@ -183,7 +179,7 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
     """Check the metrics of `policy_loss` and the gradient norm.
 
-    Call this before the optimiser step, while the weights are still those of the last good step.
+    Call this before the optimiser step, while the weights are still from the last good step.
 
     Raises TrainingDiverged if a metric is not finite, or log_ratio_abs_max exceeds max_log_ratio.
     """

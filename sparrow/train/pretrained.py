@@ -1,5 +1,5 @@
-"""Save a trained model as a Hugging Face folder like the one from which it was loaded: in the same
-dtype, and with names that older versions of transformers can read.
+"""Save a trained model as a Hugging Face folder like the one it was loaded from: same dtype, and
+names that older transformers versions can read.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-# Config fields that transformers 5 has renamed. A value that the checkpoint stores under one of
-# these names is saved under it as well.
+# Config fields renamed in transformers 5. If the checkpoint used one of these names, the value is
+# saved under it too.
 FORMER_NAMES = ("torch_dtype", "rope_theta", "rope_scaling")
-ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in every version of transformers
+ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in any transformers version
 
 
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``weights``, by name, and the model's config to ``folder``.
+    """Write ``weights`` (by name) and the model config to ``folder``.
 
-    The weights are saved in the dtype of the checkpoint from which the model was loaded, regardless
-    of their dtype in training. If there was no checkpoint, they keep their dtype.
+    Weights are saved in the dtype of the checkpoint the model was loaded from, whatever dtype they
+    were trained in. Without a checkpoint, they keep their own.
     """
     source = _read_json(model.name_or_path, "config.json")
     dtype = _dtype_of(source)
@@ -39,9 +39,9 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Pa
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer, keeping the class name from its checkpoint.
+    """Write the tokenizer under its checkpoint's class name.
 
-    Otherwise, transformers 5 would write a class name and lists that earlier versions cannot load.
+    Left alone, transformers 5 would write a class name and lists that earlier versions can't load.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -56,7 +56,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype in a checkpoint's ``config.json``; None if it names no floating-point dtype."""
+    """Return the dtype in a checkpoint's ``config.json``, or None if it isn't floating-point."""
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
@@ -71,9 +71,7 @@ def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype 
 
 
 def _read_json(name_or_path: str | None, file: str) -> dict[str, Any]:
-    """Read a JSON file of the loaded checkpoint, without downloading it; empty if there is no such
-    file.
-    """
+    """Read one of the loaded checkpoint's JSON files, without downloading it; empty if missing."""
     if not name_or_path:
         return {}
     path = cached_file(

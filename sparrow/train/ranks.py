@@ -1,9 +1,8 @@
-"""The processes of a run. Sampling, forward passes and backward passes are divided among the
-processes, and all processes receive the results.
+"""The processes of a run. They split up sampling, forward and backward passes, and all of them get
+the results.
 
-Every process gathers the rollouts, rewards and log-probs of the whole step, in the same order. It
-therefore computes statistics, corrections and decisions from the same numbers as a single process
-would.
+Every process gathers the whole step's rollouts, rewards and log-probs, in the same order, so it
+computes statistics, corrections and decisions from the same numbers as a single process would.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Ranks:
     """This process's rank among the processes that ``accelerate launch`` started. A run with a
     single process has one rank.
 
-    Raises ConfigError if FSDP was requested, but this run cannot use it.
+    Raises ConfigError if FSDP was requested but this run can't use it.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -49,10 +48,10 @@ class Ranks:
                 "launch it without --use_fsdp"
             )
         self.seconds: dict[str, list[float]] = {}
-        """For each phase, the seconds that each process has spent in it, not counting the wait for
-        other processes at the end.
+        """Phase -> seconds each process has spent in it, not counting the wait for the others at
+        the end.
         """
-        # Objects are always exchanged through host memory, even if tensors use another backend.
+        # Objects always go through host memory, whatever backend tensors use.
         self._group = None
         if self.count > 1:
             patience = timedelta(seconds=PATIENCE_S)
@@ -72,17 +71,16 @@ class Ranks:
             )
 
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """Call ``work()`` in every process, and return the results of all processes, ordered by
-        rank.
+        """Call ``work()`` in every process, and return everyone's results in rank order.
 
-        An error in one process is raised in all processes.
+        An error in one process is raised in all of them.
 
         Args:
-            phase: the name of the work in error messages and in ``seconds``.
+            phase: what to call the work in error messages and in ``seconds``.
 
-        Raises SparrowError or OSError if ``work`` raised one in some process (the one from the
-        lowest rank, if in several). Raises ProcessLost if a process died, or had not finished
-        ``PATIENCE_S`` seconds after this one.
+        Raises SparrowError or OSError if ``work`` raised one in any process (the lowest rank's, if
+        several did). Raises ProcessLost if a process died or hadn't finished ``PATIENCE_S`` seconds
+        after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -113,7 +111,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, phase: str) -> Iterator[None]:
-        """Enter a context for work that needs all processes at once.
+        """Context for work that needs all processes at once.
 
         Raises ProcessLost if another process can no longer be reached, or is more than
         ``PATIENCE_S`` seconds behind.
@@ -134,15 +132,15 @@ class Ranks:
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
-        """Call ``work()`` only in the main process, and return its result in all processes. Raises
-        the errors of ``gather``.
+        """Call ``work()`` in the main process only, and return its result in all of them. Raises
+        the same errors as ``gather``.
         """
         results = self.gather(phase, lambda: work() if self.is_main else None)
         return results[0]  # type: ignore[return-value]
 
     def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
-        """Divide ``range(count)`` among the processes, call ``work(indices)`` in each, and return
-        the results in order. Neighbouring indices go to different processes. Raises the errors of
+        """Split ``range(count)`` across processes, call ``work(indices)`` in each, and return the
+        results in order. Neighbouring indices go to different processes. Raises the same errors as
         ``gather``.
         """
         parts = self.gather(phase, lambda: work(range(self.rank, count, self.count)))
@@ -155,8 +153,8 @@ class Ranks:
         budget: int,
         work: Callable[[list[int]], Sequence[T]],
     ) -> list[T]:
-        """Divide the rows of ``lengths`` into micro-batches (see ``micro_batches``), call
-        ``work(rows)`` for each, and return one result per row, in order. Raises the errors of
+        """Split the rows of ``lengths`` into micro-batches (see ``micro_batches``), call
+        ``work(rows)`` for each, and return one result per row, in order. Raises the same errors as
         ``gather``.
         """
 
@@ -174,8 +172,8 @@ class Ranks:
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """Return the time that the slowest process has spent in a phase since the last call,
-        divided by the mean over processes.
+        """Return the slowest process's time in a phase since the last call, relative to the mean
+        over processes.
         """
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)
@@ -187,12 +185,12 @@ class Ranks:
     def micro_batches(
         self, rows: Sequence[int], lengths: Sequence[int], budget: int
     ) -> list[tuple[list[int], bool]]:
-        """Divide this process's part of ``rows`` into groups of at most ``budget`` padded tokens
-        each. Return every group together with whether its results count.
+        """Split this process's share of ``rows`` into groups of at most ``budget`` padded tokens.
+        Each group comes with a flag that says whether its results count.
 
-        All processes return the same number of groups, because every forward and backward pass may
-        need all processes. A process with fewer groups adds groups that do not count, each with
-        only the shortest of ``rows``.
+        All processes return the same number of groups, since any forward or backward pass may need
+        all of them. A process that runs short adds dummy groups that don't count, each with just
+        the shortest of ``rows``.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
@@ -200,7 +198,7 @@ class Ranks:
         """
 
         def grouped(part: list[int]) -> list[list[int]]:
-            """Divide the rows of one process into groups within the budget."""
+            """Split one process's rows into groups that fit the budget."""
             of_part = [rows[i] for i in part]
             groups = micro_batches([lengths[row] for row in of_part], budget)
             return [[of_part[i] for i in group] for group in groups]
@@ -213,8 +211,8 @@ class Ranks:
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Divide indices into ``count`` parts with similar numbers of tokens. Each index, longest
-    first, is added to the part that has the fewest tokens so far.
+    """Split indices into ``count`` parts with about the same number of tokens. Longest first, each
+    index goes to the part with the fewest tokens so far.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -228,8 +226,8 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
 def mixed_precision(precision: str) -> str:
     """Convert ``optimizer.precision`` to accelerate's name for it.
 
-    Raises ConfigError if this process has already trained in another precision, which accelerate
-    would keep.
+    Raises ConfigError if this process has already trained in another precision, since accelerate
+    would stick with that.
     """
     wanted = "bf16" if precision == "bf16" else "no"
     kept = AcceleratorState().mixed_precision if is_initialized() else wanted
@@ -272,8 +270,8 @@ def asked_to_shard() -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the full parameters that the last forward pass of ``model`` gathered, leaving the
-    trained shards in place.
+    """Free the full parameters gathered by ``model``'s last forward pass, and keep the trained
+    shards.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

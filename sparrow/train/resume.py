@@ -1,5 +1,5 @@
-"""Check whether ``--resume`` may continue a run: compare the settings and the data with the run's
-record, and list the differences.
+"""Check whether ``--resume`` may continue a run: compare settings and data with the run's record,
+and list the differences.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from sparrow.schedule import PAGE_LAYOUT, SparsitySchedule
 from sparrow.settings import flat
 from sparrow.train.config import TrainConfig
 
-# a setting's name on the command line -> its values before and now
+# a setting's command-line name -> (old value, new value)
 Changes = dict[str, tuple[Any, Any]]
 
-# Settings that cannot change when a run is resumed. Checkpoints contain them or depend on them, so
-# a new value would be ignored or would mix two different runs.
+# Settings that can't change on resume. Checkpoints contain or depend on them, so a new value would
+# either be ignored or mix two different runs.
 FIXED = (
     "model",
     "task",
@@ -43,10 +43,10 @@ FIXED = (
     "eval.top_k",
     "eval.max_new_tokens",
 )
-# not checked, because the directory may have been moved and ``resume`` does not affect training
+# not checked: the directory may have moved, and ``resume`` doesn't affect training
 FREE = ("run_dir", "resume")
 REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
-"""Settings of version 0.1.0 that no longer exist, and the values with which they had no effect."""
+"""Settings dropped since version 0.1.0, with the values at which they had no effect."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
@@ -55,11 +55,11 @@ def resumed(
 ) -> Changes:
     """Compare the settings and the start schedule with a run's record, and return the differences.
 
-    The run has finished ``step`` steps. A setting that is missing from the record, because the run
-    was started by an older version of Sparrow, is assumed to have had its default value.
+    The run has finished ``step`` steps. Settings missing from the record, because an older Sparrow
+    started the run, are taken to have been at their defaults.
 
     Raises ConfigError if a fixed setting has changed, a recorded setting no longer exists,
-    ``steps`` is below ``step``, or settings have changed although the run is finished and not
+    ``steps`` is below ``step``, or settings have changed on a finished run that isn't being
     extended.
     """
     recorded_settings = flat(recorded.train, ".")
@@ -114,10 +114,10 @@ def resumed(
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Check that the problems are the same as at the start of the run, because the order in which
-    they are drawn depends on all of them.
+    """Check that the problems are still the ones the run started with, since the draw order depends
+    on all of them.
 
-    Runs of older versions did not record their problems, so they are not checked.
+    Runs from older versions didn't record their problems, so they aren't checked.
 
     Raises ConfigError if the training data or a benchmark has changed.
     """

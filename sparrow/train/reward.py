@@ -1,5 +1,5 @@
-"""Pure functions that compute the parts of a reward: the verifier's verdict, a bonus for stating an
-answer, and a penalty for excessive length.
+"""Pure functions for the parts of a reward: the verifier's verdict, a bonus for stating an answer,
+and an overlong penalty.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
 def reward_parts(
     correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig
 ) -> dict[str, float]:
-    """Compute the parts of one response's reward, by name. The reward is the sum of the parts.
+    """Compute one response's reward parts, by name. They add up to the reward.
 
     The parts are the verifier's verdict (``correct``) and, depending on ``config``, a bonus for
-    stating an answer, right or wrong, and a penalty for the response's length in tokens. ``limit``
-    is the maximum length.
+    stating an answer, right or wrong, and a length penalty. ``limit`` is the maximum response
+    length in tokens.
     """
     parts = {"correct": correct}
     if config.format:
@@ -41,8 +41,7 @@ def reward_parts(
 
 
 def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """Compute metrics over responses. Each response is given as its source and the parts of its
-    reward.
+    """Compute metrics over responses, each given as its source and its reward parts.
 
     The metrics are the ``mean`` and ``std`` of the reward; if there are several parts, the mean of
     each in ``parts``; and if there are several sources, the mean reward of each in ``sources``.

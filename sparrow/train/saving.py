@@ -1,6 +1,4 @@
-"""Write the files of a run: checkpoints from which it can resume, and models in Hugging Face
-format.
-"""
+"""Save checkpoints to resume from, and models in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -25,11 +23,9 @@ from sparrow.train.ranks import Ranks, whole
 
 
 def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep: int) -> None:
-    """Write the checkpoint of ``state.step``, and delete all checkpoints except the newest
-    ``keep``.
+    """Write a checkpoint for ``state.step``, and delete all but the newest ``keep``.
 
-    Raises CheckpointError if the checkpoint could not be written. Earlier checkpoints are not
-    changed.
+    Raises CheckpointError if the checkpoint can't be written. Earlier ones are left alone.
     """
     ranks = learner.ranks
     phase = "checkpoint"
@@ -54,8 +50,8 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
 
 def _cut_short(error: BaseException, folder: Path) -> str:
-    """Explain why torch could not write a file. If the disk is full, torch's own message only names
-    a line of its source code.
+    """Say why torch couldn't write a file. On a full disk, torch's own message just names a line of
+    its source code.
     """
     reason, *_ = str(error).splitlines()
     if "inline_container" not in reason and "PytorchStreamWriter" not in reason:
@@ -65,10 +61,10 @@ def _cut_short(error: BaseException, folder: Path) -> str:
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
-    """Restore the weights, the optimiser and the random states from ``folder``, and return the
-    trainer's state.
+    """Restore weights, optimiser state and RNG states from ``folder``, and return the trainer
+    state.
 
-    Raises CheckpointError if the files are damaged, or belong to a model of a different size.
+    Raises CheckpointError if the files are damaged or the model has a different size.
     """
     try:
         with (
@@ -77,7 +73,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
             learner.accelerator.load_state(str(folder))
         state = TrainerState.load(folder)
     except Exception as error:
-        # torch, safetensors, pickle and accelerate raise many unrelated exceptions.
+        # torch, safetensors, pickle and accelerate can raise just about anything here.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = lines[0] if lines else ""
         reason = next((line for line in lines if "size mismatch" in line), first)
@@ -93,12 +89,12 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
 def export(
     learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path
 ) -> None:
-    """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is
-    one, to ``adapter``. The policy is saved in the dtype of its original checkpoint.
+    """Write the trained policy and its tokenizer to ``model``, and the actor's adapter (if any) to
+    ``adapter``. The policy is saved in its original checkpoint's dtype.
     """
     distiller = learner.distiller
     ranks = learner.ranks
-    # Tied weights are left out, because the weights to which they are tied are written.
+    # Skip tied weights: the weights they are tied to get written anyway.
     tied = learner.model.all_tied_weights_keys
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
@@ -118,11 +114,11 @@ def export(
 
 
 class Exports:
-    """Exports the policy to ``exports/`` in the run directory, periodically and after its best
+    """Exports the policy to ``exports/`` in the run directory, periodically and at each new best
     evaluation.
 
-    Besides the newest ``keep`` periodic exports, it keeps the best one so far and the best one up
-    to the last checkpoint, from which the run may resume.
+    Keeps the newest ``keep`` periodic exports, the best export so far, and the best one as of the
+    last checkpoint, in case the run resumes from there.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
@@ -137,10 +133,9 @@ class Exports:
         step: int,
         evaluations: Sequence[Row],
     ) -> None:
-        """Export the policy of ``step`` if an export is due and does not exist yet, and delete
-        exports that are no longer kept.
+        """Export the policy if ``step`` is due and not exported yet, and prune old exports.
 
-        Raises CheckpointError if the export could not be written. Earlier exports are not changed.
+        Raises CheckpointError if the export can't be written. Earlier ones are left alone.
         """
         if not (self.config.every or self.config.best):
             return
@@ -170,8 +165,8 @@ class Exports:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM until the end of the block, because an incomplete update is worse
-    than a short wait.
+    """Hold back Ctrl-C and SIGTERM until the block ends: a half-finished update is worse than a
+    short wait.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,17 +1,17 @@
-"""Movers, which adjust the schedule between steps: the closed loop and the guard.
+"""Movers that adjust the schedule between steps: the closed loop and the guard.
 
-Each mover receives the current schedule, the measurements taken under it and the previous mover's
-proposal, and proposes a schedule for the next rollouts. docs/method.md ("Closed loop and guard")
-describes what the movers do and why.
+Each mover gets the current schedule, the measurements under it and the previous mover's proposal,
+and proposes a schedule for the next rollouts. docs/method.md ("Closed loop and guard") explains
+what they do and why.
 
 The closed loop raises a budget in proportion to the rejected share 1 - p5, and lowers it in
 proportion to the cube root of that share. The rejected share follows a power law in the pages read,
 with an exponent between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4 (the
-bundled reasoner near p5 0.97). A raise must suffice where the share falls slowly, and a cut must
-not overshoot where it falls steeply.
+bundled reasoner near p5 0.97). A raise has to be enough where the share falls slowly, and a cut
+must not overshoot where it falls steeply.
 
-If tau is relative, it is compared with the relative p5 (``mismatch.tau``), so the rejected share is
-due to sparsity alone.
+A relative tau is compared with relative p5 (``mismatch.tau``), so the rejected share is down to
+sparsity alone.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ from sparrow.mismatch.tokens import left_open
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
-STEP_UP = 2.0  # largest factor by which the number of pages read in a bin changes in one step
-STEP_DOWN = 0.75  # smallest factor by which the number of pages read in a bin changes in one step
-# A bin has room to be lowered if its rejected share is at most this fraction of the share that tau
-# allows. The gap between this fraction and 1 is the hysteresis.
+STEP_UP = 2.0  # largest per-step factor on a bin's pages read
+STEP_DOWN = 0.75  # smallest per-step factor on a bin's pages read
+# A bin has room to go lower if it rejects at most this fraction of what tau allows. The gap to 1 is
+# the hysteresis.
 ROOM = 0.9
-PATIENCE = 2  # number of consecutive steps with room after which a bin is lowered
+PATIENCE = 2  # consecutive steps with room before a bin is lowered
 MIN_SEQUENCES = 8
-"""How many responses must reach a bin before it can be lowered. A bin that fewer responses reach is
-raised only if the whole interval of its p5 is below tau.
+"""How many responses must reach a bin before it can be lowered. With fewer, it is only raised if
+its whole p5 interval is below tau.
 """
 
-# The guard also warns if the p1 of all tokens falls below this fraction of its highest value so
-# far.
+# The guard also warns if p1 over all tokens falls below this fraction of its best so far.
 FALLEN = 0.5
 
 
 class Control(NamedTuple):
-    """The last decision of the closed loop."""
+    """The closed loop's last decision."""
 
     schedule: SparsitySchedule  # schedule for the next rollouts
-    # for each length bin, the number of consecutive steps with room
+    # per length bin: consecutive steps with room
     room_steps: tuple[int, ...] = ()
-    floor: tuple[int, ...] = ()  # for each length bin, the top-k below which it is not lowered
+    floor: tuple[int, ...] = ()  # per length bin: the top-k it is never lowered below
 
 
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
@@ -57,14 +56,14 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
     A bin that rejects too much is raised at once, in proportion to the excess. A bin that has had
     room for ``PATIENCE`` steps is lowered a third of the way on a log scale, but never to a budget
-    that has failed, nor below one that left no room. Bins that contain only prompts follow the
-    first bin that can be judged, and lengths that have not been reached yet keep their pages. When
-    a bin is raised, longer bins that would read less are raised to the same budget.
+    that has failed, nor below one that left no room. Prompt-only bins follow the first bin that can
+    be judged, and lengths not reached yet keep their pages. When a bin is raised, longer bins that
+    would read less are raised to match.
 
     Args:
-        control: the schedule under which the rollouts were sampled, and the state of the loop.
-        bins: the tail of the rollouts of all processes, in the schedule's own bins and on the scale
-            of ``tau``.
+        control: the schedule the rollouts were sampled under, and the loop's state.
+        bins: the tail over all processes' rollouts, in the schedule's own bins and on ``tau``'s
+            scale.
         tau: the target for every bin, in (0, 1).
 
     Returns:
@@ -72,7 +71,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     """
     schedule = control.schedule
     always = control.schedule.sink_pages + control.schedule.recent_pages
-    # The last entry of the table applies to all longer lengths. Only the entries before it change.
+    # The table's last entry covers all longer lengths, so only the ones before it change.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
     room_steps = [*control.room_steps, *[0] * count][:count]
     floor = [*control.floor, *[0] * count][:count]
@@ -110,7 +109,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
-    """Return a schedule that reads 1.5 times as many pages in ``bins``."""
+    """Return the schedule with 1.5 times as many pages in ``bins``."""
     always = schedule.sink_pages + schedule.recent_pages
     table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
     for b in bins:
@@ -119,16 +118,16 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
-    """Select the bins that enough responses reach and whose p5 is certainly below ``threshold``.
+    """Select the bins that have enough responses and a p5 that is certainly below ``threshold``.
 
-    Only the upper bound on acceptance can prove this. With few top tokens, the lower bound is low
-    wherever the distribution is flat, even if the actor is close to the policy.
+    Only the upper bound on acceptance can prove that. With few top tokens, the lower bound is low
+    wherever the distribution is flat, however close the actor is to the policy.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
 
 class Mover(Protocol):
-    """An object that adjusts the schedule between steps."""
+    """Adjusts the schedule between steps."""
 
     def propose(
         self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport
@@ -138,21 +137,19 @@ class Mover(Protocol):
 
         Args:
             now: the current schedule.
-            proposed: the proposal of the previous movers, which is ``now`` if none of them changed
-                it.
-            report: the measurements of this step under ``now``, from all processes, in the bins of
-                ``now``.
+            proposed: what the previous movers proposed; ``now`` itself if none of them changed it.
+            report: this step's measurements under ``now``, over all processes, in ``now``'s bins.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the state for ``load``, as types that JSON can store."""
+        """Return the state for ``load``, as plain JSON types."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that ``state`` returned."""
+        """Restore a state returned by ``state``."""
 
 
 class ClosedLoop:
-    """The mover that keeps p5 at tau in every bin; see ``next_schedule``."""
+    """Keeps p5 at tau in every bin; see ``next_schedule``."""
 
     def __init__(self, tau: Tau) -> None:
         self._tau = tau
@@ -171,18 +168,17 @@ class ClosedLoop:
         return {"room_steps": self._room_steps, "floor": self._floor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        # checkpoints of version 0.1.0 have the key "calm"
+        # version 0.1.0 checkpoints call this "calm"
         room_steps = state["room_steps"] if "room_steps" in state else state["calm"]
         self._room_steps = tuple(room_steps)
         self._floor = tuple(state["floor"])
 
 
 class Guard:
-    """Warns if the p5 of a length bin is too low, or if the p1 of all tokens has fallen; see
-    ``GuardConfig``.
+    """Warns if a length bin's p5 is too low or p1 over all tokens has dropped; see ``GuardConfig``.
 
-    The guard uses the upper bound on acceptance, so it never warns merely because few top tokens
-    were recorded. It reports separately when they are too few to decide.
+    It goes by the upper bound on acceptance, so it never warns just because few top tokens were
+    recorded. If there are too few to tell, it says so separately.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -196,7 +192,7 @@ class Guard:
         self._reads_all = False
         self._left_open: str | None = None
         self._steps_open = 0
-        # number of consecutive steps with at least one of the two warning signs
+        # consecutive steps with at least one of the two warning signs
         self.steps_below = 0
 
     def propose(
@@ -207,7 +203,7 @@ class Guard:
         fallen = report.p1_upper < FALLEN * self._best_p1
         self._best_p1 = max(self._best_p1, report.p1)
         self.steps_below = self.steps_below + 1 if failing or fallen else 0
-        # Bins that read the whole cache are not compared with tau.
+        # Bins that read the whole cache aren't judged against tau.
         judged = [
             b
             for b in bins
@@ -221,7 +217,7 @@ class Guard:
         self._reads_all = self._lossless or not sparse
         if not (self.alarm and self._config.action == "raise"):
             return proposed
-        # Bins that ``proposed`` already raises are not raised again.
+        # Don't raise bins that ``proposed`` already raises.
         unraised = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
         return _densest(raise_bins(now, unraised), proposed) if unraised else proposed
 
@@ -237,8 +233,8 @@ class Guard:
 
     @property
     def warning(self) -> str | None:
-        """The warning to log after this step, or None. There is one whenever warning signs have
-        just lasted ``patience`` consecutive steps.
+        """The warning to log after this step, if any. It comes once warning signs have lasted
+        ``patience`` steps in a row, and not again until they have cleared.
         """
         if self.steps_below == self._config.patience:
             return self.reason
@@ -266,7 +262,7 @@ class Guard:
 
     @property
     def remedy(self) -> str:
-        """The options that resume a run from the checkpoint at which the guard stopped it."""
+        """The options to resume with from the checkpoint where the guard stopped the run."""
         if self._reads_all:
             return "--resume continues from there once the cause is fixed"
         return "--resume --guard.action raise continues from there with more pages"
@@ -280,11 +276,11 @@ class Guard:
 
 
 class Movers:
-    """All movers of a run's schedule, in the order in which they propose.
+    """All of a run's schedule movers, in the order they propose.
 
     Args:
-        config: the configuration of the run.
-        closed_loop: whether the schedule is adjusted to the measured p5.
+        config: the run's config.
+        closed_loop: whether to adjust the schedule to measured p5.
     """
 
     def __init__(self, config: TrainConfig, closed_loop: bool) -> None:
@@ -298,8 +294,8 @@ class Movers:
         self._movers["guard"] = self.guard
 
     def next(self, now: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
-        """Return the schedule for the next rollouts. ``now`` is the schedule under which ``report``
-        was measured.
+        """Return the schedule for the next rollouts. ``now`` is the schedule ``report`` was
+        measured under.
         """
         proposed = now
         for mover in self._movers.values():
@@ -307,8 +303,8 @@ class Movers:
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """Return a message, only once, if even dense rollouts do not reach tau or cannot be shown
-        to reach it.
+        """Return a complaint (only once) if even dense rollouts don't reach tau, or can't be shown
+        to.
         """
         if not self._asks or self._said:
             return None
@@ -317,13 +313,11 @@ class Movers:
         return message
 
     def state(self) -> dict[str, Any]:
-        """Return the state of all movers by name."""
+        """Return every mover's state, by name."""
         return {name: mover.state() for name, mover in self._movers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that ``state`` returned. A mover that was off at the time starts from
-        its initial state.
-        """
+        """Restore a state returned by ``state``. A mover that was off back then starts fresh."""
         for name, mover in self._movers.items():
             if name in state:
                 mover.load(state[name])
@@ -340,13 +334,13 @@ def _whole(schedule: SparsitySchedule, i: int) -> int:
 
 
 def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:
-    """Return the top-k of a length bin."""
+    """Return a length bin's top-k."""
     return int(schedule.pages(b.end - schedule.page_size))
 
 
 def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
-    """Return a schedule that reads, at every length, as much as the denser of ``a`` and ``b``. If
-    they differ in more than top-k, return ``a``.
+    """Merge two schedules, taking the denser of ``a`` and ``b`` at every length. If they differ in
+    more than top-k, return ``a``.
     """
     if a.replace(top_k=b.top_k) != b:
         return a
@@ -355,7 +349,7 @@ def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
 
 
 def _extended(schedule: SparsitySchedule, count: int) -> list[int]:
-    """Return the first ``count`` entries of the table; if it has fewer, the last entry is repeated."""
+    """Return the table's first ``count`` entries, repeating the last one if there are fewer."""
     return [schedule.top_k[min(i, len(schedule.top_k) - 1)] for i in range(count)]
 
 

@@ -16,8 +16,8 @@ from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of all trackers are installed, because accelerate would silently skip
-    a missing tracker.
+    """Check that every tracker's package is installed, because accelerate would silently skip a
+    missing one.
 
     Raises ConfigError if a package is not installed.
     """
@@ -30,8 +30,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
-    """Collect the scalars of a step's metrics, under names joined with slashes. For the mismatch,
-    these are the ``mismatch_metrics``.
+    """Flatten a step's metrics to scalars with slash-joined names. The mismatch becomes
+    ``mismatch_metrics``.
     """
     up_to = metrics["dense_up_to"]
     others = {name: value for name, value in metrics.items() if name != "mismatch"}
@@ -39,7 +39,7 @@ def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the scalars of a nested mapping, under names joined with slashes, for trackers."""
+    """Flatten a nested mapping to scalars with slash-joined names, for trackers."""
     return {
         name: value
         for name, value in flat(nested, "/").items()

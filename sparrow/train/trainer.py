@@ -1,7 +1,7 @@
 """The training loop: rollout -> verify -> dense log-probs -> acceptance -> correction -> update.
 
-The trainer uses its engine only through ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446,
-sections 3 and 6.
+The trainer only talks to its engine through ``engines.base.Engine``. Source: Sparrow, arXiv
+2606.08446, sections 3 and 6.
 
 Shapes: B responses, T response tokens (right-padded), M concatenated response tokens, n top tokens.
 """
@@ -58,15 +58,14 @@ after an evaluation.
 class Trainer:
     """Trains ``model`` on rollouts from ``engine``.
 
-    ``model`` is the dense policy with float32 weights, ``engine`` is the sparse actor, and
-    ``schedule`` is the schedule under which the actor decodes. If ``closed_loop`` is set, the
-    schedule is adjusted to keep the measured p5 at the config's tau. A ``dial`` is for an engine in
-    ``mode=auto``: responses are verified up to the length that the dial sets. ``benchmarks`` are
-    evaluated according to ``config.eval``.
+    ``model`` is the dense policy (float32 weights), ``engine`` the sparse actor, and ``schedule``
+    the actor's schedule. With ``closed_loop``, the schedule is adjusted to keep measured p5 at the
+    config's tau. A ``dial`` is for an engine in ``mode=auto``, and sets the length up to which
+    responses are verified. ``benchmarks`` are evaluated as set in ``config.eval``.
 
     Raises ConfigError if the run directory is in use, a tracker is not installed, this process has
-    trained in a different precision before, there are more processes than responses, processes
-    start from different weights, or the engine does not support a dial.
+    already trained in another precision, there are more processes than responses, processes start
+    from different weights, or the engine does not support a dial.
     """
 
     def __init__(
@@ -98,8 +97,8 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # The draft choices, by step, that the stopped run logged after its last checkpoint. The
-        # resumed run repeats them.
+        # Draft choices, by step, that the interrupted run logged after its last checkpoint. The
+        # resumed run replays them.
         self._logged_choices: dict[int, list[tuple[int, float, int, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -122,7 +121,7 @@ class Trainer:
     def _start(
         self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule, benchmarks: Benchmarks
     ) -> None:
-        """Prepare the model and the optimiser. If the run is resumed, also load the checkpoint."""
+        """Set up the model and optimiser, and load the checkpoint when resuming."""
         config = self.config
         responses = config.rollout.prompts * config.rollout.samples
         if responses < self.ranks.count:
@@ -152,10 +151,10 @@ class Trainer:
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))
 
     def train(self) -> None:
-        """Train to the last step, and then save the model to ``run_dir/model``.
+        """Train to the last step, then save the model to ``run_dir/model``.
 
-        On a KeyboardInterrupt, a run with a single process saves a checkpoint of the last finished
-        step before raising it again.
+        On KeyboardInterrupt, a single-process run checkpoints the last finished step before
+        re-raising.
 
         Raises SparrowError if a verifier, a loss or a checkpoint failed. The run can be resumed
         from its last checkpoint.
@@ -175,7 +174,7 @@ class Trainer:
             ):
                 self._measure_ceiling()
             self.sync()
-            # evaluates the policy at the start, or at the step at which the run was stopped
+            # at the start, or wherever a resumed run left off
             self._evaluate()
             while self.step < self.config.steps:
                 self._train_step()
@@ -190,9 +189,9 @@ class Trainer:
                         f"{self.step} is saved, and {guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
-            # Sampling and scoring change no state, and updates are not interrupted, so the state is
-            # still that at the end of self.step. An interrupt may reach several processes at
-            # different points, from which they cannot save a checkpoint together.
+            # Sampling and scoring don't change any state, and updates can't be interrupted, so we
+            # still have the state from the end of self.step. With several processes, an interrupt
+            # may catch each at a different point, so they can't checkpoint together.
             if self.step > saved_step and (
                 self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
             ):
@@ -203,8 +202,8 @@ class Trainer:
         export(
             self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter"
         )
-        # Do not call end_training, which would destroy the process group, as an engine in this
-        # process may still use it.
+        # Don't call end_training: it destroys the process group, which an in-process engine may
+        # still need.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -249,14 +248,14 @@ class Trainer:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens up to which samples come from the dense policy; infinity if all do.
+        """Length in tokens up to which samples come from the dense policy; infinity if they all do.
 
-        Up to this length, bounds on acceptance reflect how many top tokens are recorded, not a
+        Up to there, acceptance bounds only reflect how many top tokens are recorded, not any
         mismatch.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
-        # an actor with an adapter differs from the policy even where it is dense
+        # with an adapter, the actor differs from the policy even where it is dense
         if self.learner.distiller:
             return 0
         verified_up_to = self.dial.verified_up_to if self.dial else 0
@@ -268,8 +267,8 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Measure the ceiling, which is the highest p5 that any schedule could reach, by sampling
-        densely with the policy's own weights.
+        """Measure the ceiling (the best p5 any schedule could reach) by sampling densely with the
+        policy's own weights.
         """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
@@ -280,8 +279,8 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Evaluate the policy on the benchmarks and export it, each only if it is due and has not
-        been done yet.
+        """Evaluate the policy on the benchmarks and export it, each only if due and not already
+        done.
         """
         if not (self.config.eval.every or self.config.export.every):
             return
@@ -289,7 +288,7 @@ class Trainer:
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
             self.listener("eval", {})
             begun = time.perf_counter()
-            # a lossless engine samples from the policy in any case
+            # a lossless engine samples from the policy anyway
             lossless = self.config.rollout.mode == "lossless"
             schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
             self._push(schedule, self.learner.policy_weights)
@@ -323,8 +322,8 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                # After an error, gather the remaining weights all the same: the other processes
-                # wait for this one.
+                # Even after an error, gather the rest of the weights: the other processes are
+                # waiting for us.
                 deque(weights, maxlen=0)
 
         self.ranks.gather("sync", push)
@@ -332,8 +331,8 @@ class Trainer:
     def _describe(
         self, experience: Experience, assessment: Assessment, entropy: float
     ) -> tuple[MismatchReport, Metrics]:
-        """Pool the acceptances of the step into a report, and collect all metrics that are
-        available before the update.
+        """Pool the step's acceptance rates into a report, and collect all metrics available before
+        the update.
         """
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
@@ -369,9 +368,7 @@ class Trainer:
     def _move_schedule(
         self, experience: Experience, assessment: Assessment, report: MismatchReport
     ) -> Metrics:
-        """Set the schedule for the next rollouts, and return the metrics of the guard and the
-        dial.
-        """
+        """Set the schedule for the next rollouts, and return the guard and dial metrics."""
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(
                 pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step)
@@ -395,7 +392,7 @@ class Trainer:
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Switch to another schedule. The engine receives it together with the next weights."""
+        """Switch schedules. The engine gets the new one along with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
@@ -411,8 +408,8 @@ class Trainer:
         sparse = [
             a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
         ]
-        # Log the first response to each prompt before any second one, so that the token view shows
-        # different problems.
+        # Log one response per prompt before any second ones, so that the token view shows different
+        # problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
         responses = [
@@ -440,11 +437,11 @@ class Trainer:
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
-        """Load the last checkpoint. Return the configuration to record when the run is resumed with
-        the settings ``given``.
+        """Load the last checkpoint, and return the config to record for a run resumed with the
+        ``given`` settings.
 
-        Raises ConfigError if a setting that must not change has changed; see ``resumed``. Raises
-        CheckpointError if the files are damaged, or belong to a model of a different size.
+        Raises ConfigError if a fixed setting has changed; see ``resumed``. Raises CheckpointError
+        if the files are damaged or the model has a different size.
         """
         checkpoint = self.run_dir.last_checkpoint()
         assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"
@@ -463,7 +460,7 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
-        # The floors of the closed loop do not apply to a different tau.
+        # The closed loop's floors don't carry over to a different tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
         memory = {
             name: saved
@@ -489,17 +486,15 @@ class Trainer:
 
 
 def _draft_choice(drafts: int, multiple: float, *rest: int) -> tuple[int, float, int, int]:
-    """Return a logged draft choice (see ``Counters.choices``). Earlier versions did not log the
-    number of guesses per pass, because they did not choose it.
+    """Read back a logged draft choice (see ``Counters.choices``). Earlier versions didn't choose
+    the number of guesses per pass, so they didn't log it.
     """
     guesses, steps = rest if len(rest) == 2 else (0, *rest)
     return drafts, multiple, guesses, steps
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:
-    """Convert bounds on acceptance rates to a list, with None for tokens that the dense policy
-    sampled.
-    """
+    """List acceptance bounds for the log, with None for tokens sampled by the dense policy."""
     return [
         value if sparse else None
         for value, sparse in zip(np.round(bound_T, 4).tolist(), sparse_T.tolist(), strict=True)
