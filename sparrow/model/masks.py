@@ -51,7 +51,7 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     """Find the columns of whole sequences, for teacher forcing.
 
-    Raises ConfigError if there aren't as many queries as keys, or the mask isn't a plain causal mask
+    Raises ConfigError if there aren't as many queries as keys, or the mask isn't plainly causal
     over each row's own tokens.
     """
     if query.shape[2] != key.shape[2]:

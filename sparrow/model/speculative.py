@@ -334,8 +334,8 @@ def verify_by_drawing(
 
 
 def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
-    """Compute the acceptance of drafts up to and including the first rejected one, float32 ``[B,
-    k]``. Later entries are nan.
+    """Compute the acceptance of drafts up to and including the first rejected one, float32
+    ``[B, k]``. Later entries are nan.
     """
     place_k = torch.arange(q_BkV.shape[1], device=drafts.device)
     examined_Bk = (place_k <= accepted[:, None]) & (place_k < drafts[:, None])
