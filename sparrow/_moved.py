@@ -1,9 +1,8 @@
-"""Import paths of the last release, which still import the current modules, with a warning, and
-will be removed in the next release.
+"""Keep the last release's import paths working, with a warning. They'll be removed in the next
+release.
 
-Python finds no file for a statement such as ``import sparrow.mode``, so a finder looks up the old
-name here and returns the module with the new name. A class is therefore the same object under both
-names.
+There's no file for, say, ``import sparrow.mode`` any more, so a finder looks up the old name here
+and returns the renamed module itself. That way, a class is the same object under both names.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""New names of modules and packages, by their old names. A package's entry covers its
-submodules.
+"""Old names of modules and packages, and their new names. A package's entry covers its submodules.
 """
 
 ATTRIBUTES = {
@@ -58,11 +56,11 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Names that were moved out of each of these modules, by the module that they were moved to."""
+"""Names moved out of each module, grouped by the module they're in now."""
 
 
 def new_name(module: str) -> str | None:
-    """Return the current name of a module that has an old name; None for any other module."""
+    """Return the new name of a renamed module, or None if the module wasn't renamed."""
     for old, new in MODULES.items():
         if module == old or module.startswith(f"{old}."):
             return new + module.removeprefix(old)
@@ -70,7 +68,7 @@ def new_name(module: str) -> str | None:
 
 
 def attributes_of(module: str) -> Callable[[str], Any]:
-    """Build the ``__getattr__`` function of a module in ``ATTRIBUTES``."""
+    """Build ``__getattr__`` for a module in ``ATTRIBUTES``."""
     homes = {name: home for home, names in ATTRIBUTES[module].items() for name in names}
 
     def getattr_of_module(name: str) -> Any:
@@ -85,8 +83,8 @@ def attributes_of(module: str) -> Callable[[str], Any]:
 
 def install() -> None:
     """Make old names importable."""
-    # The finder must come first. Otherwise, Python's own finder would find the files of an old
-    # package's modules through the package's new path, and load them a second time.
+    # The finder has to come first. Otherwise, Python's own finder would follow an old package's new
+    # path to the files of its modules, and load them a second time.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -100,7 +98,7 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        # points at the import statement, because warnings skip the frames of the import system
+        # points at the import statement, since warnings skip the import system's frames
         _warn(old, new, level=3)
         sys.modules[old] = importlib.import_module(new)
 

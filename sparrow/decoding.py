@@ -1,6 +1,4 @@
-"""The modes in which responses are decoded (``dense``, ``lossless``, ``lossy`` and ``auto``), and
-the settings of each mode.
-"""
+"""Decoding modes (``dense``, ``lossless``, ``lossy`` and ``auto``) and their settings."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
-verifies, and responses are samples of the dense policy. ``lossy``: decode steps read the pages that
-a schedule selects, and responses are samples of the sparse actor. ``auto``: lossless up to a length
-that training adjusts, and lossy beyond this length (``sparrow.train.dial``).
+verifies, and responses are samples from the dense policy. ``lossy``: decode steps only read the
+pages selected by a schedule, and responses are samples from the sparse actor. ``auto``: lossless up
+to a length that training adjusts, and lossy from there on (``sparrow.train.dial``).
 """
 
 DraftWeights = Literal["auto", "fp8"]
@@ -27,18 +25,18 @@ linear layers' weights.
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """The default draft schedule: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""Budgets to choose from if the draft budget adapts, as multiples of the draft schedule."""
+"""Budgets an adaptive draft budget can choose from, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
-"""The share of drafts that are rejected is taken to be proportional to the draft budget to the
-power of ``-BUDGET_POWER``, as published for p5.
+"""The draft rejection rate is assumed to scale with the draft budget to the power of
+``-BUDGET_POWER``, as published for p5.
 """
 DRAFT_TOKENS = 12
-"""The default maximum number of tokens drafted before each verification, which is the fastest at
-long context and an acceptance of 95 %.
+"""By default, draft at most this many tokens before each verification, which is fastest at long
+context with 95 % acceptance.
 """
 METER_EVERY = 16
-"""The default number of cycles per measurement of a second schedule, with which the extra sparse
-step takes about half a percent of the time.
+"""By default, measure a second schedule once every this many cycles, so that the extra sparse step
+takes about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies either all of a response or "
@@ -49,9 +47,7 @@ AUTO_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A lower bound in the annotation of an integer. pydantic enforces it if the integer is an
-    option of a command.
-    """
+    """Annotates an integer with a lower bound, which pydantic enforces for command-line options."""
 
     least: int
 
@@ -61,8 +57,8 @@ class AtLeast:
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessSettings:
-    """Settings of lossless mode. The names are those in vLLM's ``additional_config`` and on the
-    command line, and the comments are help texts.
+    """Lossless mode settings, with the same names as in vLLM's ``additional_config`` and on the
+    command line. The comments double as help texts.
     """
 
     # Lossless in vLLM: choose whether drafts read half as many pages as the draft schedule, the
@@ -96,15 +92,15 @@ class LosslessSettings:
 
 
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
-"""Settings that ``Decoding.to_dict`` writes even if they have their default values."""
+"""Settings that ``Decoding.to_dict`` writes even if they're at their defaults."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
-"""The settings of lossless mode, by their names in ``Decoding.load`` and on the command line."""
+"""Lossless mode settings, as named in ``Decoding.load`` and on the command line."""
 
 
 @dataclass(frozen=True)
 class Decoding(LosslessSettings):
-    """A mode and its settings. Functions with a ``Decoding`` parameter accept anything that
-    ``load`` accepts.
+    """A mode and its settings. Functions with a ``Decoding`` parameter also take anything that
+    ``load`` does.
     """
 
     mode: Mode
@@ -140,10 +136,9 @@ class Decoding(LosslessSettings):
     def lossless(
         cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
     ) -> Decoding:
-        """Build the settings of mode lossless with this draft schedule; None means
-        ``DRAFT_SCHEDULE``.
+        """Build lossless mode with this draft schedule, or ``DRAFT_SCHEDULE`` if it's None.
 
-        Schedules may be in any form that ``SparsitySchedule.load`` reads.
+        Schedules can be anything that ``SparsitySchedule.load`` reads.
         """
         schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
         metered = None if meter_schedule is None else _schedule(meter_schedule)
@@ -151,28 +146,26 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
-        """Build the settings of mode lossy under a schedule, or of mode dense if the schedule reads
-        everything.
-        """
+        """Build lossy mode with this schedule, or dense mode if the schedule reads everything."""
         loaded = _schedule(schedule)
         return cls("dense" if loaded.is_dense else "lossy", loaded)
 
     @classmethod
     def load(cls, value: Any) -> Decoding:
-        """Read a ``Decoding`` from one of the forms in which a setting may be given.
+        """Read a ``Decoding`` from any form a setting can be given in.
 
         Args:
             value: one of these:
 
                 - ``"lossless"``;
-                - a ``SparsitySchedule`` or anything that names one. This means mode lossy, or mode
-                  dense if the schedule reads everything (``"dense"``);
-                - a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule``
-                  for lossy, and those in ``LOSSLESS_SETTINGS`` for lossless;
+                - a ``SparsitySchedule`` or anything that names one, for lossy mode, or dense mode
+                  if the schedule reads everything (``"dense"``);
+                - a mapping, or its JSON, with ``mode`` and that mode's settings: ``schedule`` for
+                  lossy, and those in ``LOSSLESS_SETTINGS`` for lossless;
                 - a ``Decoding``.
 
         Raises ConfigError if the mode or a setting is unknown, the mode is auto, or a schedule
-        cannot be read.
+        can't be read.
         """
         if isinstance(value, cls):
             if value.mode == "auto":
@@ -215,14 +208,14 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """True if sparse steps draft and dense steps verify, either for whole responses or only for
-        their beginnings.
+        """Whether sparse steps draft and dense steps verify, for whole responses or just their
+        beginnings.
         """
         return self.mode in ("lossless", "auto")
 
     @property
     def draft_budgets(self) -> tuple[float, ...]:
-        """The budgets that vLLM's drafts may use, as multiples of their schedule."""
+        """Draft budgets that vLLM can choose from, as multiples of the draft schedule."""
         adapts = self.adapt_draft_budget
         if adapts is None:
             is_default = self.schedule == DRAFT_SCHEDULE
@@ -230,7 +223,7 @@ class Decoding(LosslessSettings):
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types, which ``load`` reads."""
+        """Convert to plain types that ``load`` can read back."""
         if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}
@@ -246,16 +239,14 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return the same mode with another schedule. Without verification, the schedule determines
-        whether the mode is dense or lossy.
+        """Return the same mode with another schedule. Without verification, the mode becomes dense
+        or lossy depending on the schedule.
         """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """Estimate the acceptance of drafts that read ``multiple`` times as much as drafts with the
-    given ``acceptance``.
-    """
+    """Estimate the acceptance at ``multiple`` times the draft budget that gave ``acceptance``."""
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """Describe an error from code outside Sparrow and where it was raised, for use in a message:
+    """Describe an error raised outside Sparrow, and where it came from, for use in a message:
     ``KeyError: 'x' (tasks.py, line 7, in verify)``.
     """
     described = f"{type(error).__name__}: {error}"
@@ -19,8 +19,8 @@ def place(error: BaseException) -> str:
 
 
 class SparrowError(Exception):
-    """A problem that the user can fix. The message states the value, what was expected, and the
-    remedy.
+    """A problem the user can fix. The message says what the value was, what was expected, and what
+    to do about it.
     """
 
 
@@ -60,7 +60,7 @@ class EngineError(SparrowError):
 
 
 class ProcessLost(SparrowError):
-    """Raised if a process of the run dies or hangs, so that the other processes cannot continue."""
+    """Raised if one of the run's processes dies or hangs, so that the others can't continue."""
 
 
 class CheckpointError(SparrowError):
@@ -70,10 +70,10 @@ class CheckpointError(SparrowError):
 def refuse(
     error: type[SparrowError], cases: Iterable[tuple[bool, str]], before: str, after: str = ""
 ) -> None:
-    """Raise ``error`` for the first condition that is true.
+    """Raise ``error`` for the first condition that's true.
 
-    ``cases`` are pairs of a condition and its description. The message consists of ``before``, the
-    description and ``after``.
+    ``cases`` are pairs of a condition and its description. The message is ``before``, then the
+    description, then ``after``.
     """
     for holds, name in cases:
         if holds:

@@ -1,6 +1,5 @@
-"""Sparrow's folder in the user's cache, and checks that a command's output files can be written.
-Commands check this before they start work, so that a missing folder or a full disk does not cost
-any results.
+"""Sparrow's cache folder, and checks that output files can be written. Commands run these checks up
+front, so that a missing folder or a full disk doesn't cost any results.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from pathlib import Path
 
 from sparrow.errors import ConfigError
 
-ROOM = 2**16  # number of bytes that must be free on the disk
+ROOM = 2**16  # bytes that must be free on the disk
 
 
 def cache_folder() -> Path:
-    """Return Sparrow's folder in the user's cache, following the XDG Base Directory Specification."""
+    """Return Sparrow's cache folder, following the XDG Base Directory Specification."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path.home() / ".cache"
@@ -25,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def check_folder(path: str | Path) -> Path:
-    """Check that files can be written to a folder. If the folder is missing, create it.
+    """Check that a folder can be written to, creating it if it's missing.
 
     Raises ConfigError if the path is a file, or nothing can be written there.
     """
@@ -42,8 +41,8 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written. If the file's folder is
-    missing, create it.
+    """Check that a file, or a device such as /dev/stdout, can be written, creating the file's
+    folder if it's missing.
 
     Raises ConfigError if the path is a folder, or nothing can be written there.
     """
@@ -58,9 +57,9 @@ def check_file(path: str | Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to a file, either completely or not at all.
+    """Write ``text`` to a file, all or nothing.
 
-    Raises ConfigError if the file cannot be written.
+    Raises ConfigError if the file can't be written.
     """
     with _writing(path):
         if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
@@ -80,7 +79,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system into a one-sentence ConfigError."""
+    """Turn OS errors into a one-sentence ConfigError."""
     try:
         yield
     except (OSError, ValueError) as error:

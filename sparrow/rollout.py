@@ -1,7 +1,6 @@
-"""Plain data types, without torch: sampling parameters, rollouts, and log-probs of a rollout's
-tokens.
+"""Plain data types, without torch: sampling parameters, rollouts and their log-probs.
 
-Shapes: T response tokens, n entries of a top-n list.
+Shapes: T response tokens, n entries per top-n list.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from sparrow.errors import ConfigError, PromptError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling.
+    """Sampling parameters.
 
     Raises ConfigError if ``temperature``, ``top_k`` or ``top_p`` is out of range.
     """
 
-    max_new_tokens: int  # longer responses are cut, and their ``finish_reason`` is "length"
-    # softmax temperature of actor and policy; 0 means greedy sampling, with log-probs at
-    # temperature 1
+    max_new_tokens: int  # longer responses are cut off, with ``finish_reason`` "length"
+    # softmax temperature for both actor and policy; 0 means greedy, with log-probs at temperature 1
     temperature: float = 1.0
-    # length of the recorded lists of most likely tokens; 0 means that none are recorded
+    # how many of the most likely tokens to record at each position; 0 for none
     top_n: int = 20
     seed: int = 0  # samples are reproducible on the same engine and hardware
-    # one seed per prompt, so that a prompt's samples do not depend on the other prompts of the
-    # call; by default, seeds are derived from ``seed`` and the prompt's index
+    # one seed per prompt, so that a prompt's samples don't depend on the other prompts in the call;
+    # by default, derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
-    # Actor and policy both sample only from the ``top_k`` most likely tokens and, among these, only
-    # from the smallest set with a mass of ``top_p``. These settings are for evaluation only,
-    # because off-policy corrections need the full support.
+    # Both actor and policy only sample from the ``top_k`` most likely tokens and, of these, from
+    # the smallest set with a mass of ``top_p``. For evaluation only, because off-policy corrections
+    # need full support.
     top_k: int | None = None
     top_p: float = 1.0
 
@@ -68,10 +66,10 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1
 
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
-        """Check that prompts are not empty and leave room for a response in a context of
+        """Check that no prompt is empty, and that each leaves room for a response in a context of
         ``context`` tokens.
 
-        Raises PromptError if a prompt is empty or too long. The error names the first such prompt.
+        Raises PromptError if a prompt is empty or too long, naming the first one that is.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -97,17 +95,14 @@ def derived_seed(*entropy: int) -> int:
 
 @dataclass(frozen=True)
 class Verification:
-    """The verified part of a response, for an engine that stops verifying at some point in the
-    response.
+    """How much of a response was verified, for engines that stop verifying partway through.
 
-    The first ``tokens`` tokens are samples of the dense policy. Later tokens are samples of the
-    sparse actor, computed from a cache that sparse steps have written, so none of them could be
-    exact.
+    The first ``tokens`` tokens are samples from the dense policy. Later tokens are samples from the
+    sparse actor, based on a cache written by sparse steps, so none of them could be exact.
     """
 
     tokens: int
-    # ``[tokens]``, the probability that the draft of each token is kept; nan where no draft was
-    # verified
+    # ``[tokens]``, the probability of keeping each token's draft; nan where no draft was verified
     acceptance: NDArray[np.float32]
 
 
@@ -123,10 +118,10 @@ class Rollout:
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of ``top_ids``
     # ``"stop"`` if an end-of-sequence token was sampled, ``"length"`` if the limit was reached
     finish_reason: Literal["stop", "length"]
-    # set only in mode auto; in other modes, all tokens are sampled in the same way
+    # only set in mode auto; in other modes, all tokens are sampled the same way
     verification: Verification | None = None
-    # [T], the position of each token in the draft cycle that produced it, from 0; -1 for tokens
-    # from a prefill or a step without drafts. None if the engine does not report positions
+    # [T], each token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
+    # without drafts. None if the engine doesn't report positions
     cycle_place: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -135,7 +130,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs of a rollout's tokens, computed with one model, schedule and temperature."""
+    """Log-probs of a rollout's tokens under one model, schedule and temperature."""
 
     logprobs: NDArray[np.float32]  # [T], log-probs of the response tokens
     top_logprobs: NDArray[np.float32]  # [T, n], log-probs of the rollout's ``top_ids``
@@ -144,19 +139,19 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rollout's tokens rank in the dense model's distributions, from which they should have
-    been sampled. All fields are ``[T]``.
+    """How a rollout's tokens rank in the dense model's distributions, which they should have been
+    sampled from. All fields are ``[T]``.
 
-    A token that top-k or top-p excludes has ``p`` 0 and ``before`` 1.
+    Tokens cut by top-k or top-p have ``p`` 0 and ``before`` 1.
     """
 
-    # mass of more likely tokens, and of equally likely tokens with smaller ids
+    # mass of all more likely tokens, plus equally likely ones with smaller ids
     before: NDArray[np.float64]
     p: NDArray[np.float64]  # the token's own probability
     entropy: NDArray[np.float64]  # entropy of the distribution, in nats
-    # mass of the common tokens, each of which has at least a given probability
+    # mass of the common tokens, meaning those with at least a given probability
     common: NDArray[np.float64]
-    is_common: NDArray[np.bool_]  # whether the token is a common token
+    is_common: NDArray[np.bool_]  # whether the token is one of the common tokens
     raw_logprobs: NDArray[np.float64]  # log-probs at temperature 1 and without truncation
 
 
@@ -172,7 +167,7 @@ class TopLists:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array in which responses are concatenated, ``[sum of lengths, ...]``, into one array
-    per response.
+    """Split an array of concatenated responses, ``[sum of lengths, ...]``, into one array per
+    response.
     """
     return np.split(flat, np.cumsum(lengths)[:-1])

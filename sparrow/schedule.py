@@ -1,8 +1,8 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
-A schedule maps each length bin to ``top_k``, the number of pages kept by score in addition to the
-sink and recent pages, which are always kept. Each layer and kv head may have its own budget,
-relative to this number. Lengths are in tokens and count everything in the KV cache, including the
+A schedule gives each length bin a ``top_k``, the number of pages to keep by score on top of the
+sink and recent pages, which are always kept. Layers and kv heads can each have their own budget,
+relative to ``top_k``. Lengths are in tokens and count everything in the KV cache, including the
 current token. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
 
@@ -23,45 +23,44 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-# a ``top_k`` that covers any sequence and so makes a bin dense; written as ``"all"`` in JSON
+# a ``top_k`` large enough for any sequence, which makes a bin dense; written as ``"all"`` in JSON
 ALL_PAGES = 2**30
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-# relative budgets are multiples of 1 / 256, so that all implementations compute the same numbers
+# relative budgets are multiples of 1 / 256, so that all implementations get the same numbers
 BUDGET_UNIT = 256
 LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""Fields of a schedule that describe pages rather than their number; ``attention.PageLayout`` has
-the same fields.
+"""Schedule fields that describe the pages rather than how many to keep. Keep in sync with
+``attention.PageLayout``.
 """
 
 
 @dataclass(frozen=True)
 class SparsitySchedule:
-    """The number of pages to keep by score at each sequence length, and the layout of these pages.
+    """How many pages to keep by score at each sequence length, and how these pages are laid out.
 
     Raises ConfigError if the table is empty or decreases with length, or a field is out of range.
     """
 
-    # number of pages kept by score in each length bin; the last entry also applies to all longer
-    # sequences
+    # pages kept by score in each length bin; the last entry also covers anything longer
     top_k: tuple[int, ...]
-    # width of a length bin in tokens. Lengths are first rounded up to whole pages: the bin of a
-    # length is ``ceil(length / page_size) * page_size // bin_tokens``. With pages of 16 tokens and
-    # bins of 2,000 tokens, the edges of bins are exactly those of the published tables
+    # bin width in tokens. Lengths are rounded up to whole pages first, so a length's bin is
+    # ``ceil(length / page_size) * page_size // bin_tokens``. With 16-token pages and 2,000-token
+    # bins, the bin edges are exactly those of the published tables
     bin_tokens: int = 2000
-    page_size: int = 16  # number of tokens in a page
-    sink_pages: int = 1  # number of pages at the start of the sequence that are always kept
-    # number of pages at the end that are always kept, including a partly filled page
+    page_size: int = 16  # tokens per page
+    sink_pages: int = 1  # pages at the start of the sequence that are always kept
+    # pages at the end that are always kept, including a partly filled one
     recent_pages: int = 2
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to all tokens
-    # format of landmarks (the mean keys of pages): the cache's dtype or 8 bits
+    # dtype of landmarks (the pages' mean keys): same as the cache, or 8-bit
     landmark_dtype: LandmarkDtype = "auto"
-    # factors by which ``top_k`` is multiplied: one row for each layer of the model, including dense
-    # layers, with one factor for each KV head. The mean of the factors over the sparse layers is 1,
-    # so ``top_k`` is the mean number of pages. If empty, all heads have the same budget
+    # factors to multiply ``top_k`` by: one row per layer of the model, including dense layers, and
+    # one factor per KV head. They average 1 over the sparse layers, so ``top_k`` is the mean number
+    # of pages. Empty if all heads have the same budget
     head_budgets: tuple[tuple[float, ...], ...] = ()
-    # where the table comes from: a preset's name, or the model, data and intervals of a calibration
+    # where the table comes from: a preset name, or a calibration's model, data and intervals
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ class SparsitySchedule:
             raise ConfigError(
                 f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}"
             )
-        if self.page_size > LARGEST_PAGE:  # otherwise, a count of tokens could overflow 64 bits
+        if self.page_size > LARGEST_PAGE:  # otherwise, token counts could overflow 64 bits
             raise ConfigError(
                 f"page_size must be at most {LARGEST_PAGE} tokens, got {self.page_size}"
             )
@@ -109,40 +108,38 @@ class SparsitySchedule:
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Return the number of pages kept by score at ``length`` tokens (any shape), without the
-        sink and recent pages, as a mean over heads.
+        """Return the number of pages kept by score at ``length`` tokens (any shape), averaged over
+        heads. Sink and recent pages don't count.
         """
         bins = self.page_end(length) // self.bin_tokens
         last = len(self.top_k) - 1
         return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, last)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Return the number of tokens up to the end of the page that is being written at
-        ``length``, which determines the bin of the length.
+        """Round ``length`` up to the end of the page being written, which is what decides the
+        length's bin.
         """
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return the number of cached tokens that a sparse layer reads at ``length``: its KV
-        budget, or all tokens if there are fewer.
+        """Return how many cached tokens a sparse layer reads at ``length``: its KV budget, or all
+        tokens if there are fewer.
 
-        The result is an integer or, if heads have different budgets, a float: the mean over layers
-        and heads.
+        The result is an integer, or a float if heads have different budgets (the mean over layers
+        and heads).
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 
     def pages_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return the number of pages that a sparse layer reads at ``length``, including a partly
-        filled page. If heads have different budgets, this is the mean, as a float.
+        """Return how many pages a sparse layer reads at ``length``, including a partly filled one.
+        If heads have different budgets, this is the mean, as a float.
         """
         return self._mean_over_heads(lambda tokens: -(-tokens // self.page_size), length)
 
     def _mean_over_heads(
         self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike
     ) -> NDArray[Any]:
-        """Apply ``of`` to the number of tokens that each head reads, and return the mean of the
-        results.
-        """
+        """Apply ``of`` to the number of tokens each head reads, and average the results."""
         held = np.asarray(length, dtype=np.int64)
         top_k = self.pages(length)
 
@@ -166,17 +163,15 @@ class SparsitySchedule:
 
     @property
     def sparse_budget_units(self) -> NDArray[np.int32]:
-        """The rows of ``budget_units`` that belong to sparse layers. If there are no such rows,
-        this is a single factor of 1 (256 units).
+        """The sparse layers' rows of ``budget_units``, or a single factor of 1 (256 units) if there
+        are none.
         """
         rows = [row for i, row in enumerate(self.budget_units) if i not in self.dense_layers]
         return np.array(rows or [[BUDGET_UNIT]], dtype=np.int32)
 
     @property
     def page_layout(self) -> dict[str, Any]:
-        """The arguments of a ``PageLayout``, since the attention code does not know about
-        schedules.
-        """
+        """Arguments for ``PageLayout``, since the attention code doesn't know about schedules."""
         return {name: getattr(self, name) for name in PAGE_LAYOUT}
 
     @property
@@ -186,7 +181,7 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens, in whole length bins, up to which decoding reads everything;
+        """The length up to which decoding reads everything, in tokens, rounded down to whole bins;
         infinity if it always does.
         """
         last = len(self.top_k) - 1
@@ -205,8 +200,8 @@ class SparsitySchedule:
     def check_model(self, num_layers: int, kv_heads: int) -> None:
         """Check that this schedule fits a model.
 
-        Raises ConfigError if a dense layer is beyond the model's ``num_layers``, or the budgets are
-        for a different number of layers or heads.
+        Raises ConfigError if the model doesn't have one of the dense layers, or the head budgets
+        are for a different number of layers or heads.
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
@@ -222,11 +217,11 @@ class SparsitySchedule:
             )
 
     def times(self, multiple: float) -> SparsitySchedule:
-        """Return the schedule that reads ``multiple`` times as many pages, including sink and
-        recent pages.
+        """Return a schedule that reads ``multiple`` times as many pages, including sink and recent
+        pages.
 
-        In bins that keep pages by score, at least one page is still kept by score. Bins that read
-        everything still read everything.
+        Bins that keep pages by score still keep at least one, and bins that read everything still
+        do.
         """
         always = self.sink_pages + self.recent_pages
 
@@ -238,7 +233,7 @@ class SparsitySchedule:
         return self.replace(top_k=tuple(scaled(k) for k in self.top_k))
 
     def replace(self, **changes: Any) -> SparsitySchedule:
-        """Return a copy with some fields changed, and validate it again."""
+        """Return a copy with some fields changed, validated again."""
         return replace(self, **changes)
 
     @classmethod
@@ -255,7 +250,7 @@ class SparsitySchedule:
     def preset(cls, model: str, target: float = 0.86) -> SparsitySchedule:
         """Load a published table by model name and p5 target.
 
-        Raises ConfigError if there is no such table. The message lists the known tables.
+        Raises ConfigError if there's no such table; the message lists the ones there are.
         """
         published = _published()
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
@@ -277,10 +272,10 @@ class SparsitySchedule:
 
     @classmethod
     def load(cls, spec: str | Path | Mapping[str, Any]) -> SparsitySchedule:
-        """Read a schedule in one of the forms that a user may write: ``dense``, ``fixed:PAGES``,
-        ``MODEL-TARGET``, the path of a JSON file, or the contents of such a file.
+        """Read a schedule in any form that a user can write: ``dense``, ``fixed:PAGES``,
+        ``MODEL-TARGET``, the path to a JSON file, or what's in such a file.
 
-        Raises ConfigError if ``spec`` is none of these, or its contents are not a valid schedule.
+        Raises ConfigError if ``spec`` is none of these, or its contents aren't a valid schedule.
         """
         if isinstance(spec, Mapping):
             return cls.from_dict(spec)
@@ -314,8 +309,8 @@ class SparsitySchedule:
             raise ConfigError(f"no schedule {text!r}: {expected}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain JSON types, which ``from_dict`` reads. ``head_budgets`` is left out if
-        it is empty.
+        """Convert to plain JSON types that ``from_dict`` can read back. Leaves out ``head_budgets``
+        if it's empty.
         """
         top_k = ["all" if k >= ALL_PAGES else k for k in self.top_k]
         plain = asdict(self) | {"top_k": top_k, "dense_layers": list(self.dense_layers)}
@@ -328,8 +323,7 @@ class SparsitySchedule:
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
         """Build a schedule from the output of ``to_dict``.
 
-        Raises ConfigError if a field is unknown or missing, or has a value that a schedule cannot
-        have.
+        Raises ConfigError if a field is unknown, missing or invalid.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known, key=str)
@@ -351,8 +345,9 @@ class SparsitySchedule:
 
     @classmethod
     def from_json(cls, text: str) -> SparsitySchedule:
-        """Build a schedule from the output of ``to_json``. Raises ConfigError if ``text`` is not
-        JSON, or not a schedule.
+        """Build a schedule from the output of ``to_json``.
+
+        Raises ConfigError if ``text`` isn't JSON, or isn't a schedule.
         """
         try:
             plain = json.loads(text, object_pairs_hook=without_duplicates)
@@ -368,16 +363,16 @@ class SparsitySchedule:
 def _budget_of(
     top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]
 ) -> NDArray[np.int64]:
-    """Compute the number of pages that a head keeps by score from its relative budget, in units of
-    1 / 256. A ``top_k`` that covers any sequence is not changed.
+    """Compute how many pages a head keeps by score, given its relative budget in units of 1 / 256.
+    A ``top_k`` of ``ALL_PAGES`` stays as it is.
     """
     rounded = (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT
     return np.where(top_k >= ALL_PAGES, top_k, rounded)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object, and refuse duplicate keys. The standard library would silently keep the
-    last of them.
+    """Build a JSON object, but refuse duplicate keys. The standard library would silently keep the
+    last one.
     """
     plain = dict(pairs)
     if len(plain) < len(pairs):

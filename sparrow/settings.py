@@ -1,7 +1,7 @@
-"""Base class and types of settings. Settings are frozen dataclasses whose types and ranges pydantic
-checks strictly.
+"""Base class and types for settings, which are frozen dataclasses with types and ranges strictly
+checked by pydantic.
 
-This module does not import torch, so ``--help`` is instant.
+This module doesn't import torch, so that ``--help`` is instant.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from sparrow.errors import ConfigError
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
 NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[Finite, Field(gt=0, le=1)]  # a share of a whole, above 0
-Probability = Annotated[Finite, Field(gt=0, lt=1)]  # a probability that is neither 0 nor 1
+Share = Annotated[Finite, Field(gt=0, le=1)]  # a fraction of a whole, above 0
+Probability = Annotated[Finite, Field(gt=0, lt=1)]  # a probability strictly between 0 and 1
 Count = Annotated[int, Field(ge=1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # a number of items that must all fit in memory
-Name = Annotated[str, Field(min_length=1)]  # the name of a file or folder
+Many = Annotated[int, Field(ge=1, le=10**6)]  # how many of something that all has to fit in memory
+Name = Annotated[str, Field(min_length=1)]  # a file or folder name
 CountOrZero = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the seeds that numpy's global generator accepts
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator accepts
 
 
 def read_value(text: str) -> Any:
-    """Read the value of an option written as NAME=VALUE, as JSON if it is valid JSON and as text
-    otherwise.
-    """
+    """Parse the value of a NAME=VALUE option as JSON, or fall back to plain text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -49,8 +47,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """Parse the options in ``text``, which is a part of ``spec``. Raises the errors of
-    ``parse_spec``.
+    """Parse the options in ``text``, which is part of ``spec``. Raises ConfigError if
+    ``parse_spec`` would.
     """
     options: dict[str, Any] = {}
     for option in filter(None, re.split(r",(?=\w+=)", text)):
@@ -66,17 +64,16 @@ def parse_options(text: str, spec: str) -> dict[str, Any]:
 
 
 def without_option(options: str, name: str) -> str:
-    """Remove the option ``name`` from options that are written as ``key=value,key=value``."""
+    """Remove the option ``name`` from options written as ``key=value,key=value``."""
     parts = re.split(r",(?=\w+=)", options)
     return ",".join(part for part in parts if part.partition("=")[0] != name)
 
 
 class Settings:
-    """Base class of settings dataclasses. It checks that the value of every field has the field's
-    type and is in the annotated range.
+    """Base class for settings dataclasses. Checks every field against its annotated type and range.
 
-    Annotations may be strings. Raises ConfigError if a field has any other value. The message names
-    the first such field.
+    Annotations may be strings. Raises ConfigError if a field fails the check, naming the first one
+    that does.
     """
 
     def __post_init__(self) -> None:
@@ -99,8 +96,8 @@ def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings, and prefix the name of each value with the names of the mappings
-    that contain it.
+    """Flatten nested mappings. Each value's name is prefixed with the names of the mappings it's
+    in.
     """
     values: dict[str, Any] = {}
     for name, value in nested.items():
@@ -112,9 +109,7 @@ def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[st
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
-    """Check that the value of a field is compatible with the other fields. Raises ConfigError if
-    ``holds`` is false.
-    """
+    """Check one field against the others. Raises ConfigError if ``holds`` is false."""
     if not holds:
         raise _refused(settings, name, f"must be {expected}")
 
@@ -131,7 +126,7 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
-    """Build an error that uses the setting's name on the command line."""
+    """Build an error that calls the setting by its command-line name."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")
     setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
     return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}")

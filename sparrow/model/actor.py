@@ -1,12 +1,11 @@
-"""Turn a Hugging Face causal language model into a sparse actor, with an attention implementation
-named "sparrow".
+"""Turn a Hugging Face causal language model into a sparse actor, by way of an attention
+implementation named "sparrow".
 
-With this implementation, the decode steps of a model are sparse under a schedule, while prefill,
-scoring and training stay dense. No switch is needed, because a forward pass counts as a decode step
-only if it has a cache and one query token (or several query tokens, inside ``steps_of_several``).
-The final chunk of a prompt may also have only one token: ``generate`` treats such a chunk as
-prefill, but any other decoding loop has to use ``dense_steps`` for it. Inside the
-``teacher_forced`` context, a whole-sequence forward pass computes what decoding would have
+Decode steps then follow a sparsity schedule, while prefill, scoring and training stay dense.
+There's no switch to flip: a forward pass counts as a decode step if it has a cache and a single
+query token (or several, inside ``steps_of_several``). The last chunk of a prompt can be a single
+token too. ``generate`` takes care of that, but any other decoding loop needs ``dense_steps`` for
+it. Inside ``teacher_forced``, a forward pass over whole sequences computes what decoding would have
 computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
@@ -56,31 +55,30 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """State of a teacher-forced pass, which is passed to the model as a keyword argument, so that
-    recomputation for gradients receives the same state.
+    """State of a teacher-forced pass. It's passed to the model as a keyword argument, so that
+    gradient checkpointing recomputes with the same state.
     """
 
     actor: Actor
     prompt_lengths: Tensor
-    # implementation of ``sparrow.attention.teacher_forced`` that computes the attention
+    # which implementation of ``sparrow.attention.teacher_forced`` to use
     implementation: attention.Implementation
-    tokens: int = 1  # number of tokens per decode step
-    # number of attention calls by layer
+    tokens: int = 1  # tokens per decode step
+    # attention calls per layer
     layers: Counter[int] = field(default_factory=Counter)
     modules: list[nn.Module] = field(default_factory=list)
-    windows: routing.Windows | None = None  # set only while the model is checked
-    # a function that is called with each layer's number, queries, keys and scale
+    windows: routing.Windows | None = None  # only set while checking the model
+    # called with each layer's index, queries, keys and scale
     watch: Callable[[int, Tensor, Tensor, float | None], None] | None = None
-    # the latest mask, which all layers of a pass share, and the shape of the pass; ``_rows`` are
-    # computed from this mask
+    # the mask and pass shape that ``_rows`` was computed for; all layers of a pass share a mask
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
 
     def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
-        """Return the columns that contain each row's sequence.
+        """Return the columns that hold each row's tokens.
 
-        Raises ConfigError if the prompt lengths do not match the sequences. Also raises the errors
-        of ``masks.forced``.
+        Raises ConfigError if the prompt lengths don't match the sequences, or ``masks.forced``
+        refuses the pass.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
         is_same = self._mask is not None and self._mask[0] is mask and self._mask[1] == shape
@@ -114,12 +112,12 @@ def sparrow_attention(
     teacher_forcing: _TeacherForcing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for the transformers attention interface. The inputs have the shape
-    ``[B, H, T, D]``, and the output ``[B, T, H, D]``.
+    """Compute attention for the transformers attention interface. Takes ``[B, H, T, D]`` inputs and
+    returns ``[B, T, H, D]``.
 
-    Raises ConfigError if a model without a schedule reaches a decode step; the mask does not allow
-    page selection; or ``generate`` reads several tokens in one pass after its prompt. Raises
-    UnsupportedModel if the attention is not a plain softmax over keys.
+    Raises ConfigError if a decode step's model has no schedule, the mask rules out page selection,
+    or ``generate`` reads several tokens in one pass after the prompt. Raises UnsupportedModel if
+    the attention isn't a plain softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -201,7 +199,7 @@ def _check_prefill(module: Any, query: Tensor) -> None:
         )
 
 
-# torch.compile would treat the call count, the schedule and the phase as constants.
+# torch.compile would bake in the call count, the schedule and the phase as constants.
 @torch.compiler.disable
 def _decoded(
     module: Any,
@@ -244,14 +242,14 @@ AttentionMaskInterface.register(NAME, routing.sparrow_mask)
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     """Make ``model`` decode under ``schedule``. The first call also routes the model's attention
-    through Sparrow, and checks the result.
+    through Sparrow and checks that this works.
 
     Routing gives the model its own copies of its configs, since other models may share the
-    originals. If the model is refused, it is left unchanged.
+    originals. If the model is refused, it's left unchanged.
 
-    Raises UnsupportedModel if the attention cannot be routed, or is not full causal self-attention
-    in every layer. (The hybrid models in ``routing.HYBRIDS`` may have linear layers, which are not
-    changed.) Raises ConfigError if the schedule does not match the model.
+    Raises UnsupportedModel if the attention can't be routed, or isn't full causal self-attention in
+    every layer. (Linear layers are fine in the hybrid models in ``routing.HYBRIDS``; they're left
+    alone.) Raises ConfigError if the schedule doesn't fit the model.
     """
     _check_model(model)
     _check_schedule(schedule, model)
@@ -275,9 +273,10 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
 
 
 def remove_schedule(model: PreTrainedModel) -> None:
-    """Undo ``set_schedule``, so that ``model`` uses its own attention again, also in ``generate``.
+    """Undo ``set_schedule``, so that ``model`` goes back to its own attention and its own
+    ``generate``.
 
-    A model without a schedule is left unchanged.
+    No-op for a model without a schedule.
     """
     actor = actor_of(model)
     if actor is None:
@@ -305,7 +304,7 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
         )
     config = model.config.get_text_config()
     kv_heads = 0
-    # The number of heads is needed only for head budgets, and not every config has it.
+    # Only head budgets need the number of heads, and not every config has it.
     if schedule.head_budgets:
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
@@ -325,12 +324,11 @@ def _wear(model: PreTrainedModel, actor: Actor) -> None:
 def _route(
     model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None
 ) -> None:
-    """Route the attention, and then compare the model's own attention with Sparrow's on a few
-    tokens.
+    """Route the attention, then check on a few tokens that Sparrow's output matches the model's
+    own.
 
-    Raises UnsupportedModel if the results differ; a layer does not call Sparrow's attention exactly
-    once; or layers have a sliding window. If ``windowed`` already reports a window, windows are not
-    checked again here.
+    Raises UnsupportedModel if the outputs differ, a layer doesn't call Sparrow's attention exactly
+    once, or a layer has a sliding window (not checked again if ``windowed`` already reports one).
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -339,7 +337,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    # true if the model was loaded with Sparrow's attention, or was given new layers
+    # the model was loaded with Sparrow's attention, or has since been given new layers
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
@@ -365,7 +363,7 @@ def _route(
                     model(input_ids=ids, use_cache=False)
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
-            # raised by Sparrow: the model's own pass over the same tokens succeeded
+            # must come from Sparrow, since the model's own pass over the same tokens went fine
             except Exception as error:
                 if windowed is not None and isinstance(error, ConfigError):
                     raise windowed from None  # the window is shorter than ``ids``
@@ -394,7 +392,7 @@ def _route(
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
-    """Return how many attention calls of ``model`` have been sparse decode steps since its schedule
+    """Return how many sparse attention calls ``model`` has made in decode steps since its schedule
     was set.
     """
     actor = actor_of(model)
@@ -409,29 +407,29 @@ def teacher_forced(
     implementation: attention.Implementation | None = None,
     tokens: int = 1,
 ) -> Iterator[_TeacherForcing]:
-    """Make forward passes of ``model`` inside the context compute what step-by-step sparse decoding
+    """Inside the context, forward passes of ``model`` compute what step-by-step sparse decoding
     would have computed.
 
-    Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step at that
-    position selects, while the prompt attends densely. The result is differentiable, even after the
-    context has ended. A compiled model runs uncompiled inside the context, because the compiled
-    code would reuse the state of one context in the next.
+    From ``prompt_lengths[b]`` on, each position reads exactly the pages that a decode step would
+    select there, while the prompt attends densely. The result is differentiable, and backward may
+    run after the context has ended. Compiled models run uncompiled inside the context, because
+    compiled code would carry one context's state over into the next.
 
     Args:
         model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]``, the number of prompt tokens in each row, excluding padding but
-            including the virtual tokens of prompt tuning.
-        schedule: the schedule to use; by default, the one that the model decodes under.
-        implementation: the implementation of the attention (see
-            ``sparrow.attention.teacher_forced``); by default, ``triton`` for a model on a CUDA
-            device, and ``reference`` elsewhere. The value that the context yields has the choice in
+        prompt_lengths: ``[B]``, prompt tokens per row, without padding but with any virtual tokens
+            from prompt tuning.
+        schedule: the schedule to use; by default, the one the model decodes under.
+        implementation: which attention implementation to use (see
+            ``sparrow.attention.teacher_forced``); defaults to ``triton`` if the model is on a CUDA
+            device and ``reference`` otherwise. The object that the context yields has the choice in
             ``.implementation``.
-        tokens: number of tokens per decode step, as in ``steps_of_several``; steps are counted from
-            the end of the prompt.
+        tokens: tokens per decode step, as in ``steps_of_several``; steps are counted from the end
+            of the prompt.
 
-    Raises ConfigError if the model has no schedule; the prompt lengths are not one whole number per
-    row, or exceed the tokens of a row; sequences are packed, or a mask is not causal for another
-    reason; or, at the end of the context, some layers were not part of any pass.
+    Raises ConfigError if the model has no schedule; the prompt lengths aren't one whole number per
+    row, or exceed a row's length; sequences are packed, or the mask isn't causal for some other
+    reason; or, on exit, some layers weren't part of any pass.
     """
     _check_model(model)
     actor = actor_of(model)
@@ -473,7 +471,7 @@ def _forcing(
         with_kwargs=True,
     )
     try:
-        # compiled code would ignore the hook that is added here
+        # compiled code would ignore the hook
         with torch.compiler.set_stance("force_eager"):
             yield forcing
     finally:
@@ -498,11 +496,11 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
 def keep_attention() -> tuple[
     contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
 ]:
-    """Return the two contexts of a checkpointed layer, in which teacher-forced attention is not
-    computed twice. Pass this function as ``context_fn`` of gradient checkpointing.
+    """Keep gradient checkpointing from computing teacher-forced attention twice. Pass this function
+    as its ``context_fn``; it returns the contexts for a layer's forward pass and recomputation.
 
-    Attention is the most expensive part of a sparse layer to recompute, but its result and pages
-    are only a small part of what the layer would store without checkpointing.
+    Attention is the most expensive part of a sparse layer to recompute, but keeping its result and
+    pages takes only a little of the memory that the layer would need without checkpointing.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

@@ -1,5 +1,5 @@
-"""Make ``generate`` of transformers work with a schedule: distinguish prefill from decoding, and
-refuse options that would make decoding dense.
+"""Make transformers' ``generate`` work with a schedule: tell prefill from decoding, and refuse
+options that would make decoding dense.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 @contextlib.contextmanager
 def dense_steps(model: nn.Module) -> Iterator[None]:
-    """Let decode steps of ``model`` attend to all tokens inside the context, despite the schedule.
+    """Ignore the schedule inside the context, so that decode steps of ``model`` attend to all
+    tokens.
 
-    A loop that reads a prompt in chunks needs this context, because a final chunk of one token
-    looks like a decode step.
+    Needed for reading a prompt in chunks, because a last chunk of one token looks like a decode
+    step.
 
     Raises ConfigError if the model has no schedule.
     """
@@ -45,9 +46,9 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def steps_of_several(model: nn.Module) -> Iterator[None]:
-    """Inside the context, treat each pass of ``model`` over several tokens with a cache as one
-    sparse decode step. In each layer, the query of a row's first new token selects the pages that
-    all of the row's new tokens read.
+    """Inside the context, count each pass of ``model`` that reads several tokens with a cache as
+    one sparse decode step. In each layer, the query of a row's first new token selects the pages
+    for all of the row's new tokens.
 
     Raises ConfigError if the model has no schedule.
     """
@@ -66,13 +67,13 @@ def steps_of_several(model: nn.Module) -> Iterator[None]:
 
 
 def watch_generate(model: nn.Module) -> None:
-    """Let ``model.generate`` distinguish prefill from decoding, and refuse options that make
+    """Wrap ``model.generate`` so that it tells prefill from decoding and refuses options that make
     decoding dense.
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # A partial is used because, unlike a bound method, it can be unpickled, and a copy of
-            # the model gets its own.
+            # Use a partial, because it can be unpickled, unlike a bound method, and copies of the
+            # model get their own.
             vars(module)["generate"] = partial(_generate, module)
 
 
@@ -84,10 +85,10 @@ def unwatch_generate(model: nn.Module) -> None:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replacement for ``generate`` of a routed model. Check that decode steps read one token with a
-    cache, and then call the model's own method.
+    """Stand-in for ``generate`` on a routed model. Checks that decode steps will read one token
+    with a cache, then calls the model's own method.
 
-    Raises ConfigError if an option makes decode steps read several tokens, or disables the cache.
+    Raises ConfigError if an option makes decode steps read several tokens or turns off the cache.
     """
     generate = type(self).generate
     actor = actor_of(self)
@@ -105,7 +106,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
-    if "logits_processor" in bound.arguments:  # may have been passed as a positional argument
+    if "logits_processor" in bound.arguments:  # may have been passed positionally
         bound.arguments["logits_processor"] = processors
     else:
         bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)

@@ -1,9 +1,9 @@
-"""Convert a GGUF file of a Llama model to a Hugging Face checkpoint.
+"""Convert a Llama model from a GGUF file to a Hugging Face checkpoint.
 
-llama.cpp stores models in GGUF files. Such a file contains named values and then tensors, most of
-which are quantised. Nothing is quantised again: the checkpoint contains the numbers that the file
-represents, in float32. A file that could not be converted exactly (because its architecture or
-tokenizer is unsupported, or because it has an unexpected tensor) is refused.
+GGUF is llama.cpp's file format: named values, followed by tensors, most of them quantised. The
+checkpoint has the exact values of the tensors, dequantised to float32. Files that can't be
+converted exactly are refused, for example because of an unsupported architecture or tokenizer, or
+an unexpected tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sparrow.errors import ConfigError
 
-# llama.cpp's name of a tensor -> its name in transformers
+# llama.cpp tensor name -> transformers name
 TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -35,16 +35,16 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-HEAD = "output.weight"  # missing from the file if the embedding is also the output head
-CONTROL = 3  # type of tokens that mark the structure of a chat or a document
+HEAD = "output.weight"  # not in the file if the output head is tied to the embedding
+CONTROL = 3  # token type of the special tokens that structure a chat or document
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Convert the model in the GGUF file ``path`` and its tokenizer, and write both into
+    """Convert the model in the GGUF file ``path``, along with its tokenizer, and save both to
     ``folder``.
 
-    Raises ConfigError if the file is damaged, or the model is not supported. Raises ImportError if
-    the package ``gguf`` is missing.
+    Raises ConfigError if the file is damaged or the model isn't supported. Raises ImportError if
+    the ``gguf`` package is missing.
     """
     fields, tensors = _read(path)
     try:
@@ -68,7 +68,7 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the named values of a file, and its tensors by name."""
+    """Read a file's named values, and its tensors by name."""
     from gguf import GGUFReader
 
     try:
@@ -92,8 +92,8 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         head_dim=fields["llama.rope.dimension_count"],
         max_position_embeddings=fields["llama.context_length"],
-        # The file stores a float32. The shortest decimal number that rounds to it is the intended
-        # value.
+        # The file stores a float32. The value that was meant is the shortest decimal that rounds to
+        # it.
         rms_norm_eps=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
@@ -104,8 +104,8 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
 
 
 def _tokenizer(fields: Mapping[str, Any], config: LlamaConfig) -> PreTrainedTokenizerFast:
-    """Build the byte-level BPE tokenizer. It splits off individual digits before it splits words,
-    so a number after a space becomes the space followed by the digits.
+    """Build the byte-level BPE tokenizer. Digits are split off before words, so a number after a
+    space becomes a space followed by single digits.
     """
     _require(fields, "tokenizer.ggml.model", "gpt2")
     _require(fields, "tokenizer.ggml.pre", "smollm")
@@ -171,9 +171,7 @@ def _weights(
 
 
 def _places(config: LlamaConfig) -> dict[str, str]:
-    """Map the names of the tensors that a file of this model contains to their names in
-    transformers.
-    """
+    """Map the tensor names expected in this model's file to their names in transformers."""
     places = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in TENSORS.items()}
     if not config.tie_word_embeddings:
         places[HEAD] = "lm_head.weight"
@@ -186,8 +184,8 @@ def _places(config: LlamaConfig) -> dict[str, str]:
 def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Reorder the rows of a query or key projection for transformers.
 
-    Rotary embeddings rotate pairs of a head's rows. llama.cpp stores the two rows of a pair next to
-    each other, while transformers stores one in each half of the head.
+    Rotary embeddings rotate a head's rows in pairs. llama.cpp puts the two rows of a pair next to
+    each other, while transformers puts one in each half of the head.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

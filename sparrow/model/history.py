@@ -1,10 +1,10 @@
-"""Guesses from history, the first stage of a cascade. The guess is that a sequence will repeat
-tokens of its prompt, of its response so far, or of other responses to the same prompt.
+"""Guess upcoming tokens from history, the first stage of a cascade. The bet is that a sequence will
+repeat something from its prompt, its response so far, or other responses to the same prompt.
 
-The sparse actor checks guesses (see ``sparrow.model.speculative``), so a wrong guess only costs
+The sparse actor checks every guess (see ``sparrow.model.speculative``), so a wrong one only costs
 time.
 
-Shapes: B sequences, R streams of tokens per sequence, S tokens of a stream, m guesses.
+Shapes: B sequences, R token streams per sequence, S tokens per stream, m guesses.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 LONGEST = 8
-"""Maximum length, in tokens, of a suffix that is looked up."""
+"""Longest suffix to look up, in tokens."""
 SHORTEST = 1
-"""Minimum length, in tokens, of a suffix that is looked up."""
+"""Shortest suffix to look up, in tokens."""
 
 
 def guess(
@@ -29,23 +29,23 @@ def guess(
 ) -> Tensor:
     """Guess how the first stream of each sequence continues, int64 ``[B, most]``.
 
-    The end of the first stream is looked up in all streams, and the tokens that followed it there
-    are the guess. The longest suffix that is found is used, up to ``longest`` tokens. If it occurs
-    more than once, its latest occurrence in the first stream is used or, if there is none, its
-    latest occurrence in any stream. Where there is no guess, because fewer than ``shortest`` tokens
-    were found or fewer than ``most`` tokens followed, the result contains token 0.
+    Looks up the end of the first stream in all streams, and guesses the tokens that followed it
+    there. The longest match wins, up to ``longest`` tokens. Among matches of the same length, the
+    latest one in the first stream wins or, if it has none, the latest one in any stream. Positions
+    without a guess get token 0, because no match had at least ``shortest`` tokens or fewer than
+    ``most`` tokens followed it.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.
         length_BR: number of tokens in each stream, int64.
         most: number of tokens to guess.
-        longest, shortest: maximum and minimum length of a suffix that is looked up, in tokens.
+        longest, shortest: longest and shortest suffix to look up, in tokens.
     """
     R, S = streams_BRS.shape[1:]
     device = streams_BRS.device
     place_S = torch.arange(S, device=device)
     is_same_BRS = torch.ones_like(streams_BRS, dtype=torch.bool)
-    # how many tokens before each place are the same as at the end of the first stream
+    # how many tokens before each place match the end of the first stream
     agreeing_BRS = torch.zeros_like(streams_BRS)
     for back in range(1, min(longest, S) + 1):
         at_B = length_BR[:, 0] - back
@@ -67,15 +67,15 @@ def guess(
 
 
 class History:
-    """The tokens of a batch, in which guesses are looked up.
+    """The tokens of a batch, kept for looking up guesses.
 
     Args:
-        streams: the tokens of each sequence so far.
-        groups: the group of each sequence; guesses for a sequence are looked up in all sequences of
-            its group. The tokens of such sequences must be drawn with different random numbers.
-        room: number of tokens by which a sequence may grow.
-        guess_tokens: number of tokens per guess (m).
-        device: device of the tokens.
+        streams: each sequence's tokens so far.
+        groups: each sequence's group. Guesses are looked up in all sequences of the group, which
+            must be sampled with different random numbers.
+        room: how many tokens a sequence may grow by.
+        guess_tokens: tokens per guess (m).
+        device: the device to keep the tokens on.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class History:
         return guess(self.tokens_BS[:, :width][streams], self.length_B[streams], self.guess_tokens)
 
     def extend(self, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Append to each of these sequences the first ``count`` ``[len(rows)]`` of its ``tokens``
-        ``[len(rows), T]``.
+        """Append the first ``count`` ``[len(rows)]`` of ``tokens`` ``[len(rows), T]`` to these
+        sequences.
         """
         is_new = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         i, t = is_new.nonzero(as_tuple=True)
@@ -118,5 +118,5 @@ class History:
         self.length_B[rows] += count
 
     def forget(self, rows: Tensor, tokens: Tensor) -> None:
-        """Drop the newest tokens of these sequences; ``tokens`` ``[len(rows)]`` says how many."""
+        """Drop the newest ``tokens`` ``[len(rows)]`` tokens of these sequences."""
         self.length_B[rows] -= tokens

@@ -1,11 +1,11 @@
-"""Find the columns that contain each row's tokens, from the attention mask that transformers passes
+"""Work out which columns hold each row's tokens, from the attention mask that transformers passes
 to every layer.
 
-The tokens of a row are not always contiguous: padding between the turns of a chat, or to the right
-of a prompt, leaves gaps. Pages are counted in tokens, so gaps are closed before pages are selected,
-and reopened afterwards.
+A row's tokens aren't always contiguous: padding between chat turns, or to the right of a prompt,
+leaves gaps. Pages are counted in tokens, so gaps are closed before page selection and reopened
+afterwards.
 
-Shapes: B sequences, T query tokens, S cached tokens, X heads or another dimension, D head dim.
+Shapes: B sequences, T query tokens, S cached tokens, X heads or some other dimension, D head dim.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from sparrow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns that contain each row's tokens."""
+    """The columns that hold each row's tokens."""
 
     start_B: Tensor  # each row's first column, int64
-    length_B: Tensor  # each row's number of tokens, int64
-    # the columns of the row's tokens in order, followed by all other columns, int64; None if the
-    # tokens are contiguous
+    length_B: Tensor  # tokens per row, int64
+    # the columns of the row's tokens in order, then all other columns, int64; None if the tokens
+    # are already contiguous
     order_BS: Tensor | None = None
 
     def close(self, x_BXSD: Tensor) -> Tensor:
-        """Return ``x`` with each row's tokens made contiguous, starting at the row's
-        ``start_B``.
-        """
+        """Close the gaps in ``x``, so that each row's tokens are contiguous from ``start_B`` on."""
         return x_BXSD if self.order_BS is None else _take(x_BXSD, self.order_BS)
 
     def reopen(self, x_BXSD: Tensor) -> Tensor:
@@ -43,7 +41,7 @@ class Rows:
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
     """Find the columns of ``key`` that each row's newest token sees in a decode step.
 
-    Raises ConfigError if the mask differs between heads, or adds a bias to scores.
+    Raises ConfigError if the mask differs between heads or adds a bias to the scores.
     """
     if mask is None:
         return _all_columns(key)
@@ -53,8 +51,8 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     """Find the columns of whole sequences, for teacher forcing.
 
-    Raises ConfigError if the numbers of queries and keys differ, or the mask is not the causal mask
-    of a row's own tokens.
+    Raises ConfigError if there aren't as many queries as keys, or the mask isn't plainly causal
+    over each row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
@@ -80,7 +78,7 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
 
 
 def _seen(mask: Tensor, key: Tensor) -> Tensor:
-    """Return a mask of the columns that each query sees, bool ``[B, T, S]``."""
+    """Return which columns each query sees, bool ``[B, T, S]``."""
     if mask.shape[1] != 1:
         raise ConfigError(
             f"the attention mask of shape {tuple(mask.shape)} differs between heads, but Sparrow "

@@ -1,8 +1,8 @@
-"""Check whether a model's attention can be routed through Sparrow. The checks read the config, and
-compare passes through Sparrow's attention with one through the model's own.
+"""Check whether a model's attention can be routed through Sparrow, by reading the config and by
+comparing the outputs of Sparrow's attention with the model's own.
 
-Refusing a model has no side effects: only copies of its configs are changed, and the model gets its
-own configs back.
+A model that gets refused is left as it was: only copies of its configs are changed, and it gets the
+originals back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from sparrow.errors import UnsupportedModel
 from sparrow.model.scoring import evaluating
 
-# Additional arguments that some models pass to their attention, with their meaning.
+# Extra arguments that some models pass to their attention, and what they mean.
 EXTRAS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -32,24 +32,23 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# Maximum difference between the outputs of the model's own attention and of Sparrow's with every
-# page kept, relative to the largest entry of the model's own output. They differ because the order
-# of summation does.
+# How far Sparrow's output may be from the model's own, relative to the largest entry of the latter.
+# The two sum in a different order, so they're never exactly equal.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
 HALF_TOLERANCE = 3e-2
-# Maximum number of tokens on which a model with a changed config is compared with the original.
+# How many tokens to use at most when comparing a model with and without a config change.
 TRIED_TOKENS = 64
 
-# Supported hybrid models. In addition to full attention, they have gated delta nets, which need a
-# mask only for the prompt.
+# Supported hybrids. Besides full attention, they have gated delta nets, which only need a mask for
+# the prompt.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse attention that is not a plain softmax over keys.
+    """Refuse attention that isn't a plain softmax over keys.
 
-    Raises UnsupportedModel if the ``kwargs`` of an attention call contain something that Sparrow's
-    attention would ignore.
+    Raises UnsupportedModel if an attention call's ``kwargs`` include something that Sparrow would
+    ignore.
     """
     extra = [name for name in EXTRAS if kwargs.get(name) is not None]
     if extra:
@@ -60,14 +59,14 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Check that, according to the config, every layer has full causal self-attention (in a hybrid
-    model, every attention layer).
+    """Check the config for full causal self-attention in every layer (in a hybrid model, in every
+    attention layer).
 
-    Returns None, or an error that names a remedy. The caller should raise this error only if
-    nothing else is wrong with the model, because the remedy would not help otherwise.
+    Returns None, or an error that suggests a config change. Only raise that error if nothing else
+    is wrong with the model, because the change wouldn't help then.
 
-    Raises UnsupportedModel if the model is an encoder-decoder, or has layers of other kinds that no
-    change to the config can replace.
+    Raises UnsupportedModel if the model is an encoder-decoder, or has other kinds of layers that no
+    config change can fix.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -108,11 +107,11 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
 
 @torch.no_grad()
 def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) -> bool:
-    """Return whether the model's weights compute the same result if ``change`` is applied to the
-    config, for a sequence that fits in the window.
+    """Check whether the model's output stays the same with ``change`` applied to its config, for a
+    sequence that fits in the window.
 
-    The result often differs: in Cohere 2, EXAONE 4 and Gemma 3, for example, the rotary embedding
-    of a layer also depends on its kind.
+    It often doesn't: in Cohere 2, EXAONE 4 and Gemma 3, for example, a layer's rotary embedding
+    also depends on its kind.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -124,7 +123,7 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
         for name, value in list(vars(config).items()):
             if value is text:
                 setattr(config, name, changed_text)
-        # the model's own weights are used, so none need to be initialised
+        # skip initialisation, since the model's own weights get loaded
         with init_empty_weights(include_buffers=False):
             changed = type(model)._from_config(
                 config, attn_implementation=model.config._attn_implementation
@@ -142,9 +141,7 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """The masks created for sliding-window layers while a model is checked, each with the size of
-    its window.
-    """
+    """Masks created for sliding-window layers while checking a model, with their window sizes."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int]] = []
@@ -165,8 +162,8 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """If ``windows`` is true, reduce sliding windows to two tokens inside the context, so that they
-    affect even the shortest input.
+    """If ``windows`` is true, shrink sliding windows to two tokens inside the context, so that they
+    make a difference even on the shortest input.
     """
     record = Windows() if windows else None
     token = _WINDOWS.set(record)
@@ -191,8 +188,8 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def own_configs(model: nn.Module) -> Callable[[], None]:
-    """Give ``model`` its own copies of configs that other models may share. Return a function that
-    restores the originals.
+    """Give ``model`` its own copies of its configs, which other models may share. Returns a
+    function that puts the originals back.
     """
     memo: dict[int, Any] = {}
     held = [
@@ -220,8 +217,8 @@ class LayerPass:
 
     @contextlib.contextmanager
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
-        """Record a pass. If ``like`` is given, every layer receives the hidden states of that
-        earlier pass, so that differences do not accumulate.
+        """Record a pass. If ``like`` is given, feed each layer its hidden states from that earlier
+        pass, so that differences don't accumulate.
         """
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,8 +249,7 @@ class LayerPass:
     ) -> None:
         """Compare the outputs of ``layers``.
 
-        Raises UnsupportedModel if the outputs differ by more than the order of summation can
-        explain.
+        Raises UnsupportedModel if they differ by more than summation order can explain.
         """
         for module in layers:
             own = self.found[module].float()

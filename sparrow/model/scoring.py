@@ -1,8 +1,8 @@
-"""Compute log-probs of given tokens under a causal language model, in chunks, so that the logits of
-all tokens are never in memory at once.
+"""Compute a causal language model's log-probs of given tokens, in chunks, so that the logits of all
+tokens are never in memory at once.
 
-Shapes: B sequences, T tokens of the longest sequence, M response tokens of the whole batch
-(concatenated), n entries of a top-n list, V vocabulary, C hidden size.
+Shapes: B sequences, T tokens in the longest sequence, M response tokens in the whole batch
+(concatenated), n entries per top-n list, V vocabulary, C hidden size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from sparrow.rollout import Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their responses, padded on the right. A causal model needs no mask for such
-    padding.
-    """
+    """Prompts and their responses, right-padded. A causal model doesn't need a mask for that."""
 
     input_ids: Tensor  # int64 [B, T]
     prompt_lengths: Tensor  # int64 [B]
     response_lengths: Tensor  # int64 [B], at least 1
-    # int64 [M, n], further tokens to score at each response position; None if there are none
+    # int64 [M, n], extra tokens to score at each response position, if any
     top_ids: Tensor | None = None
 
     @classmethod
@@ -68,8 +66,8 @@ class Batch:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device, with_top: bool = False) -> Batch:
-        """Build the batch for a pass over ``rollouts``. If ``with_top`` is true, the rollouts'
-        top-n tokens are scored as well.
+        """Build a batch from ``rollouts``. If ``with_top`` is true, their top-n tokens are scored
+        as well.
         """
         top_ids = [r.top_ids for r in rollouts] if with_top else None
         return cls.build(
@@ -87,8 +85,8 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """Scores of tokens. The fields are float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the
-    entropy is None if gradients are enabled.
+    """Token scores, all float32: ``[M]``, ``[M, n]`` (None if the batch has no ``top_ids``) and
+    ``[M]`` (None if gradients are enabled).
     """
 
     logprobs: Tensor
@@ -97,13 +95,13 @@ class TokenScores(NamedTuple):
 
 
 class TokenScorer(nn.Module):
-    """A causal language model whose forward pass returns log-probs of response tokens.
+    """Wraps a causal language model so that its forward pass returns log-probs of response tokens.
 
     Pass this module to ``accelerator.prepare``, so that data-parallel wrappers see every forward
     pass.
 
-    Raises UnsupportedModel if the model changes its logits after the output embedding (for example
-    with a soft cap).
+    Raises UnsupportedModel if the logits aren't finite, or the model changes them after the output
+    embedding (with a soft cap, for example).
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int = 4096) -> None:
@@ -124,7 +122,7 @@ class TokenScorer(nn.Module):
 
         score: Any = self._head
         if torch.is_grad_enabled():
-            # The logits of a chunk are not kept; the backward pass recomputes them.
+            # Don't keep a chunk's logits; the backward pass recomputes them.
             score = partial(checkpoint, self._head, use_reentrant=False)
         pieces = []
         for i in range(0, len(target_M), self.chunk_tokens):
@@ -144,15 +142,14 @@ class TokenScorer(nn.Module):
         self, batch: Batch, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Apply ``function`` to the logits of a few response tokens at a time, and concatenate the
-        results. ``function`` receives float32 logits ``[N, V]`` and the tokens ``[N]`` that follow
-        them.
+        results. ``function`` gets float32 logits ``[N, V]`` and the target tokens ``[N]``.
         """
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids, use_cache=False
         ).last_hidden_state
         rows, columns = batch.response_index()
         head = self.model.get_output_embeddings()
-        few = max(self.chunk_tokens // 8, 1)  # such functions need several tensors of shape [N, V]
+        few = max(self.chunk_tokens // 8, 1)  # ``function`` needs several [N, V] tensors
         chunks = zip(
             rows.split(few),
             columns.split(few),
@@ -172,7 +169,7 @@ class TokenScorer(nn.Module):
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
         entropy = None
         if not torch.is_grad_enabled():
-            # On a CPU, autocast would compute the product in bfloat16.
+            # CPU autocast would compute this in bfloat16.
             with torch.autocast(logits.device.type, enabled=False):
                 entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
         wanted = target[:, None]
@@ -182,8 +179,8 @@ class TokenScorer(nn.Module):
         return gathered[:, 0], gathered[:, 1:], entropy
 
     def _check_head(self) -> None:
-        # One token would not be enough: id 0 is often padding, whose zero embedding gives zero
-        # logits with or without a cap.
+        # One token isn't enough: id 0 is often padding with a zero embedding, so its logits are
+        # zero with or without a cap.
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None] % vocabulary
         with evaluating(self.model):  # with dropout, the two passes would differ
@@ -205,11 +202,11 @@ class TokenScorer(nn.Module):
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Divide sequences into groups, and return the indices in each group. No group has more than
-    ``token_budget`` tokens when padded to its longest sequence.
+    """Group sequences into micro-batches of at most ``token_budget`` tokens, including padding, and
+    return the indices in each.
 
-    The longest sequences come first, so that memory use peaks early. A sequence that is longer than
-    the budget gets a group of its own.
+    The longest sequences come first, so that memory use peaks early. A sequence over the budget
+    gets a micro-batch of its own.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -222,9 +219,7 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Disable gradients and dropout inside the context, and restore the mode of every module
-    afterwards.
-    """
+    """Disable gradients and dropout inside the context, then restore every module's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

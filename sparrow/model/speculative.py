@@ -1,34 +1,32 @@
-"""Lossless decoding in plain torch, the reference for fast engines. The sparse actor drafts, and
+"""Lossless decoding in plain torch, as a reference for fast engines. The sparse actor drafts, and
 its dense policy verifies.
 
 There are two methods. The first is speculative sampling (Leviathan et al., arXiv 2211.17192; Chen
 et al., arXiv 2302.01318), with the same model as drafter and verifier. A draft v is drawn from the
 actor's distribution q and accepted with probability min(1, p(v) / q(v)), where p is the policy's
-distribution. If the draft is rejected, a token is drawn from max(p - q, 0), normalised. The
-resulting token is distributed as p, whatever q is. The probability that a draft is accepted, sum_v
-min(p(v), q(v)), is the acceptance rate that Sparrow measures.
+distribution. A rejected draft is replaced by a token drawn from max(p - q, 0), normalised. Either
+way, the token is distributed as p, whatever q is. A draft is accepted with probability sum_v
+min(p(v), q(v)), which is the acceptance rate that Sparrow measures.
 
-In the second method, the policy draws every token itself, with the same random number as the draft
-at its position, and drafts are accepted up to the first difference (Daliri et al., arXiv
-2408.07978). The tokens are then those of dense decoding with the same random numbers, whatever is
-drafted. The probability that a draft is accepted is lower than the acceptance rate a; with Gumbel
-noise, as in vLLM, it is at least a / (2 - a).
+In the second method, the policy draws every token itself, using the same random numbers as the
+drafts, and drafts are accepted up to the first mismatch (Daliri et al., arXiv 2408.07978). The
+tokens are then the ones dense decoding would draw with those random numbers, whatever was drafted.
+Fewer drafts get accepted: the probability is below the acceptance rate a of the first method,
+though with Gumbel noise, as in vLLM, it's at least a / (2 - a).
 
-With guesses, drafting and verification become the later stages of a cascade. First, m tokens are
-guessed from history (``sparrow.model.history``). The actor then reads all of them in one sparse
-pass, and drafts at least one token and at most m + 1. Finally, the policy verifies the drafts. At
-each place of the pass, a token is drawn from the actor's distribution q, and the guess at that
-place is kept if it equals the token. A guess g is thus kept with probability q(g), and otherwise
-replaced by a token from q without g, as in rejection sampling. Drafts therefore follow q, whatever
-is guessed. Verification uses the q of this pass.
+With guesses, there's a cascade. First, m tokens are guessed from history
+(``sparrow.model.history``). The actor then reads all of them in one sparse pass and drafts between
+1 and m + 1 tokens, which the policy finally verifies. At each position of the pass, a token is
+drawn from the actor's distribution q, and the guess is kept if it matches. So a guess g is kept
+with probability q(g) and otherwise replaced by a token from q without g, as in rejection sampling,
+and drafts follow q no matter what was guessed. Verification uses the q of this pass.
 
-A pass selects pages by the query of its first token alone. If the selection depended on guesses, q
-would depend on the very tokens that it decides about. If guesses were then drawn at random and
-accepted with the probability of speculative sampling, verification could not know the distribution
-of the drafts.
+Only the query of a pass's first token selects pages. If the guesses had a say in it, q would depend
+on the very tokens it decides about. And if the guesses were also drawn at random and accepted as in
+speculative sampling, verification couldn't know the distribution of the drafts.
 
-Shapes: B sequences, T query tokens, S columns of the cache, k drafts per cycle, m guesses per pass,
-V vocabulary.
+Shapes: B sequences, T query tokens, S cache columns, k drafts per cycle, m guesses per pass, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -50,22 +48,22 @@ from sparrow.model.history import History
 
 @dataclass(frozen=True)
 class Shape:
-    """The temperature and the truncation that turn logits ``[..., V]`` into the distribution to
-    sample from. Actor and policy use the same shape.
+    """How to turn logits ``[..., V]`` into the distribution to sample from: temperature, top-k and
+    top-p. Actor and policy use the same shape.
     """
 
-    temperature: float = 1.0  # 0 means greedy; log-probs are then computed at temperature 1
-    # number of most likely tokens to keep; tokens that tie with the last of them are kept as well
+    temperature: float = 1.0  # 0 means greedy, with log-probs at temperature 1
+    # keep this many of the most likely tokens, plus any that tie with the last of them
     top_k: int | None = None
-    # nucleus: keep the smallest set of the remaining tokens that has at least this mass
+    # nucleus: of these, keep the smallest set with at least this mass
     top_p: float = 1.0
 
     def distribution(self, logits: Tensor) -> Tensor:
         """Compute the float64 probabilities to sample from. At temperature 0, the most likely token
-        has all the mass.
+        gets all the mass.
 
-        Raises TrainingDiverged if logits are NaN or infinite. (Some logits may be -inf, but not
-        all.)
+        Raises TrainingDiverged if logits are NaN or infinite. (-inf is fine, as long as not all of
+        them are.)
         """
         if not torch.isfinite(logits.amax(-1)).all():  # ``amax`` propagates NaN
             raise TrainingDiverged(
@@ -77,7 +75,7 @@ class Shape:
         return self.log_probs(logits).double().exp()
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Compute float32 log-probs of the tokens that are kept; other tokens get -inf."""
+        """Compute float32 log-probs. Tokens cut by top-k or top-p get -inf."""
         scaled = logits.float() / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
@@ -91,10 +89,10 @@ class Shape:
 
 
 class CachedSequences:
-    """The tokens that a model has read of ``B`` sequences.
+    """``B`` sequences in a model's KV cache.
 
-    The tokens of row b are in cache columns ``start[b]`` onwards; earlier columns are padding.
-    ``start`` is int64 ``[B]``.
+    Row b's tokens are in cache columns ``start[b]`` onwards; anything before is padding. ``start``
+    is int64 ``[B]``.
     """
 
     def __init__(self, model: PreTrainedModel, start: Tensor) -> None:
@@ -108,12 +106,12 @@ class CachedSequences:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of cached tokens in each row, int64 ``[B]``."""
+        """Cached tokens per row, int64 ``[B]``."""
         return self.cache.get_seq_length() - self.start
 
     def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each token or, if
-        ``logits_to_keep`` is set, after the last few tokens.
+        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each of them, or
+        only after the last ``logits_to_keep`` if that isn't 0.
         """
         columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
         real_BS = columns >= self.start[:, None]
@@ -121,8 +119,7 @@ class CachedSequences:
         out = self.model(
             input_ids=ids_BT,
             attention_mask=real_BS.long() if self.start.any() else None,
-            # A row may read drafts beyond the model's last position; the logits of these drafts are
-            # not used.
+            # Drafts may run past the model's last position; their logits aren't used.
             position_ids=positions.clamp(min=0, max=self._last_position),
             use_cache=True,
             logits_to_keep=logits_to_keep,
@@ -136,8 +133,8 @@ class CachedSequences:
             self.cache.crop(-tokens)
 
     def keep(self, lengths_B: Tensor) -> None:
-        """Drop all but the oldest ``lengths_B`` tokens of each row, and shift rows so that they end
-        in the same column.
+        """Trim each row to its oldest ``lengths_B`` tokens, and shift rows so that they all end in
+        the same column.
         """
         dropped_B = self.lengths - lengths_B
         if (dropped_B == dropped_B[0]).all():
@@ -162,34 +159,34 @@ class CachedSequences:
         for layer in layers:
             if hasattr(layer, "keys"):
                 layer.batch_select_indices(rows)
-            else:  # the layer has only a recurrent state, whose rows transformers can reorder
+            else:  # only a recurrent state, which transformers can reorder
                 layer.reorder_cache(rows)
         self.start = self.start[rows]
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The result of one draft-verify cycle. A row's entries beyond its ``count`` are undefined."""
+    """Result of one draft-verify cycle. A row's entries past its ``count`` are undefined."""
 
     tokens: Tensor  # int64 [B, k + 1], the accepted drafts and one more token
-    count: Tensor  # int64 [B], number of tokens in each row: accepted drafts + 1
-    # float32 [B, k + 1, V], the dense policy's log-probs at the position of each of these tokens
+    count: Tensor  # int64 [B], tokens per row: accepted drafts + 1
+    # float32 [B, k + 1, V], the dense policy's log-probs at each token's position
     log_p: Tensor
-    # float32 [B, k], the probability sum_v min(p(v), q(v)) that a draft is accepted. It is nan if
-    # the row did not draft, and after the first rejected draft, because later drafts follow a token
-    # that is not part of the result
+    # float32 [B, k], each draft's probability sum_v min(p(v), q(v)) of being accepted. nan where
+    # the row didn't draft, and past its first rejected draft, since later drafts follow a token
+    # that was thrown away
     acceptance: Tensor
-    # bool [B, k], true for drafts drawn at the first token of a sparse pass; without guesses, these
-    # are all drafts
+    # bool [B, k], true for drafts drawn at the first token of a sparse pass (without guesses, all
+    # of them)
     opens_pass: Tensor
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafted tokens; entries beyond the number of drafts of a row are undefined."""
+    """Drafted tokens. Entries past a row's last draft are undefined."""
 
     tokens: Tensor  # int64 [B, k]
-    q_BkV: Tensor  # float64, the distributions that the drafts were drawn from
+    q_BkV: Tensor  # float64, the distributions the drafts were drawn from
     opens_pass: Tensor  # bool [B, k], see ``Cycle``
 
 
@@ -203,30 +200,28 @@ def speculate(
     drafter_invariant: bool = False,
     history: tuple[History, Tensor] | None = None,
 ) -> Cycle:
-    """Draft and verify once. Afterwards, ``sequences`` contains the policy's keys and values of all
-    tokens except the last.
+    """Draft and verify once. Afterwards, ``sequences`` has the policy's keys and values for all
+    tokens but the last.
 
     Args:
-        sequences: sequences of a model that ``set_schedule`` was called on; the schedule determines
-            what drafts read.
-        newest: int64 ``[B]``, the newest token of each row, which is not cached yet.
-        drafts: int64 ``[B]``, the number of tokens that each row drafts, possibly 0.
-        shape: the temperature and truncation with which drafts and samples are drawn.
-        uniform: float64 ``[3, B, k + 1]`` in [0, 1). For each position in the cycle, these are the
-            random numbers for drawing drafts, accepting drafts, and drawing the last token.
-        drafter_invariant: whether drafts and all tokens are drawn with the last of these three
+        sequences: sequences of a model that ``set_schedule`` was called on; drafts follow its
+            schedule.
+        newest: int64 ``[B]``, each row's newest token, which isn't cached yet.
+        drafts: int64 ``[B]``, how many tokens each row drafts; may be 0.
+        shape: temperature and truncation for drawing drafts and samples.
+        uniform: float64 ``[3, B, k + 1]`` in [0, 1), random numbers for each position in the cycle:
+            for drawing drafts, for accepting them, and for drawing the last token.
+        drafter_invariant: whether to draw drafts and all tokens with the third set of random
             numbers.
-        history: the history in which guesses are looked up, and the rows of these sequences in it,
-            int64 ``[B]``. The last token of each of these rows must be ``newest``. None to draft
-            without guesses.
+        history: where to look up guesses, and which of its rows these sequences are, int64 ``[B]``.
+            Each of those rows must end with ``newest``. None to draft without guesses.
     """
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
     drafted = draft(sequences, newest, drafts, shape, draft_uniform, history)
 
-    # Verification reads the drafts again, so that the cache ends up with the policy's keys and
-    # values.
+    # Verification rereads the drafts, so that the cache ends up with the policy's keys and values.
     ids_BT = torch.cat([newest[:, None], drafted.tokens], 1)
-    # without this context, a single token would be read sparsely
+    # otherwise, a single token would be read sparsely
     with dense_steps(sequences.model):
         dense_logits = sequences.read(ids_BT).float()
 
@@ -248,13 +243,13 @@ def draft(
     uniform: Tensor,
     history: tuple[History, Tensor] | None = None,
 ) -> Drafts:
-    """Draft with the sparse actor, and leave ``sequences`` and ``history`` as they were; see
-    ``speculate``.
+    """Draft with the sparse actor, leaving ``sequences`` and ``history`` as they were. For the
+    arguments, see ``speculate``.
 
-    Passes are repeated until every row has its drafts; rows that are already complete still take
-    part in the remaining passes. At the end, the drafted tokens are dropped from the history, even
-    those that are accepted later. If a draft is rejected, the random numbers that drew it will draw
-    other tokens, and a guess must not depend on those numbers.
+    Passes repeat until every row has its drafts; rows that finish early are carried along. At the
+    end, all drafts are dropped from the history, even ones that get accepted later. After a
+    rejection, the random numbers behind the dropped drafts are used again for other tokens, and
+    guesses must not depend on those numbers.
     """
     B = len(newest)
     k = int(drafts.max())
@@ -274,7 +269,7 @@ def draft(
 
         count = torch.minimum(kept + 1, drafts - made)
         b, t = (place_BT < (made + count)[:, None]).nonzero(as_tuple=True)
-        if not made.any():  # the size of the vocabulary is not known earlier
+        if not made.any():  # the vocabulary size isn't known before this
             q_BkV = q_BTV.new_zeros(B, k, q_BTV.shape[2])
         q_BkV[b, made[b] + t] = q_BTV[b, t]
         tokens_Bk[b, made[b] + t] = drawn_BT[b, t]
@@ -292,8 +287,8 @@ def draft(
 
 
 def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from each distribution, ``[B, T]``. Also return how many guesses come before the
-    first one that differs from the token drawn in its place, ``[B]``.
+    """Draw a token from each distribution, ``[B, T]``. Also returns how many guesses match the
+    drawn tokens before the first mismatch, ``[B]``.
     """
     B, T, V = q_BTV.shape
     drawn_BT = draw(q_BTV.reshape(B * T, V), uniform_BT.reshape(B * T)).view(B, T)
@@ -304,13 +299,12 @@ def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Ten
 def verify(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verify drafts by rejection sampling. Return the tokens ``[B, k + 1]``, the number of accepted
-    drafts ``[B]``, and the acceptance ``[B, k]``.
+    """Verify drafts by rejection sampling. Returns the tokens ``[B, k + 1]``, the number of
+    accepted drafts ``[B]`` and the acceptance ``[B, k]``, as in ``Cycle``.
 
-    ``Cycle`` describes these results. The policy's distributions are float64 ``[B, k + 1, V]``, and
-    the actor's are float64 ``[B, k, V]``. ``uniform`` is ``[2, B, k + 1]``: drafts are accepted
-    with the random numbers in ``uniform[0]``, and the last token is drawn with those in
-    ``uniform[1]``.
+    The policy's distributions are float64 ``[B, k + 1, V]``, the actor's are float64 ``[B, k, V]``.
+    ``uniform`` is ``[2, B, k + 1]``: ``uniform[0]`` is for accepting drafts, ``uniform[1]`` for
+    drawing the last token.
     """
     B, k = draft_Bk.shape
     place_k = torch.arange(k, device=drafts.device)
@@ -331,8 +325,8 @@ def verify(
 def verify_by_drawing(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Verify drafts as in ``verify``, except that the policy draws every token with ``uniform[1]``.
-    Drafts were drawn with the same random numbers.
+    """Like ``verify``, but the policy draws every token with ``uniform[1]``, the random numbers
+    that the drafts were drawn with.
     """
     tokens_BT, same = draw_along(p_BTV, draft_Bk, uniform[1, :, : p_BTV.shape[1]])
     accepted = torch.minimum(same, drafts)
@@ -340,8 +334,8 @@ def verify_by_drawing(
 
 
 def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
-    """Compute the acceptance of drafts up to and including the first rejected draft; later entries
-    are nan. Return float32 ``[B, k]``.
+    """Compute the acceptance of drafts up to and including the first rejected one, float32
+    ``[B, k]``. Later entries are nan.
     """
     place_k = torch.arange(q_BkV.shape[1], device=drafts.device)
     examined_Bk = (place_k <= accepted[:, None]) & (place_k < drafts[:, None])
@@ -350,8 +344,8 @@ def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) ->
 
 
 def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
-    """Decide which drafts ``[...]`` to accept. Each was drawn from q ``[..., V]``, and is accepted
-    with probability min(1, p / q).
+    """Decide which drafts ``[...]`` to accept. They were drawn from q ``[..., V]``, and each is
+    accepted with probability min(1, p / q).
     """
     p_draft = p.gather(-1, draft[..., None])[..., 0]
     q_draft = q.gather(-1, draft[..., None])[..., 0]
@@ -359,16 +353,16 @@ def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Compute the unnormalised distribution of the token that replaces a rejected draft: max(p - q,
-    0), or p if rounding makes this zero everywhere.
+    """Compute the unnormalised distribution for replacing a rejected draft: max(p - q, 0), or p if
+    that rounds to zero everywhere.
     """
     rest = (p - q).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token for each row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``, by
-    inverting the cumulative distribution at ``uniform`` ``[B]``.
+    """Draw one token per row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``, by
+    inverting the CDF at ``uniform`` ``[B]``.
     """
     below = mass.cumsum(-1)
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

@@ -1,4 +1,4 @@
-"""The ranks of tokens in the distributions from which they should have been sampled.
+"""Rank tokens in the distributions they should have been sampled from.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -12,8 +12,8 @@ from sparrow.model.speculative import Shape
 
 
 def standing(logits: Tensor, token: Tensor, shape: Shape, common: float) -> tuple[Tensor, ...]:
-    """Compute the fields of a ``Standing``, ``[N]`` each, for the tokens ``token`` ``[N]`` that
-    were sampled after ``logits`` ``[N, V]``. Tokens with equal probability are ordered by id.
+    """Compute the fields of a ``Standing``, ``[N]`` each, for each ``token`` ``[N]`` that was
+    sampled after ``logits`` ``[N, V]``. Ties are broken by token id.
     """
     p_NV = shape.distribution(logits)
     p_N1 = p_NV.gather(-1, token[:, None])

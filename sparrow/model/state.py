@@ -1,7 +1,6 @@
-"""State that the attention layers of one model share: the schedule, and whether the layers are
-routed.
+"""State shared by a model's attention layers: the schedule, and whether the layers are routed.
 
-The state is stored on the modules themselves, so that a copy of a model has its own state.
+It's stored on the modules themselves, so that a copy of a model gets its own.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from transformers import PreTrainedConfig
 from sparrow.attention import PageLayout
 from sparrow.schedule import SparsitySchedule
 
-# name of the attention implementation, and of the attribute in which modules store their ``Actor``
+# name of the attention implementation, and of the module attribute that holds the ``Actor``
 NAME = "sparrow"
 
 
 def attention_layers(config: PreTrainedConfig) -> set[int]:
-    """Return the indices of the layers that have a KV cache. These are all layers or, in a hybrid
-    model, the layers with full attention.
+    """Return the indices of the layers with a KV cache: all of them or, in a hybrid model, the full
+    attention layers.
     """
     kinds = getattr(config, "layer_types", None)
     return {
@@ -30,8 +29,8 @@ def attention_layers(config: PreTrainedConfig) -> set[int]:
 
 
 class ScheduleTable:
-    """A schedule's page counts and relative budgets, stored on the device so that they can be
-    looked up without synchronising with the host.
+    """A schedule's page counts and head budgets, kept on the device so that lookups don't sync with
+    the host.
     """
 
     def __init__(self, schedule: SparsitySchedule) -> None:
@@ -40,7 +39,7 @@ class ScheduleTable:
         self._budgets: dict[torch.device, Tensor] = {}
 
     def top_k(self, length: Tensor) -> Tensor:
-        """Look up ``schedule.pages(length)``, int32 in the shape of ``length``."""
+        """Look up ``schedule.pages(length)``, int32 with the shape of ``length``."""
         if length.device not in self._tables:
             self._tables[length.device] = torch.tensor(
                 self._schedule.top_k, dtype=torch.int32, device=length.device
@@ -51,8 +50,8 @@ class ScheduleTable:
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """Look up the factors by which a layer's page counts are multiplied, int32 ``[K]`` in units
-        of 1 / 256. None if all heads have the same budget.
+        """Look up what to multiply a layer's page counts by, int32 ``[K]`` in units of 1 / 256.
+        None if all heads have the same budget.
         """
         if not self._schedule.head_budgets:
             return None
@@ -63,19 +62,19 @@ class ScheduleTable:
 
 @dataclass
 class Actor:
-    """State that all attention layers of one model share."""
+    """State shared by all attention layers of a model."""
 
     schedule: SparsitySchedule
-    # config of the model's text part, which names the attention implementation
+    # text config, which says which attention implementation is in use
     config: PreTrainedConfig
     own_attention: str  # the model's original attention implementation
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
-    dense: bool = False  # whether decode steps currently attend to all tokens
-    # whether a pass over several tokens with a cache currently counts as one decode step
+    dense: bool = False  # whether decode steps attend to all tokens right now
+    # whether a pass over several tokens with a cache counts as one decode step right now
     takes_several: bool = False
-    # whether ``generate`` has read its prompt, so that each further pass reads one token
+    # whether ``generate`` is done with its prompt, so that each further pass reads one token
     is_generating: bool = False
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Measure how much attention mass a dense model has on pages that a sparse actor would not read, by
-layer and kv head.
+"""Measure how much attention mass a dense model puts on pages that a sparse actor wouldn't read,
+per layer and kv head.
 
 Shapes: T tokens, R measured positions, H query heads, K kv heads, G = H / K, D head dim, P page
 size, N pages, U page counts, L layers.
@@ -18,7 +18,7 @@ from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_
 from sparrow.model.actor import teacher_forced
 from sparrow.schedule import SparsitySchedule
 
-# number of positions processed at once, limited by the memory for their attention weights
+# positions to process at once, limited by the memory for their attention weights
 ROWS = 16
 
 
@@ -30,7 +30,7 @@ def unread(
     layout: PageLayout,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute the ``unread_mass`` of each layer, ``[L, K, U]``, in a dense pass over one sequence.
+    """Compute each layer's ``unread_mass``, ``[L, K, U]``, in a dense pass over one sequence.
 
     Args:
         model: a model that ``set_schedule`` was called on, with attention in every layer.
@@ -57,8 +57,8 @@ def unread_mass(
     scale: float,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute the attention mass on the pages that an actor does not read, for each number of pages
-    kept by score, ``[K, U]``. The mass is averaged over positions and over the heads of a group.
+    """Compute the attention mass on pages that the actor doesn't read, ``[K, U]``, for each number
+    of pages kept by score. Averaged over positions and over the heads of a group.
     """
     H, T, _ = q_HTD.shape
     K = len(k_KTD)
@@ -67,7 +67,7 @@ def unread_mass(
     keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
     marks_BKND = landmarks(keys.unflatten(1, (N, P)), layout.landmark_dtype)[None]
     token = torch.arange(T, device=keys.device)
-    # index of the last page that is read, in reading order
+    # index of the last page read, in reading order
     last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
 
     parts = []
