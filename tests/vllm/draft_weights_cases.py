@@ -205,7 +205,7 @@ def test_a_model_without_any_layer_that_can_be_copied_is_refused(tmp_path):
     with (
         pytest.raises(
             UnsupportedModel,
-            match="Qwen3ForCausalLM has no 16-bit linear layer whose numbers of inputs",
+            match="Qwen3ForCausalLM has no 16-bit linear layer whose input and output sizes",
         ),
         engine(tmp_path, lossless(2, draft_weights="fp8")),
     ):
