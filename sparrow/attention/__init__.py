@@ -1,4 +1,4 @@
-"""The page-sparse attention of the sparse actor."""
+"""Page-sparse attention for the sparse actor."""
 
 from sparrow.attention.api import (
     Choice,

@@ -1,5 +1,5 @@
-"""Public operations of page-sparse attention. Each one validates its arguments, then runs exactly
-the requested implementation.
+"""Public API for page-sparse attention. Each function checks its arguments, then runs the
+implementation you asked for, with no fallback.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -54,7 +54,7 @@ def decode(
         k_BKSD: cached keys, including those of the newest tokens.
         v_BKSD: cached values, including those of the newest tokens.
         start_B: each row's first column, int64; ``None`` means 0 for all rows.
-        length_B: each row's number of tokens, int64.
+        length_B: each row's length in tokens, int64.
         top_k_B: number of pages kept by score, int64.
         layout: page size and always-kept pages.
         scale: softmax scale, ``D ** -0.5`` by default.
@@ -63,8 +63,7 @@ def decode(
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises ValueError if the number of query heads is not a multiple of the number of kv heads, or
-    the shapes do not match.
+    Raises ValueError if H is not a multiple of K, or the shapes don't match.
     """
     q_BHD, k_BKSD, v_BKSD, scale = _prepared(q_BHD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHD.device.type, enabled=False):  # autocast would round page scores
@@ -88,9 +87,9 @@ def decode_several(
     """Compute one sparse decode step over the T newest tokens of each row; see
     ``reference.decode_several``.
 
-    Only the query of the first new token selects pages, and all T tokens read them, so what a token
-    reads does not depend on the tokens after it. ``length_B`` counts all new tokens, and
-    ``top_k_B`` is the budget of the first one. All other arguments are those of ``decode``.
+    The first new token's query selects the pages, and all T tokens read them, so what a token reads
+    doesn't depend on the tokens after it. ``length_B`` includes all the new tokens, and ``top_k_B``
+    is the first one's budget. The other arguments are the same as for ``decode``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
@@ -126,52 +125,52 @@ def paged_decode(
     """Compute one sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
     Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the remaining
-    pages. If this leaves no page out, the row is dense. Cache entries beyond a row's length have no
+    pages. If that covers every page, the row is dense. Cache entries beyond a row's length have no
     effect, and a row of length 0 returns zeros. If a new token completes a page, this call also
-    writes the page's landmark; ``update_landmarks`` does this for tokens that are not decoded, such
-    as a prompt's. The kernels are bitwise deterministic, never wait for the device and, if ``out``
-    is given, allocate no memory. The call can therefore be captured in a CUDA graph and replayed
-    with different lengths and budgets.
+    writes the page's landmark; for tokens that aren't decoded, such as the prompt, call
+    ``update_landmarks``. The kernels are bitwise deterministic, never sync with the device and
+    don't allocate memory if ``out`` is given, so the call can be captured in a CUDA graph and
+    replayed with different lengths and budgets.
 
     Args:
-        q_BHD: queries of the newest tokens, whose keys and values are already in the cache. The
-            tensor may be strided, but D must be contiguous. With T ``tokens`` per sequence, its
-            shape is ``[B * T, H, D]``.
-        k_cache: cached keys, a strided view ``[blocks, K, block tokens, D]``; a block contains a
-            whole number of pages.
+        q_BHD: queries of the newest tokens, whose keys and values are already in the cache. May be
+            strided, but D must be contiguous. With T ``tokens`` per sequence, the shape is
+            ``[B * T, H, D]``.
+        k_cache: cached keys, a strided view ``[blocks, K, block tokens, D]``; blocks hold a whole
+            number of pages.
         v_cache: cached values, a strided view like ``k_cache``.
         landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, updated in
-            place. The dtype is that of the queries, or float8_e4m3fn if the layout specifies it.
-            Landmarks of float8_e4m3fn keys do not include the keys' scale.
-        block_table_BM: ids of each sequence's blocks, in order, int32; entries beyond the
-            sequence's length are not read.
-        length_B: number of tokens in each sequence, including all new tokens, int32; either 0 or at
+            place. Same dtype as the queries, or float8_e4m3fn if the layout says so. For
+            float8_e4m3fn keys, the key scale is not applied.
+        block_table_BM: block ids of each sequence, in order, int32; entries beyond the sequence's
+            length are not read.
+        length_B: length of each sequence in tokens, including all new tokens, int32; either 0 or at
             least T.
         top_k_B: number of pages kept by score, int32; ``ALL_PAGES`` keeps every page.
-        layout: page size, always-kept pages, dtype of landmarks.
+        layout: page size, always-kept pages, landmark dtype.
         implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
             queries; a cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
-            compute capability 8.9 for float8) or ``cuda`` (only on Hopper; pages of 16 tokens, head
-            dims 64, 128 and 256, groups up to 16, the same dtypes as ``triton``; needs
-            ``workspace``; compiled on the first call). There is no fallback; ``choose`` picks the
-            fastest implementation.
+            compute capability 8.9 for float8) or ``cuda`` (Hopper only; 16-token pages, head dims
+            64, 128 and 256, groups up to 16, same dtypes as ``triton``; needs ``workspace``;
+            compiled on the first call). There is no fallback; use ``choose`` to get the fastest
+            one.
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: scales of a float8_e4m3fn or int8 cache, required for those dtypes. They are
-            read on the device, so a captured graph sees changes to them.
-        head_budgets_K: for each kv head, the factor that ``top_k_B`` is multiplied by, int32 in
-            units of 1 / 256; the product is rounded half up. Always-kept pages and ``ALL_PAGES``
-            are not affected. ``None`` if all heads keep ``top_k_B`` pages.
-        out: tensor that receives the result, ``[B, H, D]``; allocated if not given.
+            read on the device, so a captured graph picks up changes.
+        head_budgets_K: per-head multiplier for ``top_k_B``, int32 in units of 1 / 256; the product
+            is rounded half up. Always-kept pages and ``ALL_PAGES`` are not affected. ``None`` if
+            all heads keep ``top_k_B`` pages.
+        out: output tensor, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: pass True if the last call with this workspace had the same lengths, ``top_k_B``
-            and implementation, as is the case for the layers of one step; ``head_budgets_K`` may
-            differ. The kernels then reuse that call's division of the work, and may rank pages
-            while the preceding launch is still storing the newest tokens.
-        tokens: number of new tokens of each sequence (T). The query of the first new token selects
-            the pages that all T tokens read, and each page is loaded once. Each token also reads
-            the new tokens up to itself (see ``decode_several``). Both kernels support up to one page
-            of new tokens. ``triton`` supports up to 64 queries per kv head (G * T), and ``cuda`` up
-            to 32, or 16 with head dim 256.
+            and implementation, as with the layers of one step; ``head_budgets_K`` may differ. The
+            kernels then reuse that call's work plan, and may rank pages while the previous launch
+            is still storing the newest tokens.
+        tokens: new tokens per sequence (T). The first new token's query selects the pages for all
+            T tokens, and each page is loaded once. Each token also reads the new tokens up to
+            itself (see ``decode_several``). Both kernels support up to one page of new tokens.
+            ``triton`` supports up to 64 queries per kv head (G * T), and ``cuda`` up to 32, or 16
+            with head dim 256.
 
     Returns:
         ``out``, in the shape and dtype of ``q_BHD``.
@@ -217,14 +216,14 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation to decode with, which depends on the number of rows in the batch."""
+    """Which implementation to decode with, depending on the batch size."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
-    is_tuned: bool = False  # whether ``triton`` uses choices of ``sparrow tune``
+    is_tuned: bool = False  # whether ``triton`` uses a configuration from ``sparrow tune``
 
     def of(self, rows: int) -> Implementation:
-        """Return the implementation that decodes a batch of ``rows`` rows."""
+        """Return the implementation to use for a batch of ``rows`` rows."""
         return "triton" if rows <= self.few_rows else self.implementation
 
     def __str__(self) -> str:
@@ -245,15 +244,15 @@ def choose(
     landmark_dtype: LandmarkDtype = "auto",
     tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation that decodes a model of these sizes on ``device``, with ``tokens``
-    new tokens per sequence and step: the one that the user requested or, by default, the fastest.
+    """Choose the implementation for a model of this shape on ``device``, with ``tokens`` new tokens
+    per sequence and step: the one the user asked for or, by default, the fastest.
 
-    Where the CUDA kernel is supported, it is the default, except for batches with so few rows that
-    it would leave most multiprocessors idle. For such batches, the Triton kernels are faster,
-    because they divide the ranking of a row among several programs.
+    The CUDA kernel is the default wherever it's supported, except for batches so small that it
+    would leave most SMs idle. The Triton kernels are faster there, because they split the ranking
+    of a row across several programs.
 
-    Raises ConfigError if the requested implementation does not support the model or the device, or
-    the choices that ``sparrow tune`` saved for it cannot be read.
+    Raises ConfigError if the requested implementation doesn't support the model or the device, or
+    if the file saved by ``sparrow tune`` can't be read.
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(
@@ -289,16 +288,16 @@ def update_landmarks(
     layout: PageLayout,
     implementation: Implementation,
 ) -> None:
-    """Recompute, in place, the mean key of every page that a write to these slots completed.
+    """Recompute, in place, the mean key of every page just completed by writing to these slots.
 
     Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
-    The mean is computed from the cached page, so the landmark is the same if prefill is repeated,
-    chunked or shared.
+    The mean is computed from the cached page, so repeated, chunked or shared prefills all give the
+    same landmark.
 
     Args:
         layers: caches of one or more layers, with the keys already written.
-        slot_mapping_T: slots that have just been written, integers.
-        layout: page size and dtype of landmarks.
+        slot_mapping_T: the slots just written, integers.
+        layout: page size and landmark dtype.
         implementation: as in ``paged_decode``; ``cuda`` uses the Triton kernel.
 
     Raises ValueError if the implementation is unknown or does not support the shapes, strides or
@@ -331,35 +330,33 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Compute attention for whole sequences at once, in which every position reads the pages that
-    it would have read during decoding (arXiv 2606.08446, section 7).
+    """Compute attention over whole sequences at once, with every position reading the same pages it
+    would have read during decoding (arXiv 2606.08446, section 7).
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. Values outside these
     columns have no effect, but with ``reference`` they must be finite. Under autocast, q, k and v
-    are cast as in dense attention. ``triton`` is bitwise deterministic, including its gradients.
-    Its memory grows linearly with the length, apart from a few bits per (position, page, kv head).
+    are cast as in dense attention. ``triton`` is bitwise deterministic, gradients included, and its
+    memory is linear in the length, apart from a few bits per (position, page, kv head).
 
     Args:
         q_BHTD: queries after the rotary embedding.
         k_BKTD: keys after the rotary embedding.
         v_BKTD: values.
         start_B: each row's first column, int64.
-        length_B: each row's number of tokens, int64.
-        prompt_B: number of tokens at the start of each row that attend densely, as in prefill,
-            int64.
+        length_B: each row's length in tokens, int64.
+        prompt_B: number of leading tokens in each row that attend densely, as in prefill, int64.
         top_k_BT: number of pages kept by score at each column, int64.
         layout: page size and always-kept pages.
-        implementation: ``reference`` (eager torch, any device; takes as much time and memory as
-            dense attention with a mask) or ``triton`` (its time grows with the budget; D up to 256,
-            groups up to 16). There is no fallback.
+        implementation: ``reference`` (eager torch, any device; as slow and memory-hungry as masked
+            dense attention) or ``triton`` (time grows with the budget; D up to 256, groups up to
+            16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: a list for a call that will be repeated, as in gradient checkpointing. If the list is
-            empty, ``triton`` stores its result and the kept pages there. If it is filled,
-            ``triton`` reads them from it instead of recomputing them.
-        tokens: number of tokens per decode step; steps are counted from the end of the prompt. All
-            tokens of a step read the pages that the step's first token selects, as in
-            ``decode_several``.
+        kept: a list to pass if the call will be repeated, as in gradient checkpointing. The first
+            call puts its result and the kept pages in the empty list; the second one takes them out
+            instead of recomputing them. Only ``triton`` uses it.
+        tokens: tokens per decode step, counting steps from the end of the prompt. All tokens of a
+            step read the pages selected by its first token, as in ``decode_several``.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
@@ -398,9 +395,7 @@ def teacher_forced(
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, head_budgets_K: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Check queries, keys and values, and cast them if autocast is enabled; return them with the
-    softmax scale.
-    """
+    """Check q, k and v, and cast them if autocast is on. Return them and the softmax scale."""
     H = q.shape[1]
     K = k.shape[1]
     device = q.device.type

@@ -1,11 +1,11 @@
-"""What all implementations of a decode step over a paged cache have in common: the batch, the
-scratch memory and the limits.
+"""Shared by all implementations of a decode step over a paged cache: the batch, the workspace and
+the limits.
 
-``reference``, ``triton`` and ``cuda`` each have a function ``check`` and a function ``run`` for a
-``DecodeBatch``; see ``DecodeImplementation``.
+``reference``, ``triton`` and ``cuda`` each provide ``check`` and ``run`` for a ``DecodeBatch``; see
+``DecodeImplementation``.
 
-Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, D head dim, P page
-size, N pages, M blocks in a row of the block table. An item is a pair of a sequence and a kv head.
+Shapes: B sequences, T new tokens each, H query heads, K kv heads, G = H / K, D head dim, P page
+size, N pages, M blocks in a block table row. An item is a (sequence, kv head) pair.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
-MAX_COLUMNS = 64  # maximum number of queries that read the same keys: G * T
+MAX_COLUMNS = 64  # max queries reading the same keys, G * T
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
-FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that can convert e4m3
-PLAN_ENTRY = 8  # numbers per entry of the plan; ``division`` lists them
+FP8_CAPABILITY = (8, 9)  # minimum compute capability for e4m3 conversions
+PLAN_ENTRY = 8  # int32s per plan entry; see ``division``
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of an 8-bit cache, on the cache's device. A key or value is the stored number
-    multiplied by its scale.
+    """Scales of an 8-bit cache, on the same device as the cache. To get a key or value, multiply
+    the stored number by its scale.
 
-    A float8_e4m3fn cache has one scale per kv head, float32 ``[K]``. If these scales are powers of
-    2, stored keys and values can be converted to 16 bits exactly. An int8 cache has one scale per
-    token and kv head, which is a power of 2 and is stored as its exponent byte (see
-    ``attention/int8.py``). These scales are uint8 ``[blocks, K, block tokens]``, contiguous along
-    the tokens; those of keys and those of values have the same strides.
+    A float8_e4m3fn cache has one scale per kv head, float32 ``[K]``. If the scales are powers of 2,
+    converting stored keys and values to 16 bits is exact. An int8 cache has one scale per token and
+    kv head, a power of 2 stored as its exponent byte (see ``attention/int8.py``). These scales are
+    uint8 ``[blocks, K, block tokens]``, contiguous along the tokens, with the same strides for keys
+    and values.
     """
 
     k: Tensor
@@ -48,16 +48,14 @@ class CacheScales:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Strides of per-token scales between blocks and between heads; both 0 for per-head scales,
-        which have no blocks.
-        """
+        """Block and head strides of per-token scales; both 0 for per-head scales."""
         return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The newest tokens of every sequence and the cache they attend to; ``paged_decode`` describes
-    each field.
+    """The newest tokens of each sequence and the cache they attend to. For the fields, see
+    ``paged_decode``.
     """
 
     q_BHD: Tensor
@@ -97,14 +95,14 @@ class DecodeBatch:
 
     @property
     def max_pages(self) -> int:
-        """Number of pages that fit in a row of the block table."""
+        """The most pages a block table row can hold."""
         return self.block_table_BM.shape[1] * self.pages_per_block
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """The limits of a device that launch configurations depend on: the number of multiprocessors,
-    and the bytes of shared memory that a program may use.
+    """Device limits for choosing launch configurations: the number of SMs, and the shared memory
+    available to a program in bytes.
     """
 
     multiprocessors: int
@@ -116,13 +114,13 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Return the limits of ``device``. For a CPU, on which Triton's interpreter runs the kernels,
-    return those of an H200.
+    """Return the limits of ``device``. For the CPU, where kernels run in Triton's interpreter,
+    return an H200's.
     """
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
-    # torch's stubs lack this property.
+    # missing from torch's stubs
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
@@ -130,8 +128,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def fp8_lacking(
     device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
 ) -> str | None:
-    """Return a sentence that explains why the kernels do not support keys and landmarks of these
-    dtypes on ``device``, or None if they do.
+    """Explain in a sentence why the kernels don't support keys and landmarks in these dtypes on
+    ``device``, or return None if they do.
     """
     if landmark_dtype == "fp8_e4m3":
         what = "landmarks"
@@ -152,8 +150,8 @@ def fp8_lacking(
 
 
 class DecodeWorkspace:
-    """Scratch memory for decode steps, which is allocated once and shared by all layers. Only one
-    stream at a time may use it.
+    """Scratch memory for decode steps, allocated once and shared by all layers. Don't use it from
+    two streams at once.
 
     Args:
         max_batch: maximum number of sequences per call (B).
@@ -164,7 +162,7 @@ class DecodeWorkspace:
         device: device of the caches.
         tokens: maximum number of new tokens per sequence (T).
 
-    Raises ValueError if ``max_pages`` is more than the selection can rank.
+    Raises ValueError if ``max_pages`` is more than the kernels can rank.
     """
 
     def __init__(
@@ -192,42 +190,40 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # an upper bound on the number of parts into which a launch divides its rows
+        # upper bound on the parts a launch splits its rows into
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
-        # Scores, which are later overwritten with the ids of the kept pages. Row lengths are
-        # multiples of 16 to keep loads aligned.
+        # Page scores, later overwritten with the ids of the kept pages. Rows are padded to a
+        # multiple of 16 to keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # Numbers of programs that have finished their part of each item, for ranking and for
-        # attention. Every launch leaves its counters at zero.
+        # How many programs are done with their part of each item, for ranking and for attention.
+        # Every launch resets its counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Size of the workspace in device memory, in bytes."""
+        """Device memory used by the workspace, in bytes."""
         return sum(
             x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters)
         )
 
 
 class DecodeImplementation(Protocol):
-    """The functions that the modules ``reference``, ``triton`` and ``cuda`` provide."""
+    """The interface of the modules ``reference``, ``triton`` and ``cuda``."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-        """Raise ValueError for a batch of unsupported shapes, strides or dtypes."""
+        """Raise ValueError if the batch's shapes, strides or dtypes are not supported."""
 
     def run(
         self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False
     ) -> Tensor:
-        """Decode a batch that passed ``check``, and return ``batch.out_BHD``."""
+        """Decode a batch that has passed ``check``, and return ``batch.out_BHD``."""
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raise ValueError if shapes do not match, in which case no implementation supports the
-    batch.
-    """
+    """Raise ValueError if the shapes don't match, whatever the implementation."""
     q = batch.q_BHD
     k = batch.k_cache
     v = batch.v_cache
@@ -265,7 +261,7 @@ def check_shapes(batch: DecodeBatch) -> None:
 
 
 def check_scales(scales: Tensor, cache: Tensor) -> None:
-    """Raise ValueError for scales whose shape, dtype or strides do not match ``cache``."""
+    """Raise ValueError if the scales' shape, dtype or strides don't match ``cache``."""
     if cache.dtype == FP8:
         shape = cache.shape[1:2]
         dtype = torch.float32
@@ -280,8 +276,8 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError for head budgets that do not match the keys ``[B, K, ...]``. They must be a
-    contiguous int32 tensor with one value per kv head, on the same device as the keys.
+    """Raise ValueError unless the head budgets are contiguous int32 with one value per kv head, on
+    the same device as the keys ``[B, K, ...]``.
     """
     x = head_budgets_K
     if x is None:
@@ -293,9 +289,9 @@ def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
 
 
 def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raise ValueError for landmarks whose shape or dtype does not match the keys and the layout.
+    """Raise ValueError if the landmarks' shape or dtype doesn't match the keys and the layout.
 
-    Landmarks of 8-bit keys may have any 16-bit or 32-bit float dtype.
+    For 8-bit keys, landmarks may have any 16-bit or 32-bit float dtype.
     """
     blocks, K, block_tokens, D = k_cache.shape
     shape = (blocks, block_tokens // layout.page_size, K, D)
@@ -316,11 +312,11 @@ class CachedLayers:
 
     Args:
         caches: for each layer, its keys (a strided view ``[blocks, K, block tokens, D]``), its
-            landmarks (as in ``DecodeBatch``) and, for int8 keys, their scales (as in
-            ``CacheScales``); shapes, strides and dtypes are the same in all layers.
+            landmarks (as in ``DecodeBatch``) and, for int8 keys, the key scales (as in
+            ``CacheScales``). All layers must have the same shapes, strides and dtypes.
 
-    Raises ValueError if there are no layers; the layers differ; the distances between caches would
-    make loads unaligned; or int8 keys have no scales.
+    Raises ValueError if there are no layers, the layers differ, the caches are spaced so that loads
+    would be unaligned, or int8 keys have no scales (or other keys have some).
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
@@ -346,8 +342,8 @@ class CachedLayers:
             check_scales(self.scales, self.keys)
 
         def distance(layer: tuple[Tensor, ...]) -> list[int]:
-            """Return the distances, in elements, of this layer's keys, landmarks and scales from
-            those of the first layer.
+            """Return how far this layer's keys, landmarks and scales are from the first layer's,
+            in elements.
             """
             return [
                 (x.data_ptr() - first.data_ptr()) // x.itemsize
@@ -363,7 +359,7 @@ class CachedLayers:
 
 
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raise ValueError for a cache that the kernels do not support."""
+    """Raise ValueError if the kernels don't support this cache."""
     block_tokens, D = k_cache.shape[2:]
     P = layout.page_size
     if P not in PAGE_SIZES or block_tokens % P:
@@ -386,7 +382,7 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that no kernel supports. This also runs ``check_shapes`` and
+    """Raise ValueError if no kernel supports this batch. Includes ``check_shapes`` and
     ``check_cache``.
     """
     check_shapes(batch)

@@ -1,15 +1,14 @@
-"""Divide a batch among programs. The division is planned once per step, on the device, and used by
-every kernel that computes attention.
+"""Split a batch across programs. This is planned on the device, once per step, and shared by all
+attention kernels.
 
-A plan is needed because the rows of a rollout differ in length, and a step waits for its slowest
-program. The Triton kernels and the CUDA kernel read the same plan. Each entry of the plan is for
-one part of a row, which K programs compute (one per kv head). An entry contains ``PLAN_ENTRY``
-int32 numbers: the row, the part, the row's number of parts, the slot of the row's first part, the
-row's length and its top_k. The last two numbers are padding for alignment. If heads have different
-budgets, the plan is based on their mean and is therefore valid for every layer: each program
-divides the pages of its head into the row's number of parts.
+Planning is needed because rollout rows differ in length, and a step is only as fast as its slowest
+program. The Triton and CUDA kernels read the same plan. Each plan entry is one part of a row,
+computed by K programs (one per kv head). It consists of ``PLAN_ENTRY`` int32s: the row, the part,
+the row's number of parts, the slot of the row's first part, the row's length and its top_k, and two
+for alignment. If budgets differ between heads, the plan uses their mean, which makes it valid for
+every layer: each program splits its own head's pages into the row's number of parts.
 
-Shapes: R rows (sequences), T new tokens of each, S rows or candidate sizes processed at a time.
+Shapes: R rows (sequences), T new tokens each, S rows or candidate sizes processed at a time.
 """
 
 from __future__ import annotations
@@ -24,26 +23,25 @@ from sparrow.attention.pages import ALL_PAGES
 
 ENTRY = tl.constexpr(PLAN_ENTRY)
 EVERY_PAGE = tl.constexpr(ALL_PAGES)
-SIZES = tl.constexpr(16)  # number of sizes that are tried for the parts of a batch
+SIZES = tl.constexpr(16)  # number of part sizes to try
 
 
 @dataclass(frozen=True)
 class Division:
-    """What a launch requires of the plan."""
+    """What a launch wants from the plan."""
 
-    # number of programs beyond one per item, for further parts; a multiple of the number of KV
-    # heads
+    # programs beyond the one per item, for additional parts; a multiple of the number of KV heads
     extra_programs: int
     resident_programs: int  # programs that run at the same time
     part_tokens: int  # minimum number of kept tokens per part
-    ranks: bool  # whether a row's first program ranks the pages while the row's other programs wait
+    ranks: bool  # whether a row's first program ranks the pages while the others wait
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
-    """Write the workspace's plan, which is valid for every layer with these lengths and budgets.
+    """Write the plan to the workspace. It holds for all layers with these lengths and budgets.
 
     Raises ValueError if the number of extra programs is not a multiple of the number of kv heads,
-    so some programs would have no entry in the plan.
+    which would leave some programs without a plan entry.
     """
     B = len(batch.length_B)
     K = batch.kv_heads
@@ -74,9 +72,9 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
 def page_counts(
     length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, T: tl.constexpr
 ):
-    """Count a row's pages, the pages ranked by score, the ranked pages that are kept, and the
-    tokens in all kept pages. Of the row's ``length`` tokens, T are new, and the first new token
-    selects the pages.
+    """Return a row's number of pages, how many of them are ranked by score, how many of those are
+    kept, and the total number of kept tokens. The last T of the row's ``length`` tokens are new,
+    and the first new token selects the pages.
     """
     pages = (length + P - 1) // P
     selected_from = (tl.maximum(length - (T - 1), 0) + P - 1) // P
@@ -87,8 +85,8 @@ def page_counts(
 
 @triton.jit
 def of_head(top_k, head_budgets, head):
-    """Return how many pages a head keeps by score: ``top_k`` times the head's budget, which is in
-    units of 1 / 256. ``head_budgets`` is None if all heads keep ``top_k`` pages.
+    """Return the top-k of one head: ``top_k`` times the head's budget, in units of 1 / 256. If
+    ``head_budgets`` is None, every head gets ``top_k``.
     """
     if head_budgets is not None:
         relative = tl.load(head_budgets + head).to(tl.int64)
@@ -113,13 +111,12 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Divide a batch into parts that are as small as possible while there are at most ``extra``
-    more parts than rows.
+    """Split a batch into parts, as small as possible with at most ``extra`` more parts than rows.
 
-    A row stays whole if it has at most 1 / ``resident`` of all kept tokens. Unless twice as many
-    rows could be resident, a row that is not much longer than the mean row stays whole as well.
-    Parts with the most work come first, and a row's first part precedes its other parts. Unused
-    entries contain row ``count``.
+    Rows with at most 1 / ``resident`` of all kept tokens stay whole. So do rows not much longer
+    than average, unless there's room for twice as many rows. Parts are sorted by work, largest
+    first, and a row's first part comes before its other parts. Unused entries are set to row
+    ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
@@ -130,7 +127,7 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    # At this size, no more than ``extra`` additional parts are needed, whatever the lengths.
+    # This size never needs more than ``extra`` additional parts, whatever the lengths.
     high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
@@ -174,8 +171,8 @@ def _work(
     T: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return each row's number of kept tokens, and the cost of ranking its landmarks, expressed as
-    the number of tokens that would take as long to read.
+    """Return each row's kept tokens, and the cost of ranking its pages, in tokens that would take
+    as long to read.
     """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT, T)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
@@ -183,8 +180,8 @@ def _work(
 
 @triton.jit
 def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Return sort keys for the first part and for the further parts of each row. Keys are ordered
-    by work, in whole pages, and no two keys are equal.
+    """Return sort keys for each row's first part and for its other parts. Keys sort by work, in
+    whole pages, and are unique.
     """
     part_R = tokens_R // (more_R + 1)
     last_R = ROWS - 1 - r
@@ -193,7 +190,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """For each of the rows R, count the parts of the rows S that come before it."""
+    """For each row in R, count the parts of rows in S that come before it."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

@@ -1,8 +1,8 @@
-"""The single definition of pages, landmarks, scores and page selection.
+"""Defines pages, landmarks, scores and page selection for everyone.
 
-The transformers engine, the vLLM engine and the teacher-forced pass all use these definitions,
-because any difference between the three would be measured as actor-policy mismatch. Source:
-Sparrow, arXiv 2606.08446, section 2.
+The transformers engine, the vLLM engine and the teacher-forced pass all go by these definitions,
+because any difference between them would show up as actor-policy mismatch. Source: Sparrow, arXiv
+2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
 N pages. Page n of a sequence contains its tokens n*P .. n*P + P - 1.
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor
 
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-"""The format of landmarks: the keys' dtype, or 8 bits (1 sign, 4 exponent, 3 mantissa) clamped to
+"""Landmark format: same dtype as the keys, or 8 bits (1 sign, 4 exponent, 3 mantissa) clamped to
 448.
 """
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
-"""As a number of pages, this means every page of a sequence, regardless of head budgets."""
+"""A ``top_k`` that keeps every page of a sequence, regardless of head budgets."""
 BUDGET_UNIT = 256
-"""Head budgets are multiples of 1 / 256. All implementations round the resulting page counts half
+"""Head budgets are in units of 1 / 256. All implementations round the resulting page counts half
 up.
 """
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The size of a page, and the pages that the sparse actor keeps in addition to the top-k."""
+    """The page size, and the pages that are always kept in addition to the top-k."""
 
-    page_size: int = 16  # P, number of tokens in a page
-    sink_pages: int = 1  # number of pages at the start that are always kept
-    # number of pages at the end that are always kept, including a partly filled page; at least 1
+    page_size: int = 16  # P, tokens per page
+    sink_pages: int = 1  # always keep this many pages at the start
+    # always keep this many pages at the end, including a partly filled one; at least 1
     recent_pages: int = 2
     landmark_dtype: LandmarkDtype = "auto"
 
@@ -50,19 +50,19 @@ class PageLayout:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
 
     def landmark_type(self, keys: torch.dtype) -> torch.dtype:
-        """Return the dtype in which landmarks of keys of this dtype are stored."""
+        """Return the dtype used to store landmarks, given the keys' dtype."""
         return keys if self.landmark_dtype == "auto" else FP8
 
 
 def page_count(length: Tensor, page_size: int) -> Tensor:
-    """Count the pages of ``length`` tokens, including a partly filled page."""
+    """Return the number of pages for ``length`` tokens, including a partly filled one."""
     return (length + page_size - 1) // page_size
 
 
 def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
-    """Gather the keys or values ``[B, K, T, D]`` in the given columns (int64) of a cache.
+    """Gather keys or values ``[B, K, T, D]`` from the given cache columns (int64).
 
-    This indexes whole vectors, which takes a quarter of the time of ``torch.gather`` on a CPU.
+    Indexing whole vectors is 4x faster than ``torch.gather`` on a CPU.
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
@@ -71,25 +71,24 @@ def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor) -> Tensor:
-    """Convert ``x`` to float8_e4m3fn, clamped to 448; without the clamp, some devices would turn
-    larger values into NaN.
+    """Convert ``x`` to float8_e4m3fn, clamped to 448, since some devices turn larger values into
+    NaN.
     """
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
-    """Compute the landmarks by which pages are ranked: mean keys ``[B, K, N, D]``.
+    """Compute the landmarks used to rank pages: mean keys ``[B, K, N, D]``.
 
-    The mean is computed in float32 and rounded once, to the dtype in which it is stored. A page
-    that is not yet full has no meaningful landmark, but it is never ranked either, since it is one
-    of the recent pages.
+    The mean is computed in float32 and rounded once, to the storage dtype. A page that isn't full
+    yet has no meaningful landmark, but it's one of the recent pages, so it's never ranked.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)
 
 
 def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
-    """Compute scores ``[B, K, T, N]`` in float32: the dot product of the group's mean query and the
+    """Compute page scores ``[B, K, T, N]`` in float32: the group's mean query dotted with the
     page's landmark.
     """
     q_BKGTD = q_BHTD.float().unflatten(1, (landmarks_BKND.shape[1], -1))
@@ -97,8 +96,8 @@ def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
 
 
 def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
-    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``. Head budgets are
-    factors of ``top_k``, in units of 1 / 256.
+    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``. Head budgets multiply
+    ``top_k``, in units of 1 / 256.
     """
     top_k_B1T = top_k_BT[:, None].long()
     rounded_BKT = (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
@@ -112,14 +111,14 @@ def select_pages(
     layout: PageLayout,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """Select the pages that each query token reads: bool ``[B, K, T, N]``.
+    """Select the pages each query token reads, bool ``[B, K, T, N]``.
 
-    The sink pages, the recent pages and the ``top_k`` best of the remaining pages are kept. If
-    pages have equal scores, the earlier page is kept. If a sequence has no more pages than would be
-    kept, all of its pages are selected.
+    The sink pages, the recent pages and the ``top_k`` best of the remaining pages are kept. Ties go
+    to the earlier page. If a sequence is so short that nothing would be left out, all its pages are
+    selected.
 
-    ``length_BT`` is the number of tokens that a query sees, including its own token. ``top_k_BT``
-    is the number of pages kept by score; ``head_budgets_K`` scales it (see ``head_top_k``).
+    ``length_BT`` is the number of tokens a query can see, including its own. ``top_k_BT`` is the
+    number of pages kept by score, scaled by ``head_budgets_K`` (see ``head_top_k``).
     """
     N = scores_BKTN.shape[-1]
     n = torch.arange(N, device=scores_BKTN.device)
@@ -137,7 +136,7 @@ def select_pages(
     if most == 0:
         return always[:, None].expand_as(scores_BKTN)
 
-    # Among pages whose score equals the threshold, keep the first ones until ``top_k`` are kept.
+    # Fill up to ``top_k`` with the earliest of the pages tied at the threshold.
     best = scores.topk(most, dim=-1).values
     threshold = best.gather(-1, (k_BKT1 - 1).clamp(min=0).expand(*scores.shape[:-1], 1))
     above = scores > threshold
@@ -147,9 +146,9 @@ def select_pages(
 
 
 def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) -> Tensor:
-    """Sort pages by the order in which a growing ``top_k`` would add them, ``[B, K, T, N]``.
+    """Sort pages in the order a growing ``top_k`` would add them, ``[B, K, T, N]``.
 
-    The arguments are those of ``select_pages``. Always-kept pages come first, and pages beyond the
+    Takes the same arguments as ``select_pages``. Always-kept pages come first, and pages beyond the
     end of the sequence last.
     """
     page = torch.arange(scores_BKTN.shape[-1], device=scores_BKTN.device)

@@ -1,7 +1,8 @@
-"""Page-sparse attention in eager torch: an executable specification, differentiable, on any device.
+"""Page-sparse attention in eager torch. It's differentiable, runs on any device and serves as the
+spec for the kernels.
 
-Gradients flow through the attention to the kept tokens, but not through the selection of pages,
-which is treated as fixed. Source: Sparrow, arXiv 2606.08446, section 2.
+Gradients flow through the attention to the kept tokens, but not through page selection, which is
+treated as fixed. Source: Sparrow, arXiv 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -46,8 +47,8 @@ def decode(
     scale: float,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """Compute one decode step, in which the newest token of every row attends to the row's kept
-    pages. Return ``[B, H, D]``; see ``decode_several``.
+    """Compute one decode step, with each row's newest token attending to the row's kept pages.
+    Return ``[B, H, D]``; see ``decode_several``.
     """
     return decode_several(
         q_BHD[:, :, None],
@@ -73,14 +74,14 @@ def decode_several(
     scale: float,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """Compute one decode step over the T newest tokens of every row, and return ``[B, H, T, D]``.
+    """Compute one decode step over the T newest tokens of each row, and return ``[B, H, T, D]``.
 
-    The query of the first new token selects the pages that all T tokens read. Each token also reads
-    the new tokens up to itself.
+    The first new token's query selects the pages for all T tokens. Each token also reads the new
+    tokens up to itself.
 
     Row b's sequence is in columns ``start_B[b] .. start_B[b] + length_B[b] - 1``, between left
     padding and the unused end of the cache. If ``start_B`` is None, all rows start in column 0.
-    Pages are counted from a sequence's first token.
+    Pages are counted from the sequence's first token.
     """
     S = k_BKSD.shape[2]
     P = layout.page_size
@@ -99,9 +100,7 @@ def decode_several(
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for shapes that do not match, or for landmarks in a dtype other than the
-    layout's.
-    """
+    """Raise ValueError if shapes don't match, or the landmarks don't have the layout's dtype."""
     check_shapes(batch)
     check_landmarks(batch.k_cache, batch.landmark_cache, batch.layout)
 
@@ -109,12 +108,12 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
 def run(
     batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False
 ) -> Tensor:
-    """Compute one decode step over a paged cache. This is like ``decode_several``, but uses the
-    cached landmarks.
+    """Compute one decode step over a paged cache. Like ``decode_several``, but with cached
+    landmarks.
 
-    Cache entries beyond a row's ``length_B`` tokens have no effect, not even NaN; a row of length 0
-    returns zeros. If one of a row's new tokens fills a page, the page's landmark is written. This
-    implementation needs no plan and does not use the workspace.
+    Cache entries beyond a row's ``length_B`` tokens have no effect, even if they are NaN, and a row
+    of length 0 returns zeros. If a new token fills a page, the page's landmark is written. The
+    workspace and ``reuse_plan`` are ignored.
     """
     T = batch.tokens
     q_BHTD = batch.q_BHD.unflatten(0, (-1, T)).transpose(1, 2)
@@ -151,8 +150,7 @@ def run(
         else:
             keys = _dequantised(k_cache, scales.k, at, q_BHTD.dtype)
             values = _dequantised(batch.v_cache, scales.v, at, q_BHTD.dtype)
-    # Masked tokens may contain anything, even NaN. A row's last new token sees all of the row's
-    # tokens.
+    # Masked tokens may be garbage, even NaN. The last new token sees all of the row's tokens.
     unseen_BKM1 = ~seen_BKTM[:, :, -1, :, None]
     keys = keys.masked_fill(unseen_BKM1, 0.0)
     values = values.masked_fill(unseen_BKM1, 0.0)
@@ -162,10 +160,10 @@ def run(
 
 
 def selecting_query(q_BHTD: Tensor) -> Tensor:
-    """Return the query that selects the pages for all new tokens of a row, ``[B, H, 1, D]``.
+    """Return the query that selects pages for all new tokens of a row, ``[B, H, 1, D]``.
 
-    This is the query of the first new token. Later tokens may be guesses, and which pages a token
-    reads must not depend on the guess that is checked at its position.
+    This is the first new token's query, because the later tokens may be drafts, and the pages used
+    to verify a draft must not depend on that draft.
     """
     return q_BHTD[:, :, :1]
 
@@ -173,7 +171,7 @@ def selecting_query(q_BHTD: Tensor) -> Tensor:
 def _attend(
     q_BHTD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, seen_BKTM: Tensor, scale: float
 ) -> Tensor:
-    """Attend from each row's queries to the M tokens gathered for each kv head, under the mask
+    """Attend from each row's queries to the M tokens gathered per kv head, masked by
     ``seen_BKTM``.
     """
     T = q_BHTD.shape[2]
@@ -184,9 +182,7 @@ def _attend(
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
-    """Return ``cache[at]``. 8-bit floats are indexed as bytes, since torch cannot index float8
-    tensors on a CPU.
-    """
+    """Return ``cache[at]``, going through uint8 for float8, which torch can't index on a CPU."""
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[at].view(FP8)
     return cache[at]
@@ -195,7 +191,7 @@ def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
 def _dequantised(
     cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Dequantise keys or values ``[B, K, T, D]`` of an 8-bit cache."""
+    """Dequantise keys or values ``[B, K, T, D]`` from an 8-bit cache."""
     if cache.dtype == torch.int8:
         return from_int8(cache[at], scales[at], dtype)
     return _entries(cache, at).to(dtype) * scales.to(dtype)[:, None, None]
@@ -210,8 +206,8 @@ def store_tokens(
     scales: CacheScales,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot of an 8-bit cache, except for tokens whose
-    slot is -1. See ``triton.store_tokens``.
+    """Store each token's keys and values in its slot of an 8-bit cache, skipping tokens with slot
+    -1. See ``triton.store_tokens``.
     """
     has_slot_T = slot_mapping_T >= 0
     slot = slot_mapping_T[has_slot_T].long()
@@ -233,7 +229,7 @@ def store_tokens(
 
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
-    """Recompute, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
+    """Recompute, in place, the landmarks of the pages whose last slot is in ``slot_mapping_T``."""
     for k_cache, landmark_cache, *scales in layers.caches:
         key_scales = scales[0] if scales else None
         _update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout, key_scales)
@@ -246,9 +242,7 @@ def _update_landmarks(
     layout: PageLayout,
     scales: Tensor | None,
 ) -> None:
-    """Update the landmarks of one layer. ``scales`` are the scales of int8 keys; they are ignored
-    for keys in other dtypes.
-    """
+    """Update one layer's landmarks. ``scales`` is only used for int8 keys."""
     check_landmarks(k_cache, landmark_cache, layout)
     block_tokens = k_cache.shape[2]
     P = layout.page_size
@@ -262,8 +256,8 @@ def _update_landmarks(
         assert scales is not None
         keys_TPKD = from_int8(keys_TPKD, scales[at], dtype)
     elif k_cache.dtype == FP8:
-        # Landmarks do not include the scale, because a head's scale does not change the ranking of
-        # its pages.
+        # No need to apply the scale: it's the same for all pages of a head, so the ranking doesn't
+        # change.
         keys_TPKD = keys_TPKD.to(dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
@@ -284,9 +278,9 @@ def teacher_forced(
 ) -> Tensor:
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
-    After the prompt, the token at position t reads pages selected from the first t + 1 tokens. If
-    decode steps have several ``tokens``, pages are selected from the tokens up to the step's first
-    one, and the token at t also reads the tokens from that one to itself. Memory grows with
+    After the prompt, the token at position t reads pages selected from the first t + 1 tokens. With
+    several ``tokens`` per decode step, pages are selected from the tokens up to the step's first
+    one, and the token at t also reads its step's tokens up to itself. Memory grows with
     ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
@@ -327,8 +321,8 @@ def teacher_forced(
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
             mask = (token_keep & causal[:, None]).repeat_interleave(H // K, dim=1)
             padded = ~real_BT[:, now]
-            # Let padded queries attend to themselves: a softmax over no keys would be NaN, and NaN
-            # times zero would make gradients NaN.
+            # Let padded queries attend to themselves. A softmax over no keys would be NaN, and so
+            # would the gradients, since NaN * 0 is NaN.
             mask = mask | (padded[:, None, :, None] & (column_T == column_T[now, None]))
 
         out = F.scaled_dot_product_attention(
@@ -346,9 +340,8 @@ def _kept_pages(
     layout: PageLayout,
     head_budgets_K: Tensor | None,
 ) -> Tensor:
-    """Select the pages of a decode step over the ``new_tokens`` newest tokens of every row, bool
-    ``[B, K, N]``. These are the pages that the first new token selects, and the pages that contain
-    the other new tokens.
+    """Select the pages for a decode step over each row's ``new_tokens`` newest tokens, bool
+    ``[B, K, N]``: the ones selected by the first new token, plus those of the other new tokens.
     """
     first_B = length_B - (new_tokens - 1)
     keep_BKN = select_pages(
@@ -363,15 +356,14 @@ def _kept_pages(
 def _kept_tokens(
     keep_BKN: Tensor, length_B: Tensor, new_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """List the positions of the tokens in the kept pages, in order, ``[B, K, M]``. Also return
-    which of these tokens each new token sees, ``[B, K, T, M]``, since rows are padded to the
-    longest.
+    """Return the token positions in the kept pages, in order, ``[B, K, M]``, and a mask of those
+    that each new token sees, ``[B, K, T, M]``. Rows are padded to the longest one.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKX = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
     token_BKXP = page_BKX[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
     is_kept_BKX1 = keep_BKN.gather(-1, page_BKX)[..., None]
-    # number of tokens that each new token sees, including itself
+    # how many tokens each new token sees, including itself
     seen_BT = length_B[:, None] - torch.arange(new_tokens - 1, -1, -1, device=length_B.device)
     seen_BKTXP = is_kept_BKX1[:, :, None] & (
         token_BKXP[:, :, None] < seen_BT[:, None, :, None, None]
@@ -380,8 +372,8 @@ def _kept_tokens(
 
 
 def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
-    """Compute the landmarks of ``ceil(S / P)`` pages, counted from each row's first token. If the
-    last page is not full, its landmark is zero.
+    """Compute the landmarks of ``ceil(S / P)`` pages, counted from each row's first token. The last
+    page's landmark is zero if S is not a multiple of P.
     """
     K, S = k_BKSD.shape[1:3]
     P = layout.page_size

@@ -1,5 +1,5 @@
-"""Run an audit: sample with the tested engine and with a dense engine, rank all tokens with the
-dense model, and test both sets of samples.
+"""Run an audit: sample with the engine under test and with a dense engine, rank all tokens with the
+dense model, and run the tests on both sets of samples.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
-"""Which log-probs the engine reports. ``processed``: after temperature and truncation. ``raw``: at
-temperature 1 and without truncation. ``none``: the engine reports no comparable log-probs.
+"""What kind of log-probs the engine reports. ``processed``: after temperature and truncation.
+``raw``: at temperature 1, without truncation. ``none``: nothing we can compare.
 """
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A verdict and a summary of the samples behind it."""
+    """A verdict, with a summary of the samples behind it."""
 
     verdict: Verdict
     sampling: Sampling
     prompts: int
-    tokens: int  # number of tokens in the tested arm
+    tokens: int  # tokens in the tested arm
     dense_tokens: int | None
-    tested_counters: dict[str, Any]  # the tested engine's counters, from ``Counters.to_dict``
+    tested_counters: dict[str, Any]  # ``Counters.to_dict`` of the tested engine
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain JSON types."""
@@ -57,18 +57,18 @@ def run_audit(
     resolution: float = 0.05,
     listener: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Audit an engine. Both arms sample the same prompts with different seeds, one arm after the
-    other.
+    """Audit an engine. The two arms run one after the other, on the same prompts with different
+    seeds.
 
     Args:
-        tested: creates the engine to audit. Each engine is closed before the other one or the
-            ranker is created, so that they can share a device.
-        dense: creates the engine that decodes densely.
+        tested: creates the engine to audit. Each engine is closed before the next one or the ranker
+            is created, so that they can share a device.
+        dense: creates the engine for dense decoding; None to skip the dense arm.
         ranker: creates the ranker.
         prompts: one prompt per response.
-        listener: called at the start of each pass with the name of the pass.
+        listener: called with a description at the start of each pass.
 
-    Raises ConfigError if sampling is greedy. Raises EngineError if a reported log-prob is NaN.
+    Raises ConfigError if sampling is greedy, or EngineError if a reported log-prob is NaN.
     """
     check(sampling)
 
@@ -99,7 +99,7 @@ def run_audit(
 
 
 def check(sampling: Sampling) -> None:
-    """Raise ConfigError for greedy sampling, whose tokens are not random."""
+    """Raise ConfigError for greedy sampling, since there's no randomness to test."""
     if sampling.temperature <= 0:
         raise ConfigError(
             f"temperature is {sampling.temperature:g}, but greedy tokens have no distribution to "
@@ -116,8 +116,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """A ranker that only has lists of the ``length`` most likely tokens, from which not every rank
-    can be computed; see ``cells_of_lists``.
+    """Ranks tokens using just lists of the ``length`` most likely ones, which isn't always
+    possible; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:
@@ -127,9 +127,9 @@ class ListRanker(Ranker):
     def rank(
         self, rollouts: Sequence[Rollout], sampling: Sampling, common: float
     ) -> list[Standing]:
-        """Rank tokens as ``Ranker.rank`` does. Values that cannot be computed from a list are nan.
+        """Like ``Ranker.rank``, with nan for values that can't be computed from the lists.
 
-        Raises ConfigError if no value can be computed from the lists at this temperature and top-k.
+        Raises ConfigError if the lists are useless at this temperature and top-k.
         """
         if sampling.top_k is None and sampling.temperature != 1:
             raise ConfigError(
@@ -222,9 +222,7 @@ def tokens_of(
 
 
 def _contexts(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
-    """Assign a number to the context of each token. Tokens with the same preceding tokens share a
-    number.
-    """
+    """Number each token's context. Tokens with the same tokens before them get the same number."""
     numbers: dict[Any, int] = {}
     found = []
     for rollout in rollouts:

@@ -1,34 +1,33 @@
-"""Tests of whether sampled tokens follow the distributions that a dense model predicts.
+"""Test whether sampled tokens follow a dense model's distributions.
 
-Let p be the dense model's distribution of the next token, given the tokens that were actually
-sampled before. Sort the vocabulary by p, most likely first. With an independent uniform random
-number U for each token,
+Let p be the dense model's next-token distribution, given the tokens actually sampled so far. Sort
+the vocabulary by p, most likely first. With an independent uniform random number U per token,
 
     u = P(tokens sorted before it) + U p(token)
 
 is uniform on [0, 1) and independent of all earlier tokens (randomised probability integral
 transform; Brockwell, "Universal residuals", Statistics & Probability Letters 2007). The mean of
-log p(token) + H(p), where H is the entropy, is zero. Both statements are true after every prefix,
-so sums over a sequence are martingales. Different sequences are independent of each other.
+log p(token) + H(p), where H is the entropy, is zero. Both hold after every prefix, so sums over a
+sequence are martingales. Sequences are independent of each other.
 
-Uniformity is tested with the means of the first four orthonormal Legendre polynomials of u
-(Neyman's smooth test), and independence with the mean product of neighbours. Standard errors treat
-sequences as clusters, and p-values come from Student's t. Holm's procedure corrects for the number
+To test uniformity, we use the means of the first four orthonormal Legendre polynomials of u
+(Neyman's smooth test); to test independence, the mean product of neighbours. Standard errors treat
+sequences as clusters, p-values come from Student's t, and Holm's procedure corrects for the number
 of tests.
 
-These tests only detect a bias that depends on a token's rank in that order. Other biases exist: if
-a draft and its replacement share a random number, tokens of all ranks are affected. Such a bias is
-visible in repeated contexts, where several responses to one prompt begin with the same tokens.
-There, the counts of likely tokens are compared with p, which detects a bias in any direction. The
-statistic is chi-square, written as a sum over pairs of sequences. If samples follow r, its mean is
-the chi-square distance sum (r - p)^2 / p. A sequence is compared only with earlier sequences, so
-this sum is a martingale, too.
+All this only catches a bias that depends on a token's rank. There are others: if a draft and its
+replacement share a random number, tokens of any rank are affected. Such a bias shows up in repeated
+contexts, where several responses to a prompt begin with the same tokens. There, we compare the
+counts of likely tokens with p, which catches a bias in any direction. The statistic is chi-square,
+written as a sum over pairs of sequences. If samples follow r, its mean is the chi-square distance
+sum (r - p)^2 / p. Each sequence is only compared with earlier ones, so this sum is a martingale as
+well.
 
-The engine and the scorer round differently, which biases all of these means slightly. Samples from
-dense decoding with the same engine are therefore tested in the same way, and the verdict is based
-on the differences.
+The engine and the scorer round differently, which slightly biases all of these means. So we run the
+same tests on samples from dense decoding with the same engine, and base the verdict on the
+differences.
 
-Shapes: T tokens (all tokens of an arm, concatenated), n entries of a top list, m tests.
+Shapes: T tokens (all tokens of an arm, concatenated), n entries per top list, m tests.
 """
 
 from __future__ import annotations
@@ -49,57 +48,57 @@ Status = Literal["exact", "biased", "cannot tell"]
 Unit = Literal["share", "nats", "correlation", "chi-square"]
 
 POWER = 0.9
-"""The probability of finding a bias of size ``Finding.detectable``."""
+"""Probability of finding a bias of size ``Finding.detectable``."""
 
 LEAST_SEQUENCES = 30
-"""With fewer sequences, the standard error of a mean is too unreliable for a test."""
+"""With fewer sequences, standard errors are too unreliable for a test."""
 
 MOVED = (0.4330127, 0.4303315, 0.4299346, 0.4298850)
 """Half the mean absolute value of each of the four polynomials.
 
-A mean of delta corresponds to a density 1 + delta h(u), in which a share ``delta * MOVED`` of all
-tokens has moved."""
+A mean of delta corresponds to a density of 1 + delta h(u), which means that a share of
+``delta * MOVED`` of all tokens has moved."""
 
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
-"""Reported log-probs may deviate from scored ones by ``ROUNDING_RATIO`` times the dense arm's
-deviation plus this floor (in nats), because a pass over several tokens sums in a different order
-than a pass over one token.
+"""Reported log-probs may differ from scored ones by ``ROUNDING_RATIO`` times as much as in the
+dense arm, plus this floor (in nats), because passes over one token and over several don't sum in
+the same order.
 """
 
 COMMON = 0.02
-"""Tokens with at least this probability are counted individually in repeated contexts."""
+"""Minimum probability for a token to be counted individually in repeated contexts."""
 
 SINGLE_PLACES = 8
-"""Positions in a draft cycle that are tested individually; later drafts are tested together."""
+"""Test this many positions of a draft cycle individually, and later drafts together."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of all sequences of an arm, concatenated, as scored by the dense model.
+    """All tokens of an arm, concatenated and scored by the dense model.
 
-    One entry may stand for a cell of several tokens (see ``cells_of_lists``). A token that
-    truncation excludes has ``p`` 0 and ``before`` 1. For a token of unknown rank, ``p`` and
-    ``before`` are nan.
+    An entry may stand for a cell of several tokens (see ``cells_of_lists``). Tokens excluded by
+    truncation have ``p`` 0 and ``before`` 1. If a token's rank is unknown, ``p`` and ``before`` are
+    nan.
     """
 
-    # [T], total probability of the tokens that precede this one in order of probability
+    # [T], total probability of the tokens sorted before this one, i.e. the likelier ones
     before: Floats
     p: Floats  # [T], the token's probability
     entropy: Floats  # [T], entropy of the distribution, in nats
     sequence: Ints  # [T], index of the token's sequence, in ascending order
     # [T], the token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
-    # without drafts. None if no positions are known.
+    # without drafts. None if positions are unknown.
     place: Ints | None = None
-    # The next four fields are ``[T]``, or None if contexts are not compared. A token is common if
-    # its probability is at least ``COMMON``.
+    # The next four fields are ``[T]``, or None to not compare contexts. A token is common if its
+    # probability is at least ``COMMON``.
     token: Ints | None = None
-    # id of the context, shared by tokens with the same preceding tokens
+    # context id; the same for tokens with the same tokens before them
     context: Ints | None = None
     common: Floats | None = None  # total probability of the common tokens
     is_common: Flags | None = None  # whether the sampled token is common
-    reported: Floats | None = None  # [T], the log-prob that the engine reported
-    scored: Floats | None = None  # [T], the same log-prob, computed by the dense model
+    reported: Floats | None = None  # [T], log-prob reported by the engine
+    scored: Floats | None = None  # [T], the same log-prob computed by the dense model
 
     def __len__(self) -> int:
         return len(self.p)
@@ -107,7 +106,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tokens, with a standard error that treats sequences as clusters."""
+    """A mean over tokens, with its standard error (clustered by sequence)."""
 
     value: float
     error: float
@@ -117,17 +116,19 @@ class Mean:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one test. Depending on ``unit``, the values are shares of all tokens, log-probs
-    in nats, correlations or chi-square distances.
+    """One test's result. Depending on ``unit``, values are shares of all tokens, log-probs in nats,
+    correlations or chi-square distances.
     """
 
     name: str
-    place: str  # ``"all"``, or the position in the cycle
+    place: str  # ``"all"``, or the position in the draft cycle
     unit: Unit
     tested: Mean
-    dense: Mean | None  # None if there is no dense arm
-    difference: float  # tested mean minus dense mean; without a dense arm, the tested mean
-    # the size of a difference that would have been found with probability ``POWER``
+    dense: Mean | None  # None without a dense arm
+    # tested mean minus dense mean, or just the tested mean without a dense arm; for reported
+    # log-probs, the excess over what rounding allows
+    difference: float
+    # how large a difference would have been found with probability ``POWER``
     detectable: float
     p_value: float
     corrected: float  # p-value after Holm's correction
@@ -140,11 +141,11 @@ class Verdict:
     status: Status
     reasons: tuple[str, ...]
     findings: tuple[Finding, ...]
-    level: float  # the probability that an exact engine is called biased
-    resolution: float  # the largest ``detectable`` at which an engine may be called exact
+    level: float  # probability of calling an exact engine biased
+    resolution: float  # the largest ``detectable`` for calling an engine exact
     # a bias that moves this share of the tokens to likelier ranks would have been detected
     detectable: float
-    notes: tuple[str, ...] = field(default=())  # what could not be tested
+    notes: tuple[str, ...] = field(default=())  # what couldn't be tested
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain JSON types; infinite and unknown values become None."""
@@ -167,16 +168,15 @@ def audit(
     resolution: float = 0.05,
     seed: int = 0,
 ) -> Verdict:
-    """Compare an engine's tokens with the dense model's distributions and with tokens that the same
-    engine decoded densely.
+    """Compare an engine's tokens with the dense model's distributions, and with the same engine's
+    densely decoded tokens.
 
     Args:
-        dense: tokens that the same engine decoded densely from the same prompts, with different
-            random numbers. Without this arm, rounding differences between engine and scorer count
-            as bias.
-        seed: seed of the random numbers U.
+        dense: tokens from dense decoding with the same engine and prompts, but different random
+            numbers. Without them, rounding differences between engine and scorer count as bias.
+        seed: seed for the random numbers U.
     """
-    notes: list[str] = []  # ``_tests`` appends to this list
+    notes: list[str] = []  # filled in by ``_tests``
     tests = _tests(tested, dense, np.random.default_rng(seed), notes)
     raw = [each for each in tests if each.tested.tokens]
     corrected = holm(np.array([each.p_value for each in raw]))
@@ -248,8 +248,7 @@ def _tests(
                 notes.append(f"{place} (only {few} sequences reach it)")
                 continue
             for name in _AT_PLACES:
-                # Only the tested arm has positions; the dense arm's rounding is measured over all
-                # of its tokens.
+                # Only the tested arm has positions, so compare with all of the dense arm's tokens.
                 their = (
                     None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
                 )
@@ -281,7 +280,7 @@ _REPORTED = "reported log-probs"
 
 
 def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
-    """Compute the quantities to test for every token, ``[T]``; undefined values are nan."""
+    """Compute each token's value for every test, ``[T]``; nan where undefined."""
     inside = tokens.p > 0
     u = tokens.before + rng.random(len(tokens)) * tokens.p
     h = legendre(np.where(inside, np.clip(u, 0, 1), np.nan))
@@ -303,11 +302,11 @@ def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
 
 
 def _repeated(tokens: Tokens) -> dict[str, Floats]:
-    """Compare each token with the tokens of earlier sequences in the same context. The mean of the
+    """Compare each token with earlier sequences' tokens in the same context. The mean of the
     result, ``[T]``, is the chi-square distance of common tokens, averaged over pairs.
 
-    The first tokens of responses are tested separately. They come from the prefill, mostly without
-    drafts, and form the most pairs, so their noise would hide a bias in later tokens.
+    The first token of each response is tested separately. It comes from the prefill, mostly without
+    drafts, and makes up the most pairs, so its noise would hide a bias in later tokens.
     """
     if tokens.context is None or tokens.token is None or tokens.is_common is None:
         return {}
@@ -334,14 +333,12 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
 
 
 def _earlier(*keys: Ints) -> Floats:
-    """Return, for each entry, the number of earlier entries with the same keys, ``[T]``."""
+    """For each entry, count the earlier entries with the same keys, ``[T]``."""
     return _earlier_sum(_numbered(keys), np.ones(len(keys[0]), dtype=bool))
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """Return, for each entry, the number of earlier entries that have the same key and for which
-    ``counted`` is set, ``[T]``.
-    """
+    """For each entry, count the earlier entries with the same key and ``counted`` set, ``[T]``."""
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
@@ -352,7 +349,7 @@ def _earlier_sum(key: Ints, counted: Flags) -> Floats:
 
 
 def _numbered(keys: tuple[Ints, ...]) -> Ints:
-    """Assign a number to each distinct combination of keys."""
+    """Number the distinct combinations of keys."""
     _, number = np.unique(np.stack(keys, 1), axis=0, return_inverse=True)
     return number.reshape(-1).astype(np.int64)
 
@@ -366,12 +363,11 @@ def legendre(u: Floats) -> Floats:
 
 
 def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
-    """Return masks of the tokens at each position in a draft cycle, by the position's display name.
+    """Return a token mask for each position in the draft cycle, by display name.
 
-    The position of a token depends on the tokens before it, not on whether the draft there was
-    accepted. Acceptance depends on the token itself, so neither accepted drafts alone nor
-    replacements alone follow the dense model's distribution. Whether a position is reached at all
-    depends only on earlier tokens.
+    We group tokens by position rather than by whether the draft was accepted. Acceptance depends on
+    the token itself, so neither accepted drafts nor replacements follow the dense model's
+    distribution on their own. Reaching a position only depends on earlier tokens.
     """
     last = int(place.max(initial=-1))
     if last < 1:
@@ -390,7 +386,7 @@ def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
 
 
 def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
-    """Test (one-sided) whether reported log-probs have larger errors than rounding explains."""
+    """Test (one-sided) whether reported log-probs are further off than rounding explains."""
     if tested.reported is None or tested.scored is None:
         return None
     ours = _mean(_gap(tested.reported, tested.scored), tested.sequence)
@@ -408,16 +404,14 @@ def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
 
 
 def _gap(reported: Floats, scored: Floats) -> Floats:
-    """Compute the absolute differences, capped at 1 so that no single token dominates the mean."""
+    """Compute absolute differences, capped at 1 to keep single tokens from dominating the mean."""
     with np.errstate(invalid="ignore"):
         gap = np.abs(reported - scored)
     return np.where(np.isnan(gap), 0.0, np.minimum(gap, 1.0))
 
 
 def _mean(values: Floats, sequence: Ints) -> Mean:
-    """Compute the mean of the values that are not nan, and its standard error, which treats
-    sequences as clusters.
-    """
+    """Compute the mean, ignoring nan, and its standard error (clustered by sequence)."""
     known = ~np.isnan(values)
     if not known.any():
         return Mean(0.0, inf, 0, 0)
@@ -439,8 +433,8 @@ def _compared(
     tested: Mean,
     dense: Mean | None,
 ) -> _Test:
-    """Test whether the difference between the two arms is zero or, without a dense arm, whether the
-    mean of the tested arm is. The test is Welch's two-sided test.
+    """Run Welch's two-sided test for a difference between the two arms or, without a dense arm, for
+    a nonzero mean in the tested arm.
     """
     parts = [tested] if dense is None else [tested, dense]
     difference = tested.value - (0.0 if dense is None else dense.value)
@@ -448,7 +442,7 @@ def _compared(
     error = sqrt(sum(variance))
     if error == inf:
         return _Test(name, place, unit, tested, dense, difference, error, 1.0, 1.0)
-    if error == 0:  # all sequences have the same value, for example if no token is outside top-k
+    if error == 0:  # all sequences have the same value, e.g. no token is outside top-k
         differs = difference != 0 and min(p.sequences for p in parts) >= LEAST_SEQUENCES
         return _Test(name, place, unit, tested, dense, difference, error, 1.0, float(not differs))
     freedom = error**4 / sum(
@@ -459,7 +453,7 @@ def _compared(
 
 
 def _tail(t: float, freedom: float) -> float:
-    """Compute P(Student's t > t) with Wallace's approximation (Annals of Mathematical Statistics
+    """Compute P(Student's t > t), using Wallace's approximation (Annals of Mathematical Statistics
     1959).
     """
     z = (8 * freedom + 1) / (8 * freedom + 3) * sqrt(freedom * log1p(t * t / freedom))
@@ -483,15 +477,15 @@ def holm(p_values: Floats) -> Floats:
 
 
 def _detectable(test: _Test, level: float) -> float:
-    """Compute how large a difference must be for the strictest step of the correction to find it
-    with probability ``POWER``.
+    """Compute how large a difference has to be for Holm's strictest step to find it with
+    probability ``POWER``.
     """
-    # no event was observed, as one would have been if this share of tokens had been affected
+    # No events were seen. If this share of the tokens had been affected, we'd have seen one.
     if test.error == 0:
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)
-    # Student's quantile, from the inverse of the approximation in ``_tail``
+    # Student's t quantile, by inverting the approximation in ``_tail``
     shrunk = threshold * (8 * test.freedom + 3) / (8 * test.freedom + 1)
     quantile = sqrt(test.freedom * np.expm1(shrunk**2 / test.freedom))
     return float((quantile + normal.inv_cdf(POWER)) * test.error)
@@ -500,7 +494,7 @@ def _detectable(test: _Test, level: float) -> float:
 def _doubts(
     findings: tuple[Finding, ...], seen: float, resolution: float, strictest: float
 ) -> Iterator[str]:
-    """Yield the reasons why the engine cannot be called exact even though no bias was found."""
+    """Yield reasons not to call the engine exact even though no bias was found."""
     if seen > resolution:
         yield (
             f"a bias of up to {seen:.2%} of the tokens could have gone undetected, which exceeds "
@@ -532,8 +526,8 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, each ``[T]``, and a mask of the positions at which the lists are
-    long enough to compute them.
+    """Values as in ``Tokens``, each ``[T]``, and a mask of the positions where the lists are long
+    enough to compute them.
     """
 
     before: Floats
@@ -552,22 +546,21 @@ def cells_of_lists(
     top_p: float = 1.0,
     common: float = COMMON,
 ) -> Cells:
-    """Compute the values of ``Tokens`` from lists of the most likely tokens, as far as possible.
+    """Compute the values for ``Tokens`` from top-n lists, as far as possible.
 
-    All tokens that are not in a list form one cell. For cells, u is still uniform and log p + H is
-    still zero on average; only a bias among the tokens of that cell cannot be detected. Positions
-    are skipped if their list is too short for the temperature or truncation. Whether a position is
-    skipped depends only on earlier tokens.
+    All tokens missing from a list are lumped into one cell. For cells, u is still uniform, and
+    log p + H is still zero on average; we just can't see a bias within that cell. Positions are
+    skipped if the list is too short for the temperature or truncation. Skipping only depends on
+    earlier tokens.
 
     Args:
         top_logprobs: ``[T, n]`` at temperature 1, most likely first.
-        index: ``[T]``, the sampled token's index in the list, or -1 if the list does not contain
-            the token.
+        index: ``[T]``, the sampled token's index in the list, or -1 if it isn't listed.
     """
     n = top_logprobs.shape[1]
     known = np.ones(len(index), dtype=bool)
     kept = n if top_k is None else min(top_k, n)
-    whole = top_k is not None and top_k <= n  # the list contains all tokens that can be sampled
+    whole = top_k is not None and top_k <= n  # the list has every token that can be sampled
     mass = np.exp(top_logprobs[:, :kept] / temperature)
     if whole:
         mass = mass / mass.sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Measure how far the sparse actor is from the dense policy: acceptance per token, its tail by
+"""Measure how far the sparse actor is from the dense policy: per-token acceptance, its tail by
 length, confidence intervals, and a report.
 """
 

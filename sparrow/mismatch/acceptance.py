@@ -1,10 +1,10 @@
-"""Compute the acceptance rate of each token from the distributions of actor and policy: exactly, or
-as bounds from top-n lists.
+"""Compute per-token acceptance rates from the actor's and policy's distributions: exactly, or as
+bounds from top-n lists.
 
-alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, where p is the distribution of
-the dense policy and q that of the sparse actor, after the same prefix and at the same sampling
-temperature. alpha_t is the probability that speculative sampling keeps the actor's token (Leviathan
-et al., arXiv 2211.17192; Sparrow, arXiv 2606.08446, section 3).
+alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, where p is the dense policy's
+distribution and q the sparse actor's, given the same prefix and sampling temperature. alpha_t is
+the probability that speculative sampling keeps the actor's token (Leviathan et al., arXiv
+2211.17192; Sparrow, arXiv 2606.08446, section 3).
 
 Shapes: T tokens (or any leading shape), V vocabulary, n entries in the actor's list, m entries in
 the policy's.
@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# Rounding may make a probability, or the sum over a list, exceed 1 by this much, even with bfloat16
-# log-probs of a broad distribution.
+# Allow probabilities and their sums to exceed 1 by this much, which covers rounding even for
+# bfloat16 log-probs of a broad distribution.
 ROUNDING = 5e-3
 
 
@@ -30,10 +30,10 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Compute the exact acceptance rate of two full distributions [..., V]. The result is float64
-    [...] in [0, 1], and is symmetric in the arguments.
+    """Compute the exact acceptance rate of two full distributions [..., V], float64 [...] in
+    [0, 1]. Symmetric in its arguments.
 
-    Raises ValueError if shapes differ, or a row is not a probability distribution.
+    Raises ValueError if the shapes differ, or a row isn't a probability distribution.
     """
     p = np.asarray(p_TV, np.float64)
     q = np.asarray(q_TV, np.float64)
@@ -61,28 +61,26 @@ def acceptance_bounds(
     policy_logprobs: ArrayLike,
     policy_ids: ArrayLike | None = None,
 ) -> AcceptanceBounds:
-    """Compute bounds on the acceptance rate when only the most probable tokens are known (Sparrow,
-    arXiv 2606.08446, section 3).
+    """Bound the acceptance rate when only the most likely tokens are known (Sparrow, arXiv
+    2606.08446, section 3).
 
-    For a token whose probability is known under both actor and policy, min(p, q) is exact. All
-    other tokens together add at most the smaller of the two remaining masses.
+    If both the actor's and the policy's probability of a token are known, min(p, q) is exact. The
+    other tokens add up to at most the smaller of the two leftover masses.
 
     Args:
-        actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any
-            order.
+        actor_ids: vocabulary ids of the actor's top-n tokens, integer [..., n], in any order.
         actor_logprobs: natural log-probs of these tokens under the actor, [..., n]. -inf marks
-            padding (if the vocabulary has fewer than n tokens); the id and policy log-prob of a
-            padding entry are ignored.
+            padding (if the vocabulary has fewer than n tokens), and the id and policy log-prob of
+            such entries are ignored.
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at
             `policy_ids`.
         policy_ids: ids of the policy's own list, integer [..., m], if the lists differ; -inf in
-            `policy_logprobs` marks padding. The tokens known on both sides are then the
-            intersection of the lists.
+            `policy_logprobs` marks padding. Only tokens in both lists are then known.
 
-    The bounds, float64 [...], are equal if the lists cover the vocabulary. They are as precise as
-    the given log-probs: about 1e-6 for float32.
+    The bounds, float64 [...], coincide if the lists cover the vocabulary. They're as precise as the
+    given log-probs: about 1e-6 for float32.
 
-    Raises ValueError if shapes do not match; ids are not integers, negative or repeated within a
+    Raises ValueError if the shapes don't match; ids are not integers, negative or repeated within a
     row; a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
@@ -98,8 +96,7 @@ def acceptance_bounds(
             )
         p = np.zeros_like(q)
         matched = np.zeros_like(known)
-        # Match one entry at a time, because an array of all pairs [T, n, m] might not fit in
-        # memory.
+        # Match one entry at a time, since all pairs [T, n, m] might not fit in memory.
         for entry in range(listed.shape[-1]):
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
             np.copyto(p, listed[..., entry, None], where=match)
@@ -117,8 +114,10 @@ def acceptance_bounds(
 def _read_list(
     side: str, ids: ArrayLike, logprobs: ArrayLike
 ) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
-    """Read a top-n list; return probabilities, ids and the mask of entries that are not padding,
-    all [..., n]. Padding has probability 0.
+    """Check a top-n list, and return its probabilities, ids and a mask of the non-padding entries,
+    all [..., n]. Padding gets probability 0.
+
+    Raises ValueError if ids or log-probs are invalid.
     """
     ids = np.asarray(ids)
     if not np.issubdtype(ids.dtype, np.integer):
@@ -135,7 +134,7 @@ def _read_list(
             f"The {side}'s ids contain {ids[listed].min()}, but ids "
             "start at 0; mark padding with log-probs of -inf."
         )
-    # Padding gets distinct negative ids, so that its original ids do not count as repeated.
+    # Give padding distinct negative ids, so that its original ids don't count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
@@ -149,8 +148,8 @@ def _read_list(
 def _probabilities(
     side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None
 ) -> FloatArray:
-    """Compute exp(logprobs), with 0 outside `where`. Raise ValueError if the values cannot be
-    log-probs from one distribution.
+    """Compute exp(logprobs), with 0 outside `where`. Raises ValueError if the values can't be
+    log-probs of a single distribution.
     """
     values = np.asarray(logprobs, np.float64)
     if where is not None and values.shape != where.shape:

@@ -1,14 +1,14 @@
 """Compute confidence intervals for token statistics by resampling sequences, and build the mismatch
 report from them.
 
-Tokens of the same sequence are correlated, so resampling individual tokens would produce intervals
-that are far too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their
-Application", 1997, section 3.8) draws whole sequences with replacement. The tokens of a resample
-are never copied: a resample is represented by one weight per sequence, which is how often the
-sequence was drawn. A statistic receives the weights of all resamples at once.
+Tokens of the same sequence are correlated, so resampling individual tokens would make the intervals
+far too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their
+Application", 1997, section 3.8) draws whole sequences with replacement. Tokens are never copied: a
+resample is just a weight per sequence, namely how often it was drawn. Statistics get the weights of
+all resamples at once.
 
-As in numpy, percentiles interpolate linearly between order statistics. They are taken over a sample
-in which each token occurs as often as its sequence was drawn.
+As in numpy, percentiles interpolate linearly between order statistics, counting each token as often
+as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -33,14 +33,14 @@ from sparrow.mismatch.tail import (
 )
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
-"""Maps (values [T], sequence of each token as 0..B-1 [T], weights [R, B]) to the statistic of each
+"""Maps (values [T], sequence index per token in 0..B-1 [T], weights [R, B]) to one statistic per
 resample [R].
 """
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95 % interval; lower and upper are nan if there is only one sequence,
-    which cannot be resampled.
+    """An estimate and its 95 % interval. With a single sequence, there is nothing to resample, so
+    lower and upper are nan.
     """
 
     estimate: float
@@ -51,7 +51,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class PercentileInterval:
-    """A statistic of the tokens at start <= position < end, with a 95 % interval (see `Interval`)."""
+    """A statistic over the tokens at start <= position < end, with a 95 % interval (see
+    `Interval`).
+    """
 
     bin: int
     start: int
@@ -65,8 +67,8 @@ class PercentileInterval:
 
 @dataclass(frozen=True)
 class BinMismatch:
-    """Mismatch at start <= position < end. The true percentile lies between that of the lower bound
-    and that of the upper bound.
+    """Mismatch at start <= position < end. The true percentile lies between `lower_bound` and
+    `upper_bound`.
     """
 
     bin: int
@@ -75,14 +77,14 @@ class BinMismatch:
     n_tokens: int
     n_sequences: int
     mean: float  # mean of the lower bound on acceptance
-    # the percentile of the lower bound on acceptance, and its 95 % interval
+    # percentile of the lower bound on acceptance, and its 95 % interval
     lower_bound: float
     interval_low: float
     interval_high: float
-    # the percentile of the upper bound on acceptance
+    # percentile of the upper bound on acceptance
     upper_bound: float
-    # the percentile of the lower bound for dense rollouts at these lengths, and its 95 % interval
-    # (see ``ceiling.Ceiling``); nan if not measured
+    # same as ``lower_bound`` and its interval, but for dense rollouts at these lengths (see
+    # ``ceiling.Ceiling``); nan if not measured
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
@@ -93,9 +95,9 @@ class BinMismatch:
         return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Compare the interval of the tail and the upper bound on acceptance with ``tau``."""
+        """Compare the percentile's bounds and interval with ``tau``."""
         if isnan(self.interval_low):
-            return "undecided"  # a single sequence has no interval
+            return "undecided"  # no interval from a single sequence
         if min(self.lower_bound, self.interval_low) >= tau:
             return "holds"
         if max(self.lower_bound, self.interval_high, self.upper_bound) < tau:
@@ -105,8 +107,8 @@ class BinMismatch:
 
 @dataclass(frozen=True)
 class Histogram:
-    """A histogram: counts[i] is the number of tokens with edges[i] <= x < edges[i + 1]; the last
-    bin includes its upper edge.
+    """counts[i] is the number of tokens with edges[i] <= x < edges[i + 1]; the last bin includes
+    its upper edge.
     """
 
     edges: tuple[float, ...]
@@ -115,7 +117,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Mismatch of a set of rollouts. All statistics except `upper_bound` and `p1_upper` describe
+    """Mismatch over a set of rollouts. Everything except `upper_bound` and `p1_upper` is based on
     the lower bound on acceptance.
     """
 
@@ -124,18 +126,18 @@ class MismatchReport:
     bin_tokens: int
     percentile: float
     mean: float
-    p1: float  # the 1st percentile over all tokens
-    p1_upper: float  # the 1st percentile of the upper bound
+    p1: float  # 1st percentile over all tokens
+    p1_upper: float  # 1st percentile of the upper bound
     bins: tuple[BinMismatch, ...]
     histogram: Histogram  # acceptance in 50 equal bins
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain dicts, lists and numbers for JSON; nan becomes None."""
+        """Convert to plain JSON types; nan becomes None."""
         return {name: plain(value) for name, value in asdict(self).items()}
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Compute the mean over each resample's tokens, float64 [R]. This function is a Statistic."""
+    """Compute the token mean of each resample, float64 [R]. Usable as a Statistic."""
     n_sequences = weights_RB.shape[1]
     sums = np.bincount(sequence, values, minlength=n_sequences)
     counts = np.bincount(sequence, minlength=n_sequences)
@@ -145,14 +147,13 @@ def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray
 def weighted_percentile(
     values: FloatArray, sequence: IntArray, weights_RB: FloatArray, percentile: float = 5
 ) -> FloatArray:
-    """Compute the exact percentile of each resample, float64 [R]. With a fixed `percentile`
-    (functools.partial), this function is a Statistic.
+    """Compute the exact percentile of each resample, float64 [R]. Usable as a Statistic once
+    `percentile` is fixed with functools.partial.
 
-    The result equals np.percentile of the values, each repeated as often as its sequence's weight
-    (a whole number) says. The values are sorted once and divided into blocks. An order statistic of
-    a resample is then found in two steps: the sequences' weights and their token counts per block
-    locate the block that contains it, and a search of that block finds the token. Memory: O(T + R
-    (B + sqrt T)).
+    This gives the same result as np.percentile with each value repeated by its sequence's weight,
+    which must be a whole number. Values are sorted once and split into blocks. To find an order
+    statistic of a resample, first use the sequences' weights and token counts per block to find the
+    right block, then search that block for the token. Memory: O(T + R (B + sqrt T)).
 
     Raises ValueError if the percentile is out of range, or a resample contains no tokens.
     """
@@ -162,22 +163,21 @@ def weighted_percentile(
     n_tokens = values.size
     n_sequences = weights_RB.shape[1]
 
-    # With at least B tokens per block, the table of counts [blocks, B] is no larger than the array
-    # of tokens.
+    # Use at least B tokens per block, so that the count table [blocks, B] has at most about T
+    # entries.
     block_tokens = max(isqrt(n_tokens), n_sequences)
     n_blocks = max(ceil(n_tokens / block_tokens), 1)
-    nobody = n_sequences  # owner of the padding in the last block, with weight 0
+    nobody = n_sequences  # owns the padding in the last block, with weight 0
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
 
-    # Count each sequence's tokens in each block, and then each resample's tokens up to the end of
-    # each block.
+    # Count tokens per block and sequence, then each resample's tokens up to the end of each block.
     n_owners = n_sequences + 1
     cells = owner_blocks + np.arange(n_blocks)[:, None] * n_owners
     counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
     tokens_of = counts.reshape(n_blocks, n_owners)
     weights = np.append(weights_RB, np.zeros((len(weights_RB), 1)), axis=1)
-    # Counts are whole numbers, which float64 represents exactly.
+    # Counts are whole numbers, so float64 is exact.
     through_block = np.cumsum(weights @ tokens_of.T.astype(np.float64), axis=1)
 
     def order_statistic(rank: FloatArray) -> FloatArray:
@@ -212,13 +212,13 @@ def sequence_bootstrap(
     resamples: int = 1000,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """Compute the 95 % interval of a statistic of `values` [T], T >= 1, by resampling whole
-    sequences with replacement. `sequence` [T] contains the sequence id of each token.
+    """Compute a statistic of `values` [T], T >= 1, with a 95 % interval from resampling whole
+    sequences with replacement. `sequence` [T] is the sequence id of each token.
 
-    The interval contains the middle 95 % of the resampled statistics (the percentile bootstrap).
-    With fewer than about 20 sequences, it is too narrow.
+    The interval is the middle 95 % of the resampled statistics (percentile bootstrap). With fewer
+    than about 20 sequences, it is too narrow.
 
-    Raises ValueError if shapes differ, or there are no tokens.
+    Raises ValueError if the shapes differ, or there are no tokens.
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
@@ -248,9 +248,7 @@ def interval_by_bin(
     statistic: Statistic,
     seed: int | np.random.Generator,
 ) -> list[PercentileInterval]:
-    """Compute any statistic of acceptance for each bin of positions. The remaining arguments and
-    the result are as in `percentile_by_bin_interval`.
-    """
+    """Like `percentile_by_bin_interval`, but for any statistic of acceptance."""
     values = check_acceptance(alpha, position=position, sequence=sequence)
     sequences = np.asarray(sequence)
     rng = np.random.default_rng(seed)
@@ -276,20 +274,20 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a percentile of acceptance, with a 95 % interval from resampling sequences, for each
-    bin of positions in ascending order.
+    """Compute a percentile of acceptance for each position bin, in ascending order, with a 95 %
+    interval from resampling sequences.
 
-    In each bin, only the sequences that reach the bin are resampled, so intervals are wide at
-    lengths that few responses reach.
+    Each bin only resamples the sequences that reach it, so expect wide intervals at lengths that
+    few responses reach.
 
     Args:
         alpha: acceptance rates in [0, 1], [T].
         position: 0-based token positions, [T].
-        sequence: ids of the tokens' sequences, [T].
+        sequence: sequence id of each token, [T].
         percentile: the percentile, in 0..100.
         seed: an int, or a Generator to draw from.
 
-    Raises ValueError if shapes differ, or an argument is out of range.
+    Raises ValueError if the shapes differ, or an argument is out of range.
     """
     statistic = partial(weighted_percentile, percentile=check_percentile(percentile))
     return interval_by_bin(alpha, position, sequence, bin_tokens, statistic, seed)
@@ -304,16 +302,15 @@ def mismatch_report(
     percentile: float = 5,
     seed: int | np.random.Generator = 0,
 ) -> MismatchReport:
-    """Compute the mismatch statistics of a set of rollouts (Sparrow, arXiv 2606.08446, section 3).
+    """Compute mismatch statistics over a set of rollouts (Sparrow, arXiv 2606.08446, section 3).
 
     Args:
         lower: lower bounds on the tokens' acceptance rates, [T], T >= 1.
-        upper: upper bounds on the same rates, [T]. If the rates are exact, pass the same array
-            twice.
+        upper: upper bounds on the same rates, [T]. If you have exact rates, pass them as both.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
-    Raises ValueError if there are no tokens, shapes differ, a lower bound exceeds its upper bound,
-    or an argument is out of range.
+    Raises ValueError if there are no tokens, the shapes differ, a lower bound exceeds its upper
+    bound, or an argument is out of range.
     """
     low = check_acceptance(lower, upper=upper, position=position, sequence=sequence)
     high = check_acceptance(upper)

@@ -1,10 +1,10 @@
-"""The ceiling of p5: the p5 that dense rollouts have.
+"""The p5 ceiling: the p5 you get with dense rollouts.
 
-The ceiling is below 1 because the sampler and the trainer round differently and because top-n lists
-do not cover the vocabulary. To isolate the effect of sparsity, a p5 must be compared with that of
-dense rollouts from the same engine and trainer, with the same n and at the same lengths.
+It's below 1 because the sampler and the trainer round differently, and because top-n lists don't
+cover the vocabulary. To isolate the effect of sparsity, compare p5 with that of dense rollouts from
+the same engine and trainer, with the same n and at the same lengths.
 
-Shapes: T tokens, n entries of the actor's top-n list.
+Shapes: T tokens, n entries in the actor's top-n list.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-# maximum number of responses sampled densely when nothing else measures the ceiling
+# max responses to sample densely if the ceiling can't be measured any other way
 CEILING_RESPONSES = 64
 
-ENOUGH = 8  # minimum number of responses in a bin for a reliable ceiling
-RESOLVED = 1e-6  # a remaining mass below this is only float32 rounding
-LEAST = -100.0  # the log-prob given to impossible tokens, including padding
+ENOUGH = 8  # minimum responses per bin for a reliable ceiling
+RESOLVED = 1e-6  # leftover mass below this is just float32 rounding
+LEAST = -100.0  # log-prob of impossible tokens, including padding
 
 
 class Ceiling:
-    """The tail of dense rollouts by length, as last measured."""
+    """The latest measured tail of dense rollouts, by length."""
 
     def __init__(self) -> None:
-        # maps the (start, end) of a bin to its statistics
+        # (start, end) of a bin -> its statistics
         self._bins: dict[tuple[int, int], dict[str, float]] = {}
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Record the bins of a report that end at or before ``up_to`` tokens, the length up to
-        which the actor read everything.
+        """Record a report's bins, except those that end after ``up_to`` tokens, where the actor is
+        no longer dense.
 
-        A measurement from fewer than ``ENOUGH`` responses does not replace one from more responses.
+        A measurement from fewer than ``ENOUGH`` responses doesn't replace one from more responses.
         """
         for b in dense.bins:
             if b.end > up_to:
@@ -55,10 +55,10 @@ class Ceiling:
             }
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Give each bin the ceiling of the measured bin nearest in length, and return the bins;
+        """Return the bins with ceilings filled in, each from the measured bin closest in length, or
         unchanged if nothing has been measured.
 
-        Bins measured from fewer than ``ENOUGH`` responses are used only if there are no others.
+        Bins measured from fewer than ``ENOUGH`` responses are only used if there are no others.
         """
         reached = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH}
         measured = reached or self._bins
@@ -72,11 +72,11 @@ class Ceiling:
         return tuple(replace(b, **nearest(b)) for b in bins)
 
     def on(self, report: MismatchReport) -> MismatchReport:
-        """Return the report with a ceiling added to every p5."""
+        """Return the report with ceilings filled in for all bins."""
         return replace(report, bins=self.beside(report.bins))
 
     def __bool__(self) -> bool:
-        """Return whether anything has been measured."""
+        """True if anything has been measured."""
         return bool(self._bins)
 
     def state(self) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class Ceiling:
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Add the bins that ``state`` returned."""
+        """Add the bins returned by ``state``."""
         for row in state:
             stats = {
                 name: float("nan") if x is None else x
@@ -102,23 +102,22 @@ class Ceiling:
 
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
-    """Measure how much a sampler's numerics shift log-probs, float64 ``[T, n + 1]``. The last
-    column is the shift of the total mass outside the list.
+    """Measure how much the sampler's numerics shift log-probs, float64 ``[T, n + 1]``. The last
+    column is for the total mass outside the list.
 
     Args:
         sampled_Tn: the sampler's natural log-probs of the listed tokens; -inf is padding.
-        scored_Tn: the scorer's log-probs of the same tokens, in the same contexts and under the
-            same schedule.
+        scored_Tn: the scorer's log-probs of the same tokens, with the same contexts and schedule.
     """
     return _with_rest(sampled_Tn) - _with_rest(scored_Tn)
 
 
 def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
-    """Convert log-probs that were scored under any schedule to the log-probs that the sampler would
-    have computed, float64 ``[T, n]``.
+    """Convert the scorer's log-probs under any schedule to what the sampler would have computed,
+    float64 ``[T, n]``.
 
-    The noise is assumed to be the same under every schedule and to act on logits, so the
-    probabilities are renormalised.
+    This assumes that the noise doesn't depend on the schedule and acts on logits, so probabilities
+    are renormalised.
     """
     disturbed = _with_rest(scored_Tn) + noise
     normalized = disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True)
@@ -126,8 +125,8 @@ def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
 
 
 def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
-    """Append the log of the remaining mass to log-probs as a column. The mass is taken to be at
-    least the resolution of float32 log-probs.
+    """Append a column with the log of the leftover mass, clamped to the resolution of float32
+    log-probs.
     """
     logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
     rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)

@@ -1,9 +1,9 @@
-"""Acceptance of drafts by length, stored as counts, which are small enough to keep on a device and
-can be summed over engines and steps.
+"""Draft acceptance by length, kept as counts, which are small enough to stay on the device and can
+be summed over engines and steps.
 
-A draft's acceptance, sum_v min(p(v), q(v)), is exact, because verification has both distributions.
-Drafts read a cache written by the dense policy. In a lossy rollout, where the actor reads a cache
-that it wrote itself, acceptance is slightly lower.
+A draft's acceptance, sum_v min(p(v), q(v)), is exact, since verification has both distributions.
+Drafts read a cache written by the dense policy. Acceptance is slightly lower in lossy rollouts,
+where the actor reads its own cache.
 
 Shapes: T drafts, N length bins (the first starts at length 0).
 """
@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance, check_percentile
 
 BUCKETS = 1000
-"""Number of equal intervals of [0, 1] in which acceptance is counted; the last interval includes 1.
-Percentiles are exact to 1 / BUCKETS.
+"""Acceptance is counted in this many equal buckets of [0, 1]; the last one includes 1. Percentiles
+are exact to 1 / BUCKETS.
 """
 
 
@@ -38,22 +38,22 @@ class DraftBin:
 
 @dataclass(frozen=True, eq=False)
 class DraftAcceptance:
-    """Counts of drafts by length and acceptance."""
+    """Draft counts by length and acceptance."""
 
     bin_tokens: int
     counts: IntArray  # [N, BUCKETS]
-    sums: FloatArray  # [N], sums of the acceptance rates
+    sums: FloatArray  # [N], summed acceptance rates
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """Return counts without any drafts, which can be added to counts in bins of any width."""
+        """Return zero drafts, which can be added to counts with any bin width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod
     def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
         """Count drafts with acceptance rates ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
 
-        Raises ValueError if the acceptance is outside [0, 1], or the shapes differ.
+        Raises ValueError if a rate is outside [0, 1], or the shapes differ.
         """
         values = check_acceptance(alpha, position=position)
         bins = np.asarray(position, np.int64) // bin_tokens
@@ -65,7 +65,7 @@ class DraftAcceptance:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> DraftAcceptance:
-        """Restore counts from the result of ``to_dict``."""
+        """Restore counts from ``to_dict``."""
         counts = np.zeros((len(plain["sums"]), BUCKETS), np.int64)
         for i, filled in enumerate(plain["counts"]):
             for bucket, count in filled:
@@ -73,7 +73,7 @@ class DraftAcceptance:
         return cls(plain["bin_tokens"], counts, np.asarray(plain["sums"], np.float64))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain JSON types, with only the non-empty buckets of each bin."""
+        """Convert to plain JSON types, leaving out empty buckets."""
 
         def filled(row: IntArray) -> list[list[int]]:
             return [[int(bucket), int(row[bucket])] for bucket in np.flatnonzero(row)]
@@ -103,17 +103,17 @@ class DraftAcceptance:
 
     @property
     def mean(self) -> float:
-        """Mean acceptance; nan without drafts."""
+        """Mean acceptance; nan if there are no drafts."""
         return float(self.sums.sum() / self.drafts) if self.drafts else float("nan")
 
     def percentile(self, percentile: float = 5) -> float:
-        """Compute a percentile of the acceptance of all drafts; nan without drafts. Acceptance is
-        assumed to be uniform within each bucket.
+        """Compute an acceptance percentile over all drafts, assuming a uniform distribution within
+        each bucket; nan if there are no drafts.
         """
         return _percentile(self.counts.sum(0), percentile)
 
     def bins(self) -> list[DraftBin]:
-        """List the length bins that contain drafts, in ascending order."""
+        """List the non-empty length bins, in ascending order."""
         drafts = self.counts.sum(1).tolist()
         sums = self.sums.tolist()
         return [

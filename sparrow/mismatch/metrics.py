@@ -1,4 +1,4 @@
-"""Convert a mismatch report to scalars for trackers, under the same names wherever they are logged.
+"""Convert a mismatch report to scalars for trackers. The names are the same wherever it's logged.
 
 sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
                                bins; sparrow/p5/upper is the same for the upper bound
@@ -6,9 +6,9 @@ sparrow/p5/START-END           the percentile in one bin. /low and /high are its
                                resampling sequences, if at least two sequences reach the bin; /upper
                                is the percentile of the upper bound. If dense rollouts were
                                measured, /ceiling is their p5, with /ceiling/low and /ceiling/high,
-                               and /relative is the relative p5 (``mismatch.tau``). For samples of
+                               and /relative is the relative p5 (``mismatch.tau``). For samples from
                                the dense policy itself, only /upper and /ceiling are logged, because
-                               the lower bound reflects the length of the lists and not a mismatch
+                               the lower bound depends on the list length rather than on mismatch
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
@@ -22,10 +22,9 @@ from sparrow.mismatch.tau import relative
 
 
 def mismatch_metrics(report: MismatchReport, dense_up_to: float = 0) -> dict[str, float]:
-    """Convert a report to flat scalars; unknown values (nan) are omitted.
+    """Convert a report to flat scalars, leaving out unknown values (nan).
 
-    ``dense_up_to`` is the length up to which samples come from the dense policy; infinity if all
-    do.
+    Up to length ``dense_up_to``, samples come from the dense policy; pass infinity if they all do.
     """
     name = f"sparrow/p{report.percentile:g}"
     metrics = {"sparrow/sequences": float(report.n_sequences)}

@@ -1,11 +1,10 @@
-"""Estimate the mean of acceptance, and a lower bound on its tail, from the log-probs of the sampled
-tokens alone.
+"""Estimate mean acceptance, and a lower bound on its tail, from just the sampled tokens' log-probs.
 
 For a token y drawn from the actor q, let s = min(1, p(y) / q(y)). The expectation of s over y is
-sum_v min(p(v), q(v)), the acceptance rate alpha of that position, so the mean of s estimates the
-mean of alpha. A percentile of s does not estimate that of alpha, because s scatters around alpha,
-but the scatter can only lower the tail. For any level z and c = percentile / 100, Jensen's
-inequality for the convex function (z - x)+ implies
+sum_v min(p(v), q(v)), the acceptance rate alpha at that position, so the mean of s estimates the
+mean of alpha. This doesn't work for percentiles, because s scatters around alpha, but scatter can
+only make the tail look lower. For any level z and c = percentile / 100, Jensen's inequality for the
+convex function (z - x)+ gives
 
     z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c
                         <=  mean of the lowest c of alpha
@@ -13,8 +12,8 @@ inequality for the convex function (z - x)+ implies
 
 (for the second step see Rockafellar and Uryasev, "Optimization of conditional value-at-risk",
 2000). The left side is largest when z is the percentile of s, where it is the mean of the lowest c
-of s. Sampled tokens alone can therefore prove that a tail is above a target; proving that it is
-below one takes top-n lists (`acceptance.py`).
+of s. So sampled tokens are enough to show that a tail is above a target, but to show that it's
+below, you need top-n lists (`acceptance.py`).
 
 Shapes: T tokens.
 """
@@ -27,10 +26,10 @@ from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, chec
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
-    """Compute min(1, p/q) for sampled tokens, float64 in [0, 1]. Both log-probs are natural
-    logarithms at the same temperature.
+    """Compute min(1, p/q) for sampled tokens, float64 in [0, 1], from natural log-probs at the same
+    temperature.
 
-    Raises ValueError if shapes differ, a log-prob is NaN, or a log-prob of the actor is infinite.
+    Raises ValueError if the shapes differ, a log-prob is NaN, or one of the actor's is infinite.
     """
     p = np.asarray(policy_logprobs, np.float64)
     q = np.asarray(actor_logprobs, np.float64)
@@ -56,12 +55,12 @@ def tail_floor_by_bin(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a lower bound on a percentile of acceptance for each bin of positions, with a 95 %
+    """Compute a lower bound on a percentile of acceptance for each position bin, with a 95 %
     interval from resampling sequences.
 
-    Arguments, result and errors are as in `percentile_by_bin_interval`, except that `sampled` [T]
-    is the result of `sampled_acceptance`, the percentile must be above 0, and the estimate is the
-    mean of the lowest `percentile` % of `sampled`.
+    Like `percentile_by_bin_interval`, except that `sampled` [T] comes from `sampled_acceptance`,
+    the percentile must be above 0, and the estimate is the mean of the lowest `percentile` % of
+    `sampled`.
     """
     share = check_percentile(percentile) / 100
     if not share:

@@ -1,10 +1,10 @@
-"""Divide positions into the bins in which the tail of the acceptance rate is measured, and check
-rates and percentiles.
+"""Split positions into bins for measuring the tail of the acceptance rate, and check rates and
+percentiles.
 
-The mean acceptance hardly differs between a stable and a collapsing run, but the 5th percentile of
+Mean acceptance barely differs between a stable and a collapsing run, but the 5th percentile of
 acceptance in 2,000-token bins does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based
-indices of the scored tokens. The caller may count them from the start of the response or of the
-whole sequence, but must be consistent.
+indices of the scored tokens, counted either from the start of the response or of the whole
+sequence, as long as it's consistent.
 
 Shapes: T tokens.
 """
@@ -19,9 +19,10 @@ DEFAULT_BIN_TOKENS = 2000
 
 
 def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArray:
-    """Return acceptance rates as float64 [T].
+    """Return the acceptance rates as float64 [T].
 
-    Raises ValueError if a rate is outside [0, 1], or an array in `aligned` has a different shape.
+    Raises ValueError if they aren't a flat array, a rate is outside [0, 1], or an array in
+    `aligned` has a different shape.
     """
     values = np.asarray(alpha, np.float64)
     if values.ndim != 1:
@@ -44,13 +45,13 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
 
 
 def between(low: float, high: float, digits: int = 3) -> str:
-    """Format two bounds as text, or as one number if they round to the same."""
+    """Format two bounds, or just one number if they round to the same value."""
     ends = [f"{x:.{digits}f}" if np.isfinite(x) else "n/a" for x in (low, high)]
     return ends[0] if ends[0] == ends[1] else f"between {ends[0]} and {ends[1]}"
 
 
 def check_percentile(percentile: float) -> float:
-    """Return the percentile, or raise ValueError if it is outside 0..100."""
+    """Return the percentile. Raises ValueError if it's outside 0..100."""
     if not 0 <= percentile <= 100:
         raise ValueError(
             f"Percentile {percentile} is outside 0..100; the published statistic uses 5."
@@ -61,10 +62,10 @@ def check_percentile(percentile: float) -> float:
 def split_by_bin(
     position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS
 ) -> list[tuple[int, IntArray]]:
-    """Return (bin, token indices) pairs for the bins that contain tokens, in ascending order. The
-    bin of a token is position // bin_tokens.
+    """Return (bin, token indices) pairs for the non-empty bins, in ascending order. A token's bin
+    is position // bin_tokens.
 
-    Raises ValueError if positions are not integers or are negative, or bin_tokens is below 1.
+    Raises ValueError if positions are negative or not integers, or bin_tokens is below 1.
     """
     positions = np.asarray(position)
     if bin_tokens < 1:

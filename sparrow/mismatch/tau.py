@@ -1,15 +1,15 @@
-"""The target for p5, absolute or relative to the ceiling, and how to remove the effect of the
-ceiling from a measured p5.
+"""The p5 target, absolute or relative to the ceiling, and how to correct a measured p5 for the
+ceiling.
 
-Numerical errors and errors due to sparsity are independent, so their effects on the rejected share
-add in quadrature. If c is the ceiling, the p5 of dense rollouts, the **relative p5** is the p5 that
-sparsity alone would cause:
+Errors from numerics and from sparsity are independent, so their effects on the rejected share add
+in quadrature. If c is the ceiling, i.e. the p5 of dense rollouts, the **relative p5** is what
+sparsity alone would give:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-If short top-n lists omit probability mass of actor and policy, the relative p5 is too low, which
-leads to more pages, never to fewer. docs/calibration.md derives the formula and compares it with
-alternatives.
+If top-n lists are too short and miss some of the actor's and policy's mass, the relative p5 comes
+out too low, which errs on the side of more pages. For the derivation and a comparison with
+alternatives, see docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import numpy as np
 from sparrow.mismatch.bootstrap import BinMismatch
 
 Span = tuple[float, float, float]
-"""An estimate and the ends of its 95 % interval; unknown values are nan."""
+"""An estimate, and the lower and upper end of its 95 % interval; nan if unknown."""
 
 
 class Tau(NamedTuple):
-    """A target for p5, in (0, 1)."""
+    """A p5 target, in (0, 1)."""
 
     value: float
-    relative: bool = False  # whether the target is for p5 relative to each bin's ceiling
+    relative: bool = False  # whether it's for p5 relative to each bin's ceiling
 
     @classmethod
     def chosen(cls, absolute: float | None, relative: float | None) -> Tau:
-        """Build tau from the setting that is not None."""
+        """Build tau from whichever setting isn't None."""
         if relative is not None:
             return cls(relative, relative=True)
         assert absolute is not None, "settings.choose sets one of the two"
@@ -46,42 +46,40 @@ class Tau(NamedTuple):
 
     @property
     def statistic(self) -> str:
-        """The name of the statistic that has to reach ``value``."""
+        """Name of the statistic compared with ``value``."""
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Convert p5, its interval and its upper bound in every bin to the scale of ``value``. If
-        tau is relative, they are nan in bins without a ceiling.
+        """Convert every bin's p5, interval and upper bound to the scale of ``value``. If tau is
+        relative, they become nan in bins without a ceiling.
 
-        Ceilings are not changed.
+        Ceilings stay the same.
         """
         return tuple(map(relative, bins)) if self.relative else tuple(bins)
 
     def level(self, ceiling: float) -> float:
-        """Return the measured p5 needed to reach tau, where ``ceiling`` is the p5 of dense
-        rollouts.
-        """
+        """Return the measured p5 needed to reach tau, given the p5 of dense rollouts."""
         if not self.relative:
             return self.value
         return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2)
 
     def verdict(self, b: BinMismatch) -> Literal["holds", "below", "undecided"]:
-        """Compare a bin with tau (see ``BinMismatch.verdict``); undecided if tau is relative and
-        the bin has no ceiling.
+        """Compare a bin with tau (see ``BinMismatch.verdict``). It's undecided if tau is relative
+        and the bin has no ceiling.
         """
         (scaled,) = self.scale([b])
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """Return a message naming lengths at which even dense rollouts do not reach tau or cannot
-        be shown to reach it, or None if there are none.
+        """Return a message naming lengths at which not even dense rollouts reach tau, or can be
+        shown to, or None if there aren't any.
 
-        The relative p5 of dense rollouts is 1, which reaches any relative tau, but an actor's
-        distance from the ceiling is known no more precisely than the ceiling itself.
+        Dense rollouts have a relative p5 of 1, which meets any relative tau. But we can't tell how
+        far an actor is from the ceiling any better than we know the ceiling itself.
         """
 
         def best(b: BinMismatch) -> float:
-            """Return the highest p5 that any actor can be shown to have."""
+            """Return the best p5 that can be shown for any actor."""
             if not self.relative:
                 return b.ceiling_high
             _, low, _ = relative_span(_ceiling(b), _ceiling(b))
@@ -105,7 +103,7 @@ class Tau(NamedTuple):
 
 
 def relative_p5(p5: float, ceiling: float) -> float:
-    """Compute the p5 that sparsity alone would cause; 1 if p5 is at or above the ceiling."""
+    """Compute the p5 that sparsity alone would give; 1 if p5 is at or above the ceiling."""
     return 1 - sqrt(max((1 - p5) ** 2 - (1 - ceiling) ** 2, 0.0))
 
 
@@ -113,14 +111,14 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
     """Compute the relative p5 and its interval, assuming that the intervals of ``p5`` and
     ``ceiling`` are independent.
 
-    The interval of a difference (here, of two squares) is computed from the intervals of both terms
+    The interval for a difference (here, of two squares) is derived from the intervals of both terms
     (Zou and Donner, "Construction of confidence limits about effect measures: a general approach",
-    Statistics in Medicine 2008). The result is too wide if both terms come from the same tokens.
+    Statistics in Medicine 2008). It's too wide if both come from the same tokens.
     """
-    # Squaring the rejected shares 1 - p5 turns the low end of a p5 into the high end of its square.
+    # (1 - p5)^2 falls as p5 rises, so the low end of p5 becomes the high end of the square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
 
-    # The maxima are needed because a bootstrap interval may not contain its estimate.
+    # Clamp to 0 in case a bootstrap interval doesn't contain its estimate.
     more = np.hypot(np.maximum(x_high - x, 0), np.maximum(c - c_low, 0))
     less = np.hypot(np.maximum(x - x_low, 0), np.maximum(c_high - c, 0))
     squares = x - c + np.array([0, more, -less])
@@ -129,9 +127,7 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """Make a bin's p5, interval and upper bound relative to its ceiling; nan if that was not
-    measured.
-    """
+    """Make a bin's p5, interval and upper bound relative to its ceiling; nan if it has none."""
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
     upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)
     return replace(b, lower_bound=p5, interval_low=low, interval_high=high, upper_bound=upper)

@@ -1,7 +1,7 @@
-"""Compute the acceptance of each token of a rollout, for a trainer or a probe, and pool tokens into
-one report.
+"""Compute a rollout's per-token acceptance, for a trainer or a probe, and pool tokens into one
+report.
 
-Shapes: T response tokens, n entries of the actor's top-n list.
+Shapes: T response tokens, n entries in the actor's top-n list.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sparrow.schedule import SparsitySchedule
 
 
 class TokenAcceptance(NamedTuple):
-    """Bounds on the acceptance rate of each response token, float64 ``[T]``, and the tokens'
-    positions, int64 ``[T]``.
+    """Bounds on each response token's acceptance rate, float64 ``[T]``, and token positions, int64
+    ``[T]``.
     """
 
     lower: np.ndarray
@@ -34,14 +34,13 @@ def token_acceptance(
     schedule: SparsitySchedule,
     actor_top_logprobs: np.ndarray | None = None,
 ) -> TokenAcceptance:
-    """Compute the acceptance of one response from the policy's log-probs ``[T, n]`` of the tokens
-    in the rollout's top-n lists.
+    """Compute one response's acceptance from the policy's log-probs ``[T, n]`` of the tokens in the
+    rollout's top-n lists.
 
-    The actor's log-probs are those in the rollout unless ``actor_top_logprobs`` replaces them, for
-    example with log-probs from teacher forcing under another schedule. A token's position is the
-    length for which the schedule was looked up when the token was sampled, which is the number of
-    cached tokens rounded up to the end of their last page, so the bins of a report are the
-    schedule's.
+    The actor's log-probs come from the rollout, unless ``actor_top_logprobs`` overrides them, e.g.
+    with log-probs from teacher forcing under another schedule. A token's position is the length
+    used to look up the schedule when it was sampled (the number of cached tokens, rounded up to the
+    end of the page), so that a report's bins line up with the schedule's.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -52,8 +51,8 @@ def token_acceptance(
 def flatten(
     responses: Sequence[TokenAcceptance],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Concatenate the tokens of all responses: lower bound, upper bound, position and response
-    number, each ``[T]``.
+    """Concatenate the tokens of all responses. Return their lower bounds, upper bounds, positions
+    and response indices, each ``[T]``.
     """
     lower, upper, position = (np.concatenate(x) for x in zip(*responses, strict=True))
     lengths = [len(response.lower) for response in responses]
@@ -62,21 +61,19 @@ def flatten(
 
 
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
-    """Compute one report on all responses, resampling whole responses for its intervals."""
+    """Build one report over all responses, resampling whole responses for the intervals."""
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
 
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
-    """Return a message naming a bin in which the actor's top-n lists are too short to decide
-    whether p5 reaches ``tau``, or None if there is no such bin.
-
-    If there are several, the one with the lowest p5 is named.
+    """Return a message naming the bin where the actor's top-n lists are too short to tell whether
+    p5 reaches ``tau``, or None if there is none. With several, name the one with the lowest p5.
 
     Args:
-        bins: the bins of a report.
-        tau: the required p5.
-        top_n: length of the lists.
-        option: the name of the setting for ``top_n``.
+        bins: a report's bins.
+        tau: the p5 target.
+        top_n: list length.
+        option: name of the setting for ``top_n``.
     """
     still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
     b = min(still, key=lambda b: b.lower_bound, default=None)

@@ -1,4 +1,4 @@
-"""A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled on the machine that runs it."""
+"""CUDA kernel for page-sparse decoding on Hopper GPUs, compiled at run time."""
 
 from sparrow.attention.cuda.launch import (
     CudaConfig,

@@ -1,5 +1,5 @@
-"""Compile CUDA C++ on the user's machine with the NVRTC that comes with torch, and launch the
-kernel on torch's stream.
+"""Compile CUDA C++ at run time with the NVRTC that ships with torch, and launch kernels on torch's
+current stream.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sparrow.errors import ConfigError
 
 
 class Kernel:
-    """One function of a source file in this folder, compiled for a device.
+    """A function from a source file in this folder, compiled for a device.
 
     Args:
-        file: the source file, which may include other files in this folder.
+        file: the source file; it may include other files in this folder.
         name: the function to compile.
-        defines: macros that the source expects.
+        defines: macros expected by the source.
         shared_bytes: dynamic shared memory per launch, in bytes.
         device: a CUDA device.
 
-    Raises ConfigError if NVRTC's Python bindings are missing. Raises RuntimeError if the compiler
-    or the driver reports an error.
+    Raises ConfigError if NVRTC's Python bindings are missing, or RuntimeError if the compiler or
+    the driver reports an error.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Kernel:
     ) -> None:
         driver, _ = _bindings()
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # this call makes torch create the CUDA context
+            torch.cuda.current_stream()  # make sure torch has created the CUDA context
             target = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
             code, _ = compiled(file, tuple(defines.items()), target)
             self._module = _call(driver.cuModuleLoadData, code)
@@ -64,9 +64,7 @@ class Kernel:
         self._launch = driver.cuLaunchKernelEx
 
     def __call__(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
-        """Launch on the current stream. The launch may begin before the preceding launch has
-        ended.
-        """
+        """Launch on the current stream. The kernel may start before the previous one has ended."""
         config = self._config
         config.gridDimX = programs
         config.blockDimX = threads
@@ -79,8 +77,8 @@ class Kernel:
 def compiled(
     file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str
 ) -> tuple[bytes, str]:
-    """Compile ``file`` for ``target`` (such as ``sm_90``), which does not need a GPU. Return the
-    machine code and the compiler's log.
+    """Compile ``file`` for ``target`` (such as ``sm_90``). Return the machine code and the compiler
+    log. No GPU needed.
     """
     _, nvrtc = _bindings()
     folder = Path(__file__).parent
@@ -96,8 +94,8 @@ def compiled(
     )
     (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
 
-    # NVRTC writes into this bytes object. Python shares bytes objects of length 1, so the object
-    # must be longer.
+    # NVRTC writes into this bytes object. It has to be longer than 1 byte, because Python shares
+    # 1-byte objects.
     log = bytes(cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program)) + 1)
     _call(nvrtc.nvrtcGetProgramLog, program, log)
     said = log.partition(b"\0")[0].decode()

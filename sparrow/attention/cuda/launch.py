@@ -1,4 +1,4 @@
-"""The launcher of the CUDA kernel: its limits, its arguments, and how it divides a batch.
+"""Launcher for the CUDA kernel: its limits, its arguments, and how a batch is split up.
 
 Shapes: as in ``attention/decode.py``.
 """
@@ -30,34 +30,33 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-# Maximum number of queries (group x new tokens) that read the same pages, by head dim. Registers
-# limit it, because they hold the queries' sums.
+# Max queries (group x new tokens) reading the same pages, by head dim. Limited by registers, which
+# hold each query's accumulator.
 MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
-SHARED = 16  # number of words in program.cuh's struct ``Shared``, not counting 3 words per warp
-# With fewer items per multiprocessor than this, Triton is faster, because it ranks a row with
-# several programs.
+SHARED = 16  # words in ``Shared`` in program.cuh, not counting 3 words per warp
+# With fewer items per SM than this, Triton is faster, because it ranks a row with several programs.
 FEW_ITEMS = 0.3
 
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Launch parameters, which determine how a decode step is divided into programs."""
+    """Launch parameters that control how a decode step is split into programs."""
 
-    warps: int  # number of warps per program, a power of 2
-    stages: int  # number of pages in flight per warp
-    resident: int  # number of programs that should fit on a multiprocessor
-    # approximate number of parts per row; if 1, only rows far longer than the mean are divided
+    warps: int  # warps per program, a power of 2
+    stages: int  # pages in flight per warp
+    resident: int  # programs that should fit on an SM
+    # rough number of parts per row; if 1, only rows much longer than average are split
     parts: int = 1
     part_pages: int = 8  # minimum number of kept pages per part
-    # whether every part of a row ranks the row's pages; otherwise, the first part ranks them, and
-    # the other parts wait for its list
+    # whether every part of a row ranks the row's pages; if not, the first part ranks them and the
+    # others wait for its list
     each_ranks: bool = False
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
-        """Compute the shared memory, in bytes, of a program whose rows have up to ``capacity``
-        pages. Each key has ``key_bytes`` bytes, including its scale.
+        """Compute how much shared memory a program needs, in bytes, for rows of up to ``capacity``
+        pages and keys of ``key_bytes`` bytes, including the scale.
         """
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
         pages = capacity * 4 + capacity // 4
@@ -65,13 +64,12 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division to request when a step is planned. The first part of a row may rank
-        pages for the row's other parts; it starts before them and never waits for them, so they
-        cannot deadlock.
+        """Return the division to plan a step with. The first part of a row may rank pages for the
+        others. It starts before them and never waits for them, so there's no deadlock.
         """
         if self.parts > 1:
-            # The number of resident programs is not limited, so parts are as small as their number
-            # allows.
+            # Pretend that everything is resident, to get the smallest parts that the number of
+            # programs allows.
             extra = (self.parts - 1) * items
             resident = 2**30
         else:
@@ -94,18 +92,17 @@ def choose_config(
     dtype: torch.dtype = torch.bfloat16,
     queries: int = 1,
 ) -> CudaConfig:
-    """Choose the configuration for ``items`` items (sequences x kv heads), each with ``queries``
-    queries (group x new tokens) and up to ``capacity`` pages in a cache of dtype ``dtype``.
+    """Choose the configuration for ``items`` (sequences x kv heads), each with ``queries`` (group x
+    new tokens) and up to ``capacity`` pages, given the cache's ``dtype``.
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
     else:
-        # With 1 to 1.5 items per multiprocessor, undivided rows would leave a third of the
-        # multiprocessors idle.
+        # With 1 to 1.5 items per SM, a third of the SMs would be idle unless rows are split.
         parts = 4 if items <= 1.5 * limits.multiprocessors else 1
         config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
-    # Smaller elements get more stages, and larger heads get fewer warps, so that the number of
-    # bytes in flight stays the same.
+    # More stages for smaller elements and fewer warps for larger heads, to keep the bytes in flight
+    # constant.
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)
     if head_dim * dtype.itemsize > 256:
         config = replace(config, warps=config.warps // 2)
@@ -114,7 +111,7 @@ def choose_config(
         needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)
         return needed <= (limits.shared_memory + 1024) // config.resident - 1024
 
-    # The float32 results of the queries are stored in the buffers of the pages in flight.
+    # The queries' float32 results go into the page buffers, so those must be large enough.
     least = -(-max(16, queries) // (8 * dtype.itemsize))
     while config.stages > least and not fits(config):
         config = replace(config, stages=config.stages - 1)
@@ -122,16 +119,12 @@ def choose_config(
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the size in bytes of one token's key in one head, including its scale in an int8
-    cache.
-    """
+    """Return the bytes per token and head for keys, including the scale in an int8 cache."""
     return head_dim * dtype.itemsize + (dtype == torch.int8)
 
 
 def few_rows(kv_heads: int, device: torch.device) -> int:
-    """Return the largest number of rows for which the Triton kernels are faster than this
-    kernel.
-    """
+    """Return the largest batch size at which the Triton kernels still beat this kernel."""
     return int(FEW_ITEMS * device_limits(device).multiprocessors) // kv_heads
 
 
@@ -143,8 +136,8 @@ def unsupported_reason(
     device: torch.device,
     tokens: int = 1,
 ) -> str | None:
-    """Explain in a sentence why the kernel cannot decode ``tokens`` new tokens per step of such a
-    model on ``device``. Return None if it can.
+    """Explain in a sentence why the kernel can't decode this kind of model on ``device`` with
+    ``tokens`` new tokens per step, or return None if it can.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel needs a Hopper GPU (H100, H200); use the Triton kernels"
@@ -174,7 +167,7 @@ def unsupported_reason(
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that this kernel does not support."""
+    """Raise ValueError if this kernel doesn't support the batch."""
     check_for_kernels(batch, workspace)
     reason = unsupported_reason(
         batch.layout.page_size,
@@ -211,11 +204,10 @@ def run(
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
-    ``triton.store_tokens`` permits this early start, and only the newest tokens may depend on that
-    launch.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. Only a
+    ``triton.store_tokens`` launch allows this, and it must only write the newest tokens.
     """
-    assert workspace is not None  # ``check`` has already refused None
+    assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -224,7 +216,7 @@ def run(
 
 
 class _Arguments(ctypes.Structure):
-    """Counterpart of the struct ``Args`` in program.cuh."""
+    """Keep in sync with the struct ``Args`` in program.cuh."""
 
     _fields_ = (
         *(
@@ -274,8 +266,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Launches:
-    """The two launches of a decode step (plan and attention) with their arguments. Each launch has
-    its own method, so that benchmarks can time the launches separately.
+    """The two launches of a decode step, plan and attention. They are separate methods so that
+    benchmarks can time them separately.
     """
 
     def __init__(
@@ -296,14 +288,14 @@ class Launches:
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
-        """Divide the batch among programs. The plan is valid for every layer with the same lengths
-        and budgets.
+        """Split the batch across programs. The plan holds for all layers with the same lengths and
+        budgets.
         """
         divide(self.batch, self.workspace, self.division)
 
     @property
     def defines(self) -> dict[str, int]:
-        """Macros with which the kernel is compiled."""
+        """Macros to compile the kernel with."""
         b = self.batch
         c = self.config
         return dict(
@@ -327,7 +319,7 @@ class Launches:
         )
 
     def attend(self, rank_before_wait: bool = False) -> None:
-        """Rank pages, select pages and compute attention in one launch."""
+        """Rank and select pages and compute attention, all in one launch."""
         b = self.batch
         w = self.workspace
         c = self.config

@@ -1,4 +1,4 @@
-"""Triton kernels of page attention."""
+"""Triton kernels for page attention."""
 
 from sparrow.attention.triton.forced import teacher_forced
 from sparrow.attention.triton.launch import Launches, check, run, store_tokens, update_landmarks

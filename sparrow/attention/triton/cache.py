@@ -1,8 +1,7 @@
-"""Triton kernels that update a paged cache: they store the newest tokens, and the landmarks of the
-pages that these tokens complete.
+"""Triton kernels that update a paged cache: they store new tokens, and the landmarks of pages these
+tokens complete.
 
-Shapes: K kv heads, D head dim (padded to DP), P page size; a block of the cache consists of
-PER_BLOCK pages.
+Shapes: K kv heads, D head dim (padded to DP), P page size, PER_BLOCK pages per cache block.
 """
 
 import triton
@@ -31,10 +30,10 @@ def landmark_kernel(
     PER_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Recompute the mean key of every page of one layer whose last slot is among this program's
+    """Recompute the mean keys of one layer's pages whose last slot is among this program's
     ``SLOTS`` slots.
 
-    ``scales`` are the scales of int8 keys; None for keys in other dtypes.
+    ``scales`` is only for int8 keys; None for other dtypes.
     """
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2)
@@ -94,11 +93,10 @@ def store_kernel(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store the keys and values of one token in its slot, if it has one.
+    """Store one token's keys and values in its slot, if it has one.
 
-    If the cache is e4m3, keys and values are divided by their scales, and ``clipped`` counts the
-    tokens that are out of range after the division. If the cache is int8, the scales are computed
-    and stored as well.
+    For an e4m3 cache, keys and values are divided by their scales, and ``clipped`` counts the
+    tokens that are then out of range. For an int8 cache, the scales are computed and stored too.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -155,8 +153,8 @@ def complete_page(
     P: tl.constexpr,
     PER_BLOCK: tl.constexpr,
 ):
-    """Write the landmark of a row's last page if the newest token filled that page. The page is not
-    ranked in this step.
+    """Write the landmark of the row's last page if the newest token has just filled it. This step
+    doesn't rank that page yet.
     """
     if (length > 0) & (length % P == 0):
         page = length // P - 1
@@ -186,7 +184,7 @@ def _write_mean(
     DP: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Store the mean key of one page of a block. If keys have scales, those of the block begin at
+    """Store the mean key of one page in a block. If there are scales, the block's start at
     ``first_scale``.
     """
     token = page * P + tl.arange(0, P)
@@ -203,14 +201,14 @@ def _write_mean(
 
 @triton.jit
 def round_to_e4m3(x):
-    """Round to the nearest e4m3 value, with ties to even, and clamp to 448. The computation is in
-    float32, so that the result is the same on all devices.
+    """Round to the nearest e4m3 value, ties to even, clamped to 448. This is done in float32, to
+    get the same result on all devices.
     """
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    # The exponent is at least that of 2^-6, because smaller values are subnormal in e4m3.
+    # Values below 2^-6 are subnormal in e4m3, so don't go below that exponent.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # The exponent of ``large`` is 20 higher, so its last place in float32 is the last place of x in
-    # e4m3. The addition therefore rounds x to that place.
+    # ``large`` has an exponent 20 higher, so its last float32 bit is x's last e4m3 bit, and adding
+    # it rounds x to that bit.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
 
@@ -223,15 +221,14 @@ def scale_of(exponent):
 
 @triton.jit
 def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Compute ``to_int8`` of ``attention/int8.py``, and return codes, and exponent bytes between
-    ``LEAST`` and ``MOST``.
+    """Same as ``to_int8`` in ``attention/int8.py``. Return codes, and exponent bytes clamped to
+    ``LEAST .. MOST``.
     """
-    # The bit patterns of non-negative floats have the same order as the floats, with NaN last.
+    # Bit patterns of non-negative floats sort like the floats, with NaN last.
     bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
-    # The sum of a code and 1.5 * 2^23 has no fractional bits, so the code is rounded to nearest
-    # even.
+    # Adding 1.5 * 2^23 leaves no fractional bits, which rounds to nearest even.
     codes = ((x_KD + 12582912.0) - 12582912.0).to(tl.int8)
     return codes, tl.where(bits >= 0x7F800000, 255, exponent).to(tl.uint8)

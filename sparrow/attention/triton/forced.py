@@ -1,4 +1,4 @@
-"""Launchers for the teacher-forced kernels, and their autograd function.
+"""Launchers and autograd function for the teacher-forced kernels.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages.
@@ -21,29 +21,28 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 MAX_PAGES = 16384
-SCORE_BYTES = 2**27  # bytes of scratch memory for the scores of one chunk of positions
-# Tile sizes for heads of 256 bytes. FORWARD_TILES (for the output) and QUERY_TILES (for the
-# queries' gradients) contain the keys per loop iteration, warps and pipeline stages. KEY_TILES (for
-# the keys' and values' gradients) contains the query rows per iteration, keys per program, warps
-# and stages.
+SCORE_BYTES = 2**27  # scratch memory for one chunk's page scores, in bytes
+# Tile sizes for heads of 256 bytes. FORWARD_TILES (output) and QUERY_TILES (query gradients) are
+# keys per loop iteration, warps and pipeline stages. KEY_TILES (key and value gradients) is query
+# rows per iteration, keys per program, warps and stages.
 FORWARD_TILES = (64, 4, 3)
 QUERY_TILES = (64, 4, 2)
 KEY_TILES = (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
-    """The pages that each position keeps."""
+    """The pages kept by each position."""
 
     # int32 [B * K, tiles, N]; bit i is set if position ``tile * BT + i`` keeps the page
     masks: Tensor
-    # int64 [B * K, tiles, N]; the pages that at least one position of the tile keeps, in order,
-    # with their masks
+    # int64 [B * K, tiles, N]; the pages kept by any position of the tile, in order, with their
+    # masks
     lists: Tensor
-    counts: Tensor  # int32 [B * K, tiles]; number of pages in each tile's list
+    counts: Tensor  # int32 [B * K, tiles]; length of each tile's list
 
 
 class Kept(NamedTuple):
-    """Results that a repeated call can reuse."""
+    """Results for reuse by a repeated call."""
 
     selection: Selection
     out: Tensor
@@ -51,7 +50,7 @@ class Kept(NamedTuple):
 
 
 class _Context(Protocol):
-    """State that autograd passes from the forward pass to the backward pass."""
+    """The autograd context, passed from forward to backward."""
 
     saved_tensors: tuple[Tensor, ...]
     options: tuple[PageLayout, float]
@@ -73,7 +72,7 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Compute attention for whole sequences, in which every position reads the pages that it would
+    """Compute attention over whole sequences, with every position reading the same pages it would
     have read during decoding; see ``sparrow.attention.teacher_forced``.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
@@ -124,7 +123,7 @@ class _TeacherForced(torch.autograd.Function):
 
 
 class Call:
-    """The kernel launches of one call, whose arguments ``teacher_forced`` has checked."""
+    """The kernel launches for one call. Arguments have been checked by ``teacher_forced``."""
 
     def __init__(
         self,
@@ -162,8 +161,8 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Return how many rows of two tensors a loop should load per step, which is fewer than
-        ``rows`` if rows are wide or shared memory is small.
+        """Return how many rows of two tensors to load per loop step: ``rows``, or fewer if rows are
+        wide or shared memory is tight.
         """
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
@@ -171,7 +170,7 @@ class Call:
         return max(16, rows)
 
     def tile_options(self, tiles: tuple[int, int, int], resident: int) -> dict[str, int]:
-        """Return the options of a kernel in which each program loops over the pages of a tile.
+        """Return the options for a kernel whose programs each loop over a tile's pages.
 
         Args:
             tiles: tokens per iteration, warps and pipeline stages.
@@ -191,16 +190,15 @@ class Call:
     def select(
         self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None, tokens: int = 1
     ) -> Selection:
-        """Select the pages of every position, one chunk of positions at a time. Each decode step
-        has ``tokens`` tokens.
+        """Select pages for every position, one chunk of positions at a time, with ``tokens`` tokens
+        per decode step.
         """
         layout = self.layout
         device = self.q.device
         N = self.N
         P = layout.page_size
         K = self.K
-        # A chunk has as many positions as the scratch memory for scores has room for, rounded down
-        # to a power of 2.
+        # Make chunks as large as the score memory allows, rounded down to a power of 2.
         room = 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)
         C = max(32, min(triton.next_power_of_2(self.T), room))
 
@@ -298,9 +296,7 @@ class Call:
         return selection
 
     def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Compute the output, and the base-2 log-sum-exp of each position and head,
-        ``[B, H, T]``.
-        """
+        """Compute the output, and the base-2 log-sum-exp per position and head, ``[B, H, T]``."""
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
@@ -329,8 +325,8 @@ class Call:
     def query_gradient(
         self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of the queries, and ``delta`` ``[B, H, T]``, the dot product of each
-        position's output with the gradient of that output.
+        """Compute the query gradients and ``delta`` ``[B, H, T]``, the dot product of each output
+        with its gradient.
         """
         d_q = torch.zeros_like(self.q)
         delta = torch.empty_like(lse)
@@ -365,7 +361,7 @@ class Call:
     def key_gradient(
         self, lse: Tensor, delta: Tensor, d_out: Tensor, readers: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of keys and values."""
+        """Compute the key and value gradients."""
         d_k = torch.zeros_like(self.k)
         d_v = torch.zeros_like(self.v)
         rows, _, warps, stages = KEY_TILES
@@ -405,8 +401,8 @@ class Call:
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """For each run of pages, list the positions that keep at least one page of the run. Return
-        where each list ends, ``[B * K * runs]``, and the concatenated lists.
+        """For each run of pages, list the positions that keep any of them. Return the end of each
+        list, ``[B * K * runs]``, and the concatenated lists.
         """
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)
@@ -424,7 +420,7 @@ class Call:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return ``x`` with a contiguous head dim, which the kernels require."""
+    """Make the head dim contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

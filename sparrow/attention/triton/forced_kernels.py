@@ -1,19 +1,18 @@
-"""Triton kernels for the output and the gradients of teacher-forced page attention. The pages were
-chosen by ``forced_select``.
+"""Triton kernels for the output and gradients of teacher-forced page attention. The pages have been
+selected by ``forced_select``.
 
-Queries are divided into tiles of BT consecutive positions times the G heads of a group. For each
-page and tile, a bit mask specifies the positions of the tile that keep the page (``masks``: bit i
-is the tile's i-th position). Each tile has a list of the pages that at least one of its positions
-keeps, and the tile's program reads exactly these pages. For the gradients of keys and values, the
-same bits are turned into a list for each run of adjacent pages, which contains the positions that
-keep at least one page of the run. One program per run reads exactly these positions. There are no
-atomic additions, so results are bitwise deterministic.
+Queries are split into tiles of BT consecutive positions times the G heads of a group. For each page
+and tile, a bit mask says which positions keep the page (``masks``: bit i is the tile's i-th
+position). Each tile has a list of the pages kept by any of its positions, and the tile's program
+reads just those. For the key and value gradients, the same bits are turned around: each run of
+adjacent pages gets a list of the positions that keep any of them, and one program per run reads
+just those. There are no atomic adds, so results are bitwise deterministic.
 
-Everything is indexed by position in the sequence; columns before a row's start and after its end
+Everything is indexed by position in the sequence. Columns before a row's start and after its end
 are never read.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K (padded to GP), D head dim
-(padded to DP), P page size, N pages. An item is a pair of a sequence and a kv head.
+(padded to DP), P page size, N pages. An item is a (sequence, kv head) pair.
 """
 
 import triton
@@ -25,8 +24,8 @@ from sparrow.attention.triton.kernels import load_rows
 
 @triton.jit
 def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Count the listed pages that end before a tile begins. The remaining pages of the list contain
-    the tile's own tokens.
+    """Count the listed pages that end before the tile begins. The rest of the list holds the tile's
+    own tokens.
     """
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
@@ -34,8 +33,8 @@ def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
-    """Return the positions of the tokens in NP listed pages, concatenated. Also return the masks of
-    the positions that keep these tokens; masks of entries beyond ``end`` are empty.
+    """Return the token positions in NP listed pages, concatenated, and for each token, the mask of
+    the tile's positions that keep it. Masks are empty beyond ``end``.
     """
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
     mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
@@ -66,7 +65,7 @@ def _attend(
     P: tl.constexpr,
     NP: tl.constexpr,
 ):
-    # List entries are loaded one step early, so that the software pipeline has no dependent loads.
+    # Load list entries one step early, so that the software pipeline has no dependent loads.
     slot = begin + tl.arange(0, NP)
     entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
     for _ in range(begin, end, NP):
@@ -126,10 +125,10 @@ def forward_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Compute the attention of one tile to the pages in its list, and the base-2 logarithm of each
-    row's softmax denominator.
+    """Compute one tile's attention to its listed pages, and the base-2 log of each row's softmax
+    denominator.
     """
-    tile = TILES - 1 - tl.program_id(0)  # tiles with the most preceding tokens run first
+    tile = TILES - 1 - tl.program_id(0)  # run the most expensive tiles (the last ones) first
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     size = tl.load(length + b).to(tl.int32)
@@ -290,8 +289,8 @@ def query_gradient_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Compute the gradient of one tile's queries from the pages in its list. Also compute
-    ``delta``, the dot product of each row's output with the gradient of that output.
+    """Compute one tile's query gradients from its listed pages, and ``delta``, the dot product of
+    each row's output with its gradient.
     """
     tile = TILES - 1 - tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
@@ -378,8 +377,8 @@ def query_gradient_kernel(
 def _readers(
     masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr
 ):
-    """Return which pages the positions of ROWS tiles keep, as bits ``[ROWS, BT, runs]``. Bit i is
-    the i-th page of a run.
+    """Return the pages kept by the positions of ROWS tiles, as bits ``[ROWS, BT, runs]``. Bit i is
+    the run's i-th page.
     """
     tile = row + tl.arange(0, ROWS)
     bits = tl.zeros((ROWS, BT, n.shape[0]), tl.int32)
@@ -407,9 +406,7 @@ def reader_count_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Count, for each run, the positions that keep at least one page of the run:
-    ``[B, K, RUNS]``.
-    """
+    """Count the positions that keep any page of each run, ``[B, K, RUNS]``."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -436,8 +433,8 @@ def reader_list_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """List, for each run, the positions that keep at least one page of the run, in order. The low
-    PAGES bits of an entry specify which pages the position keeps.
+    """List the positions that keep any page of each run, in order. The low PAGES bits of an entry
+    say which pages the position keeps.
     """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
@@ -516,11 +513,11 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Compute the gradients of one run's keys and values, in a loop over the positions that keep at
-    least one page of the run, BT at a time.
+    """Compute the key and value gradients of one run, looping over the positions that keep any of
+    its pages, BT at a time.
 
-    Float32 sums are compensated, because every position keeps the first page, and the rounding
-    error of that page's sums would grow with the length.
+    Float32 sums are compensated: every position keeps the first page, so the rounding error of its
+    sums would grow with the length.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)

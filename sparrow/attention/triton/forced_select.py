@@ -1,7 +1,7 @@
-"""Triton kernels that select pages for teacher forcing. The result consists of bits for each
-position, and a list of pages for each tile of positions.
+"""Triton kernels that select pages for teacher forcing. They produce a page bitmap per position,
+and a page list per tile of positions.
 
-Shapes: as in ``forced_kernels``, and C positions in a chunk.
+Shapes: as in ``forced_kernels``, with C positions per chunk.
 """
 
 import triton
@@ -30,8 +30,8 @@ def landmark_kernel(
     TILE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Compute the mean keys of full pages, ``[B, K, N, D]``; entries of other pages are zero. With
-    FP8, means are rounded to e4m3 values, but stored in the keys' dtype.
+    """Compute the mean keys of full pages, ``[B, K, N, D]``, with zeros for other pages. With FP8,
+    means are rounded to e4m3 values, but still stored in the keys' dtype.
     """
     item = tl.program_id(1).to(tl.int64)
     b = item // K
@@ -58,8 +58,8 @@ def landmark_kernel(
 
 @triton.jit
 def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """For each row of a tile, return its position and head (clamped to valid values), the bit that
-    its position has in masks, and whether the row is valid.
+    """For each row of a tile, return its position and head (clamped to the valid range), its
+    position's bit in masks, and whether the row is valid.
     """
     row = tl.arange(0, BT * GP)
     position = tile * BT + row // GP
@@ -70,8 +70,8 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def selecting_position(position, prompt, STEP: tl.constexpr):
-    """Return the position whose query selects the pages for ``position``: the first position of its
-    decode step, which has STEP tokens.
+    """Return the position whose query selects the pages for ``position``: the first one of its
+    decode step of STEP tokens.
     """
     since_prompt = position - prompt
     return tl.where(since_prompt < 0, position, position - since_prompt % STEP)
@@ -108,10 +108,10 @@ def score_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute the scores ``[B, K, C, pages]`` of C positions, starting with ``first``. Scores are
-    summed over the group, because the sum ranks pages in the same order as the mean.
+    """Compute page scores ``[B, K, C, pages]`` for C positions, starting at ``first``. Scores are
+    summed over the group, since the sum ranks pages the same way as the mean.
 
-    Tiles whose positions all keep every page are skipped.
+    Tiles where every position keeps every page are skipped.
     """
     item = tl.program_id(2).to(tl.int64)
     b = item // K
@@ -165,7 +165,7 @@ def select_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute ``select_pages``: the pages that each position keeps, as bits
+    """Same as ``select_pages``: the pages kept by each position, as bits
     ``[B, K, C, BLOCK / 32]``.
     """
     item = tl.program_id(1).to(tl.int64)
@@ -210,10 +210,10 @@ def tile_kernel(
     WORDS: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """Turn a chunk's bits into a mask for each tile and page, with a bit for each position of the
-    tile. Also list the pages of each tile whose masks are not empty.
+    """Turn a chunk's bits into a mask per tile and page, with one bit per position in the tile.
+    Also list each tile's pages with non-empty masks.
 
-    A list entry contains the page in its lower half and the mask in its upper half.
+    List entries have the page in the lower half and the mask in the upper half.
     """
     item = tl.program_id(1).to(tl.int64)
     size = tl.load(length + item // K).to(tl.int32)

@@ -1,19 +1,19 @@
-"""Triton kernels for page-sparse decoding: rank pages, and attend to the kept pages.
+"""Triton kernels for page-sparse decoding: rank pages, then attend to the kept ones.
 
-A row's kept pages are a list of page ids in sequence order. The "kept tokens" are the tokens of
-these pages, concatenated. A single index runs over the kept tokens, whatever the page size, and
-only the last page may be partly filled. A row's length and top_k are read on the device, and the
-grid depends on shapes alone, so a captured CUDA graph remains valid when lengths and budgets
-change. ``pages.py`` specifies what the kernels compute.
+A row's kept pages are a list of page ids in sequence order. The "kept tokens" are the tokens in
+these pages, concatenated. They share a single index, whatever the page size, and only the last page
+may be partly filled. Lengths and top_k are read on the device, and the grid only depends on shapes,
+so a captured CUDA graph stays valid when lengths and budgets change. For what the kernels compute,
+see ``pages.py``.
 
-A row has T new tokens. The query of the first new token ranks the pages. All C = G * T queries of
-an item read the kept pages, and each query sees the new tokens up to its own token. The new tokens
-are the last of the kept tokens.
+Each row has T new tokens. The first new token's query ranks the pages. All C = G * T queries of an
+item read the kept pages, and each query sees the new tokens up to its own. The new tokens come last
+among the kept tokens.
 
-Shapes: B sequences, T new tokens of each, H query heads, K kv heads, G = H / K, C = G * T queries
-of an item (padded to CP), D head dim, P page size, N pages, M blocks in a row of the block table.
-An item is a pair of a sequence and a kv head. A block of the cache consists of PER_BLOCK = block
-tokens / P pages; page id = block * PER_BLOCK + page within the block.
+Shapes: B sequences, T new tokens each, H query heads, K kv heads, G = H / K, C = G * T queries per
+item (padded to CP), D head dim, P page size, N pages, M blocks in a block table row. An item is a
+(sequence, kv head) pair. A cache block has PER_BLOCK = block tokens / P pages; page id = block *
+PER_BLOCK + page within the block.
 """
 
 import triton
@@ -25,15 +25,15 @@ from sparrow.attention.triton.score import page_scores, ranking_query
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-# The search for the threshold splits the range of scores this many times, which is enough for
-# ordinary scores. In difficult cases (ties, or an outlier that widens the range), the search
-# continues on the scores' bit patterns, for at most 21 more steps.
+# The threshold search splits the score range this many times, which is enough for ordinary scores.
+# In harder cases (ties, or an outlier stretching the range), it continues on the scores' bit
+# patterns, for at most 21 more steps.
 FLOAT_STEPS = tl.constexpr(12)
 
 
 @triton.jit
 def _split_work(work, split, used, TILE: tl.constexpr):
-    """Return the range of ``work``, in whole tiles, for one of ``used`` splits."""
+    """Return one split's range of ``work``, in whole tiles, out of ``used`` splits."""
     size = (work + TILE * used - 1) // (TILE * used) * TILE
     begin = tl.minimum(split * size, work)
     return begin, tl.minimum(begin + size, work)
@@ -41,8 +41,8 @@ def _split_work(work, split, used, TILE: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, expected):
-    """Count this program's arrival, and return whether it is the last of ``expected`` programs to
-    arrive. The last program sees what all other programs have stored.
+    """Count this program as arrived, and return whether it's the last of ``expected``. The last one
+    sees everything the others have stored.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -53,15 +53,13 @@ def _arrives_last(counter, expected):
 
 @triton.jit
 def _order(bits):
-    """Map the bits of a float to an int32 so that the order of floats is preserved; the same
-    function maps back.
-    """
+    """Map float bits to an int32 that sorts like the float. It's its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
-    """Load rows of ``D`` elements, padded to ``DP`` with zeros."""
+    """Load rows of ``D`` elements, zero-padded to ``DP``."""
     d = tl.arange(0, DP)
     rows = base + offset_T[:, None] + d[None, :]
     return tl.load(rows) if D == DP else tl.load(rows, mask=(d < D)[None, :], other=0.0)
@@ -69,8 +67,8 @@ def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
-    """Load one row of ``D`` elements from each block, at the address ``base_T1`` plus the block's
-    offset. Rows are padded to ``DP`` with zeros, and rows that are not ``inside`` are zeros.
+    """Load one row of ``D`` elements from each block, at ``base_T1`` plus the block's offset,
+    zero-padded to ``DP``. Rows not ``inside`` are all zeros.
     """
     d = tl.arange(0, DP)
     rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
@@ -94,7 +92,7 @@ def _score(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write the scores of pages ``begin .. end - 1`` to ``row``."""
+    """Write scores for pages ``begin .. end - 1`` to ``row``."""
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
         n = first + tl.arange(0, TILE)
         block = tl.load(table + n // PER_BLOCK, mask=n < end, other=0)
@@ -106,15 +104,14 @@ def _score(
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
     """Find the ranked pages above the threshold, the pages tied at the threshold, and how many of
-    the tied pages must be kept for a total of ``budget`` pages.
+    the tied ones to keep to get ``budget`` pages in total.
 
-    The threshold is found in steps, each of which counts how many scores reach each of two guesses.
-    The search ends when exactly ``budget`` scores reach a guess, or when only one possible value is
-    left.
+    This is a ternary search: each step counts the scores that reach either of two guesses. It stops
+    when exactly ``budget`` scores reach a guess, or only one possible value is left.
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
-    # ``at_low`` counts keys >= ``low``, ``at_high`` keys >= ``high``; at_high <= budget <= at_low.
+    # at_low = count(key >= low), at_high = count(key >= high), at_high <= budget <= at_low
     low = tl.min(tl.where(is_ranked, key, HIGHEST), 0)
     high = tl.max(key, 0) + 1
     low = tl.where(budget == 0, high, low)
@@ -129,13 +126,13 @@ def above_and_tied(score, is_ranked, ranked, budget):
             first = _order((low_score + width * (1 / 3)).to(tl.int32, bitcast=True))
             second = _order((low_score + width * (2 / 3)).to(tl.int32, bitcast=True))
         else:
-            # The difference fits in a uint32, but may overflow an int32.
+            # The difference may overflow an int32, but fits in a uint32.
             third = ((high - low).to(tl.uint32) // 3).to(tl.int32)
             first = low + third
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         second = tl.minimum(tl.maximum(second, first), high - 1)
-        # One sum contains both counts: its upper half counts the keys that reach the second guess.
+        # Get both counts from one sum, with the second guess's in the upper half.
         count = tl.sum(tl.where(key >= second, 0x10001, tl.where(key >= first, 1, 0)), 0)
         at_first = count & 0xFFFF
         at_second = count >> 16
@@ -166,7 +163,7 @@ def _select_block(
     """Replace the scores in ``row`` with the ids of the kept pages, in order. ``BLOCK`` must be at
     least ``pages``.
 
-    Among pages tied at the threshold, the earlier pages are kept.
+    Ties at the threshold go to the earlier pages.
     """
     n = tl.arange(0, BLOCK)
     inside = n < pages
@@ -180,7 +177,7 @@ def _select_block(
     before = tl.cumsum(both, 0) - both
     tied_before = before >> 16
     position = (before & 0xFFFF) + tl.minimum(tied_before, need)
-    tl.debug_barrier()  # all threads must have read their scores before the list overwrites them
+    tl.debug_barrier()  # wait until all scores have been read, since the list overwrites them
     ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(
         ids + position, block * PER_BLOCK + n % PER_BLOCK, mask=kept | (tied & (tied_before < need))
@@ -198,8 +195,8 @@ def _select(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Call ``_select_block`` with a width that fits the row, so that short rows are cheap even in a
-    wide table.
+    """Call ``_select_block`` with a width to fit the row, to keep short rows cheap even in a wide
+    table.
     """
     if (BLOCK > 256) & (pages <= 256):
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
@@ -220,7 +217,7 @@ def _queries(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Load the queries of an item, starting with those of the first new token."""
+    """Load an item's queries, the first new token's first."""
     c = tl.arange(0, CP)
     d = tl.arange(0, DP)
     return tl.load(
@@ -256,12 +253,12 @@ def _attend(
     TILE: tl.constexpr,
 ):
     """Compute softmax attention over the kept tokens ``begin .. end - 1`` of ``tokens``. Return the
-    unnormalised output and, for each query, the softmax sum and the maximum logit (in base 2).
+    unnormalised output, and each query's softmax sum and maximum logit (in base 2).
 
-    ``ids`` are the page ids of a list or, if all pages are kept, the blocks of the block table.
-    ``begin`` must be the start of a page. Keys and values in e4m3 are converted to the queries'
-    dtype and used without their scales. Keys and values in int8 are first multiplied by their
-    scales, which is exact in the queries' dtype.
+    ``ids`` are page ids if ``listed``, and otherwise (all pages kept) the block table's blocks.
+    ``begin`` must be the start of a page. e4m3 keys and values are cast to the query dtype without
+    applying their scales. int8 keys and values are multiplied by their scales first, which is exact
+    in the query dtype.
     """
     maximum = tl.full((CP,), -1e30, tl.float32)
     total = tl.zeros((CP,), tl.float32)
@@ -271,7 +268,7 @@ def _attend(
         inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
         if TILE % P == 0:
             n = first // P + r // P
-            token = r % P  # the same in every tile, since only the block changes
+            token = r % P  # same in every tile, only the block changes
         else:
             n = (first + r) // P
             token = (first + r) % P
@@ -384,12 +381,11 @@ def rank_kernel(
     SCORE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Score the pages of each item in several programs. The last of these programs to finish
-    selects the pages.
+    """Score each item's pages in several programs; the last one to finish selects the pages.
 
-    With ``rank_before_wait``, ranking does not wait for the preceding launch, which must then do
-    nothing but store the newest tokens. ``key_scales`` are the scales of int8 keys; None for keys
-    in other dtypes.
+    With ``rank_before_wait``, ranking doesn't wait for the previous launch, which must then do
+    nothing but store the newest tokens. ``key_scales`` is only for int8 keys; None for other
+    dtypes.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -501,7 +497,7 @@ def attend_kernel(
 ):
     """Compute attention, with each program attending to one part of an item's kept tokens.
 
-    The last program of an item to finish adds up all parts in order, so the result does not depend
+    The item's last program to finish adds up all the parts in order, so the result doesn't depend
     on timing.
     """
     work = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Launchers for the Triton kernels: check everything that can be checked without the device, choose
+"""Launchers for the Triton kernels: check whatever can be checked without a device sync, choose
 tile sizes, and launch.
 
 Shapes: as in ``attention/decode.py``; in ``store_tokens``, T is the number of tokens to store.
@@ -30,7 +30,7 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError for a batch that these kernels do not support."""
+    """Raise ValueError if these kernels don't support the batch."""
     check_for_kernels(batch, workspace)
     _check_device(batch.k_cache, batch.layout)
 
@@ -42,12 +42,12 @@ def run(
     config: LaunchConfig | None = None,
 ) -> Tensor:
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
-    override the configuration that would be chosen.
+    override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the preceding launch has ended. Only
-    ``store_tokens`` permits this early start, and only the newest tokens may depend on that launch.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. Only a
+    ``store_tokens`` launch allows this, and it must only write the newest tokens.
     """
-    assert workspace is not None  # ``check`` has refused None
+    assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -57,8 +57,8 @@ def run(
 
 
 class Launches:
-    """The kernels of a decode step, with their arguments. Each has its own method, so that
-    benchmarks can time it separately.
+    """The kernel launches of a decode step, as separate methods so that benchmarks can time them
+    separately.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Launches:
             SINK=layout.sink_pages,
             RECENT=layout.recent_pages,
         )
-        # From Hopper on, a launch may begin before the preceding one has ended, and then wait for
-        # it on the device.
+        # From Hopper on, a kernel can start before the previous one has ended, and wait for it on
+        # the device.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
     def plan(self) -> None:
-        """Divide the batch among the attention programs; the plan is valid for every layer with
-        these lengths and budgets.
+        """Split the batch across attention programs. The plan holds for all layers with these
+        lengths and budgets.
         """
         c = self.config
         division = Division(c.extra_programs, c.resident_programs, c.part_tokens, ranks=False)
@@ -171,14 +171,14 @@ class Launches:
             **self.constants,
             **self.options,
             num_warps=c.attend_warps,
-            # page ids are loaded one step before the tile they belong to
+            # page ids are loaded one step before their tile
             num_stages=2 * c.attend_stages + 1,
             maxnreg=c.registers,
         )
 
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
-    """Recompute the landmarks of the pages that these slots complete; see
+    """Recompute the landmarks of the pages completed by these slots; see
     ``sparrow.attention.update_landmarks``.
     """
     k_cache = layers.keys
@@ -190,7 +190,7 @@ def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageL
     D = k_cache.shape[3]
     if T == 0:
         return
-    slots = layout.page_size  # in prefill, this many slots complete about one page
+    slots = layout.page_size  # so that each program gets about one page in prefill
     cache.landmark_kernel[(triton.cdiv(T, slots), K, len(layers.caches))](
         k_cache,
         landmark_cache,
@@ -219,13 +219,13 @@ def store_tokens(
     scales: CacheScales | None = None,
     clipped: Tensor | None = None,
 ) -> None:
-    """Store each token's keys and values in its slot, except for tokens whose slot is -1.
-    ``DecodeBatch`` describes the layout of the caches.
+    """Store each token's keys and values in its slot, skipping tokens with slot -1. For the cache
+    layout, see ``DecodeBatch``.
 
-    A float8_e4m3fn cache needs ``scales``, and ``clipped``, int64 ``[1]``. Keys and values beyond
-    448 times their scale are clamped, and ``clipped`` counts the tokens affected. For an int8
-    cache, ``scales`` is written as well. If the next launch on the stream is a decode step that
-    reuses its plan, that step may rank pages while the tokens are still being stored.
+    A float8_e4m3fn cache needs ``scales`` and ``clipped``, int64 ``[1]``. Keys and values beyond
+    448 times their scale are clamped, and the number of affected tokens is added to ``clipped``.
+    For an int8 cache, ``scales`` is written too. If the next launch on the stream is a decode step
+    that reuses its plan, it may start ranking pages while tokens are still being stored.
     """
     (T,) = slot_mapping_T.shape
     (_, K, D) = key_TKD.shape

@@ -1,5 +1,5 @@
-"""The choices of ``sparrow tune``, which are saved in the user's cache folder, in one file for each
-GPU, attention shape and version of Triton. The launcher reads a file once per process, or uses the
+"""Results of ``sparrow tune``, saved in the user's cache folder with one file per GPU, attention
+shape and Triton version. The launcher reads the file once per process, and falls back to the
 shipped configurations if there is none.
 """
 
@@ -30,12 +30,12 @@ from sparrow.attention.triton.variants import (
 from sparrow.errors import ConfigError
 from sparrow.files import cache_folder, check_folder, write_text
 
-FORMAT = 1  # increment this if the kernels change so much that old choices are no longer good
+FORMAT = 1  # bump this when kernel changes make old results useless
 
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU, attention shape and version of Triton that a file applies to."""
+    """The GPU, attention shape and Triton version that a file is for."""
 
     gpu: str
     multiprocessors: int
@@ -44,7 +44,7 @@ class Target:
     kv_heads: int
     group: int
     head_dim: int
-    cache_dtype: str  # torch's name of the dtype, without ``torch.``
+    cache_dtype: str  # torch dtype name without ``torch.``
     page_size: int
 
     @classmethod
@@ -58,7 +58,7 @@ class Target:
         dtype: torch.dtype,
         page_size: int,
     ) -> Target:
-        """Return the target for a model with these sizes on the GPU ``device``."""
+        """Return the target for a model of this shape on the GPU ``device``."""
         limits = device_limits(device)
         return cls(
             torch.cuda.get_device_name(device),
@@ -81,7 +81,7 @@ class Target:
 
     @property
     def head_bytes(self) -> int:
-        """Size in bytes of a cached head, including the kernels' padding."""
+        """Bytes per cached head, including the kernels' padding."""
         return triton.next_power_of_2(self.head_dim) * self.dtype.itemsize
 
     @property
@@ -90,7 +90,7 @@ class Target:
 
     @property
     def path(self) -> Path:
-        """The file with this target's choices."""
+        """Where this target's results are saved."""
         shape = f"{self.kv_heads}-{self.group}-{self.head_dim}-{self.cache_dtype}"
         name = f"{self.gpu}-{shape}-pages{self.page_size}-triton{self.triton}"
         return cache_folder() / "tuned" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.json"
@@ -98,19 +98,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times, in microseconds, for one layer's decode step when a given number of pages is kept by
-    score.
-    """
+    """Decode step times for one layer, in microseconds, with ``pages`` pages kept by score."""
 
     pages: int
     shipped_us: float
     tuned_us: float
-    limit_us: float  # time to read the same bytes at the GPU's full bandwidth
+    limit_us: float  # time to read the same bytes at full memory bandwidth
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The fastest variant for a given number of sequences."""
+    """The fastest variant for one batch size."""
 
     batch: int
     variant: Variant
@@ -125,13 +123,13 @@ class Choices:
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences: the one tuned for the batch size
-        nearest by ratio, or for the smaller of two equally near sizes.
+        """Return the variant for a batch of ``rows`` sequences: the one tuned for the nearest batch
+        size by ratio. Ties go to the smaller size.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 
     def save(self) -> Path:
-        """Write the file, and return its path. Raises ConfigError if it cannot be written."""
+        """Write the file and return its path. Raises ConfigError if it can't be written."""
         path = self.target.path
         check_folder(path.parent)
         write_text(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
@@ -139,9 +137,9 @@ class Choices:
 
     @classmethod
     def load(cls, target: Target) -> Choices | None:
-        """Read the choices for ``target``, or return None if it was never tuned.
+        """Load the results for ``target``, or return None if it was never tuned.
 
-        Raises ConfigError if the file cannot be read, is damaged, or is for another target.
+        Raises ConfigError if the file can't be read, is corrupt, or is for another target.
         """
         path = target.path
         if not path.exists():
@@ -172,7 +170,7 @@ class Choices:
 
 
 def _cell(record: Mapping[str, Any]) -> Cell:
-    """Read a cell. Raises ValueError, KeyError or TypeError if the cell is damaged."""
+    """Parse a cell. Raises ValueError, KeyError or TypeError if it's malformed."""
     batch = record["batch"]
     if type(batch) is not int or batch < 1:
         raise ValueError(f"batch is {batch!r}, expected a whole number of at least 1")
@@ -181,8 +179,10 @@ def _cell(record: Mapping[str, Any]) -> Cell:
 
 
 def _variant(record: Mapping[str, Any]) -> Variant:
-    """Read a variant. Only values that ``sparrow tune`` tries are accepted, because the kernels do
-    not check their launch parameters.
+    """Parse a variant. Only accepts values that ``sparrow tune`` tries, because the kernels don't
+    check their launch parameters.
+
+    Raises ValueError, KeyError or TypeError if the record is malformed.
     """
     attend = None if record["attend"] is None else AttendTile(**record["attend"])
     rank = None if record["rank"] is None else RankTile(**record["rank"])
@@ -207,10 +207,10 @@ def read(
     dtype: torch.dtype,
     page_size: int,
 ) -> Choices | None:
-    """Return the choices for a model of these sizes on ``device``, or None if there are none. Each
-    file is read once per process.
+    """Return the tuning results for a model of this shape on ``device``, or None if there are none.
+    Each file is read once per process.
 
-    Raises ConfigError if the file is damaged, or is for another target.
+    Raises ConfigError if the file can't be read, is corrupt, or is for another target.
     """
     if device.type != "cuda":
         return None
@@ -227,11 +227,11 @@ def read(
 
 
 def tuned(batch: DecodeBatch, shipped: LaunchConfig) -> LaunchConfig:
-    """Return the configuration for a batch: the chosen variant of ``shipped``, or ``shipped``
-    itself if there are no choices for this GPU and shape. Steps over several new tokens per
-    sequence are never tuned, so they also use ``shipped``.
+    """Return the configuration for a batch: the tuned variant of ``shipped``, or ``shipped`` itself
+    if this GPU and shape were never tuned. Steps with several new tokens per sequence are never
+    tuned, so they use ``shipped`` too.
 
-    The result depends on shapes alone, so it remains valid when a captured graph is replayed.
+    This only depends on shapes, so it stays valid when a captured graph is replayed.
     """
     if batch.tokens > 1:
         return shipped

@@ -1,7 +1,7 @@
 """Page scores in Triton (see ``pages.page_scores``), for decoding and for teacher forcing.
 
-Shapes: G query heads of a group, D head dim, DP at least D, N pages; BT positions of a tile, GP (at
-least G) rows for each position.
+Shapes: G query heads per group, D head dim, DP >= D, N pages, BT positions per tile, GP >= G rows
+per position.
 """
 
 import triton
@@ -10,9 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def ranking_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Load a group's queries, and return their mean ``[DP]`` in float32, by which pages are
-    ranked.
-    """
+    """Load a group's queries, and return their float32 mean ``[DP]``, which ranks the pages."""
     d = tl.arange(0, DP)
     total = tl.zeros((DP,), tl.float32)
     for g in tl.static_range(G):
@@ -22,7 +20,7 @@ def ranking_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.const
 
 @triton.jit
 def page_scores(query, landmarks_ND):
-    """Compute the scores ``[N]`` of pages for one group's ``ranking_query``."""
+    """Compute page scores ``[N]`` for one group's ``ranking_query``."""
     return tl.sum(landmarks_ND.to(tl.float32) * query[None, :], 1)
 
 
@@ -35,9 +33,9 @@ def tile_scores(
     BT: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Compute the scores ``[BT, BN]`` of pages for a tile of positions, given the queries ``[BT *
-    GP, D]`` of these positions. Scores are summed over the group, because the sum ranks pages in
-    the same order as the mean.
+    """Compute page scores ``[BT, BN]`` for a tile of positions, given their queries
+    ``[BT * GP, D]``. Scores are summed over the group, since the sum ranks pages the same way as
+    the mean.
     """
     score = tl.dot(q_MD, tl.trans(landmarks_ND), input_precision="ieee")
     if GP != G:

@@ -1,12 +1,12 @@
 """The search behind ``sparrow tune``. It times variants of the shipped configuration on this GPU,
-and keeps the fastest one whose result agrees with the reference.
+and keeps the fastest one that agrees with the reference.
 
-Every step reads random blocks of one large pool, so that it finds hardly anything in the L2 cache.
-Queries and landmarks are integers, so that scores are exact in any order of summation, and the
-kernels and the reference select the same pages.
+Each step reads random blocks from one large pool, so hardly anything is in the L2 cache. Queries
+and landmarks are integers, so scores are exact in any summation order, and the kernels select the
+same pages as the reference.
 
 Shapes: S steps, B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, M
-blocks in a row of the block table, each of one page.
+one-page blocks in a block table row.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 from sparrow.attention.triton.variants import ATTEND, FACTORS, RANK, Variant, fits
 from sparrow.errors import ConfigError
 
-POOL_BYTES = 2**31  # size of the keys and values, many times the L2 cache of any GPU
-# The steps that are timed together read at least this many bytes, if there are enough steps.
+POOL_BYTES = 2**31  # size of the keys and values, many times larger than any L2 cache
+# Time enough steps together to read about this much, up to MOST_STEPS.
 STEP_BYTES = 2**29
 MOST_STEPS = 16
-MARGIN = 0.01  # a variant replaces another only if it is faster by more than this share
-REPEATS = 3  # final measurements of the chosen and the shipped configuration, in alternation
+MARGIN = 0.01  # a variant must be faster by more than this fraction to replace another
+REPEATS = 3  # alternating final measurements of the chosen and the shipped configuration
 CHECKED_ROWS = 3
-INT8_EXPONENT = 120  # the byte for a scale of 2^-7, with which codes stand for -1 to 1
+INT8_EXPONENT = 120  # a scale of 2^-7, so that codes span -1 to 1
 FP8_SCALE = 0.25
 
 Launch = Callable[[], None]
@@ -56,23 +56,21 @@ Times = Sequence[float]
 
 
 class WrongResult(Exception):
-    """Raised for a configuration whose result differs from the reference by more than rounding
-    explains.
-    """
+    """Raised if a configuration's result is off from the reference by more than rounding."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The batches that are timed: every number of sequences with every number of pages."""
+    """The batches to time: every batch size with every page budget."""
 
     batches: tuple[int, ...]
     pages: tuple[int, ...]  # kept by score
-    tokens: int  # length of every sequence
+    tokens: int  # sequence length
 
 
 def check_target(target: Target, grid: Grid, device: torch.device) -> None:
-    """Raise ConfigError if the Triton kernels do not support the shape on ``device``, or if the
-    sequences are so short that no page is left out.
+    """Raise ConfigError if the Triton kernels don't support the shape on ``device``, or the
+    sequences are too long to rank or too short to leave out a page.
     """
     for name, value, supported in (
         ("head dim", target.head_dim, HEAD_DIMS),
@@ -105,20 +103,20 @@ def tune(
     note: Callable[[str], None],
     pool_bytes: int = POOL_BYTES,
 ) -> Choices:
-    """Choose a variant for every number of sequences in ``grid``.
+    """Choose a variant for each batch size in ``grid``.
 
     Args:
         target: the GPU and the attention shape.
         grid: the batches to time.
         device: the GPU.
         bytes_per_second: the GPU's read bandwidth.
-        time: returns the microseconds per launch of the given launches.
-        note: is called with one line for each number of sequences, and one for each variant that is
-            left out.
+        time: takes launches and returns the microseconds per launch.
+        note: called with one line per batch size, and one per variant left out because of wrong
+            results.
         pool_bytes: size of the keys and values in memory.
 
-    Raises ConfigError if the shape is not supported, or the shipped configuration does not run on
-    this GPU or gives wrong results.
+    Raises ConfigError if the shape or the sequence length isn't supported, or the shipped
+    configuration doesn't run on this GPU or gives wrong results.
     """
     check_target(target, grid, device)
     pool = Pool(target, device, pool_bytes)
@@ -144,17 +142,16 @@ def tune(
 
 
 def fastest(times: Callable[[Variant], Times | None]) -> Variant:
-    """Search for the fastest variant, one parameter after another, starting from the shipped
+    """Search for the fastest variant, one parameter at a time, starting from the shipped
     configuration.
 
-    Variants are compared by their mean time relative to the shipped configuration. A variant that
-    is slower for any number of pages is never chosen.
+    Variants are compared by mean time relative to the shipped configuration. A variant that's
+    slower for any page budget is never chosen.
 
     Args:
-        times: returns a variant's time for each number of pages, or None if the variant cannot be
-            used.
+        times: returns a variant's time for each page budget, or None if the variant is unusable.
 
-    Raises ConfigError if the shipped configuration cannot be used.
+    Raises ConfigError if the shipped configuration is unusable.
     """
     shipped = times(Variant())
     if shipped is None:
@@ -188,8 +185,8 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
 def measured_again(
     times: Callable[[Variant], Times | None], variant: Variant
 ) -> tuple[list[float], list[float]]:
-    """Return the median times of the shipped configuration and of ``variant``, measured in
-    alternation.
+    """Measure the shipped configuration and ``variant`` in alternation, and return both median
+    times.
     """
     taken: dict[Variant, list[Times]] = {Variant(): [], variant: []}
     for _ in range(REPEATS):
@@ -205,7 +202,7 @@ def measured_again(
 
 
 class Pool:
-    """Random keys, values and landmarks of one layer."""
+    """Random keys, values and landmarks for one layer."""
 
     def __init__(self, target: Target, device: torch.device, nbytes: int) -> None:
         K = target.kv_heads
@@ -235,7 +232,7 @@ class Pool:
 
 
 class Problem:
-    """Decode steps of one batch. Each step reads different random blocks, and every row keeps
+    """Decode steps for one batch. Each step reads different random blocks, and each row keeps
     ``pages`` pages by score.
     """
 
@@ -248,7 +245,7 @@ class Problem:
         device = pool.device
         self.pool = pool
         self.pages = pages
-        # No row ends with a full page, so no step changes a landmark.
+        # No row ends with a full page, so steps never write landmarks.
         table_width = tokens // P
         self.length = (tokens // P - 1) * P + 1 + torch.arange(batch) % (P - 1)
         self.steps = int(max(1, min(MOST_STEPS, STEP_BYTES // self.bytes)))
@@ -256,7 +253,7 @@ class Problem:
             pool.blocks, (self.steps, batch, table_width), dtype=torch.int32, device=device
         )
         q_BKGD = torch.randint(-8, 9, (batch, K, G, D), device=device)
-        q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # so that a group's mean is an integer
+        q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # make the group mean an integer
         self.q = q_BKGD.flatten(1, 2).to(pool.q_dtype)
         self.out = torch.empty_like(self.q)
         self.length_B = self.length.int().to(device)
@@ -265,7 +262,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes that a step reads: landmarks, and the keys and values of the kept pages."""
+        """Bytes read per step: the landmarks, plus the keys and values of the kept pages."""
         target = self.pool.target
         layout = self.pool.layout
         scale_bytes = int(target.dtype == torch.int8)
@@ -300,7 +297,7 @@ class Problem:
         )
 
     def launches(self, config: LaunchConfig) -> list[Launch]:
-        """Plan the steps, and return a function that launches each of them."""
+        """Plan the steps, and return one function per step that launches it."""
         check(self.batch(0), self.workspace)
         steps = [Launches(self.batch(step), self.workspace, config) for step in range(self.steps)]
         steps[0].plan()
@@ -313,32 +310,32 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Tensor, float]:
-        """The first step's result for ``checked_rows`` in float64, and the largest error of the
-        reference in the kernels' precision.
+        """The first step's exact result for ``checked_rows`` in float64, and the largest error of
+        the reference in the kernels' precision.
         """
         exact = self._reference(torch.float64)
         low = self._reference(self.pool.q_dtype)
         return exact, float((low - exact).norm(dim=-1).amax())
 
     def check_result(self) -> None:
-        """Check the result that the first step wrote to ``out``.
+        """Check the first step's result in ``out``.
 
-        Raises WrongResult if the error is more than twice the reference's error in the same
-        precision, plus half a unit in the last place.
+        Raises WrongResult if the error is more than twice the reference's error at the same
+        precision, plus half an ulp.
         """
         exact, reference_error = self.expected
         result = self.out[self.checked_rows.to(self.out.device)].cpu().double()
         error = (result - exact).norm(dim=-1)
         rounding = torch.finfo(self.out.dtype).eps / 2 * exact.norm(dim=-1)
         over = error - (2 * reference_error + rounding)
-        if not bool((over <= 0).all()):  # written this way so that a NaN error also raises
+        if not bool((over <= 0).all()):  # written this way to catch NaN as well
             raise WrongResult(
                 f"the error is up to {float(error.max()):.2g}, but the reference's own error is "
                 f"{reference_error:.2g}"
             )
 
     def _reference(self, dtype: torch.dtype) -> Tensor:
-        """Run the reference on the CPU, on a copy of the blocks of ``checked_rows``."""
+        """Run the reference on the CPU, with a copy of the blocks used by ``checked_rows``."""
         pool = self.pool
         rows = self.checked_rows.to(pool.device)
         blocks = self.tables_SBM[0, rows].flatten().long()
@@ -366,10 +363,9 @@ class Problem:
 
 
 class Bench:
-    """Times variants on all problems with one number of sequences, and checks their results.
+    """Times variants on all problems with the same batch size, and checks their results.
 
-    Variants that the GPU cannot run are left out, as are variants with wrong results, which are
-    also reported.
+    Skips variants that don't run on this GPU, or give wrong results. The latter are reported.
     """
 
     def __init__(
@@ -381,7 +377,7 @@ class Bench:
         self._refused: set[LaunchConfig] = set()
 
     def times(self, variant: Variant) -> list[float] | None:
-        """Return the variant's time for each problem, or None if the variant cannot be used."""
+        """Return the variant's time for each problem, or None if the variant is unusable."""
         problem = self.problems[0]
         target = problem.pool.target
         config = variant.of(problem.shipped, target.kv_heads, target.head_bytes, target.limits)
@@ -389,7 +385,7 @@ class Bench:
             return None
         try:
             return [self._checked_time(problem, config) for problem in self.problems]
-        except (OutOfResources, PTXASError):  # too little memory, or too few registers
+        except (OutOfResources, PTXASError):  # not enough shared memory or registers
             pass
         except WrongResult as error:
             self._note(f"{len(problem.q)} sequences: left out {variant}, as {error}")
@@ -410,7 +406,7 @@ def _rank_and_attend(step: Launches) -> None:
 
 
 def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return a copy of ``cache[blocks]`` on the CPU; torch cannot index 8-bit floats."""
+    """Copy ``cache[blocks]`` to the CPU, indexing float8 as uint8, since torch can't index it."""
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[blocks].cpu().view(FP8)
     return cache[blocks].cpu()

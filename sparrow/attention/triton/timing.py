@@ -1,4 +1,4 @@
-"""Timing of kernels in CUDA graphs, and the limit set by memory bandwidth."""
+"""Time kernels in CUDA graphs, and measure memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import triton.language as tl
 def timed(
     launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2
 ) -> dict[str, float]:
-    """Time replays of a CUDA graph that contains all of ``launches``. Return the median and the
-    10th and 90th percentiles of the microseconds per launch.
+    """Time replays of a CUDA graph with all of ``launches`` in it. Return the median, 10th and 90th
+    percentile of the time per launch, in microseconds.
     """
     for launch in launches:
         launch()
@@ -41,8 +41,8 @@ def timed(
 
 
 def read_limit(nbytes: int = 2**33) -> float:
-    """Measure the bandwidth, in bytes per second, of a kernel that reads ``nbytes`` bytes once and
-    writes almost nothing.
+    """Measure read bandwidth, in bytes per second, with a kernel that reads ``nbytes`` bytes once
+    and writes almost nothing.
     """
     x = torch.randint(0, 9, (nbytes // 4,), dtype=torch.int32, device="cuda")
     out = torch.empty(triton.cdiv(x.numel(), 4096), dtype=torch.int32, device="cuda")

@@ -1,9 +1,9 @@
-"""Launch configurations for an H200, which are adapted to the limits of other devices.
-``benchmarks/decode_kernels.py`` times them.
+"""Launch configurations for an H200, adapted to other devices' limits. To time them, run
+``benchmarks/decode_kernels.py``.
 
-Nothing is tuned at run time. The command ``sparrow tune`` can choose variants of these
-configurations beforehand (see ``saved``). On devices other than an H100 or H200 (such as A100, L40S
-or B200), the configurations respect the device's limits but are untested.
+Nothing is tuned at run time, but ``sparrow tune`` can choose variants of these configurations ahead
+of time (see ``saved``). On anything other than an H100 or H200 (such as A100, L40S or B200), the
+configurations respect the device's limits, but are untested.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from sparrow.attention.decode import DeviceLimits
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch parameters, which determine how a decode step is divided into programs."""
+    """Launch parameters that control how a decode step is split into programs."""
 
-    score_pages: int  # number of landmarks per tile
-    score_stages: int  # number of tiles of landmarks in flight
-    rank_splits: int  # number of programs that score the pages of an item
-    rank_warps: int  # number of warps per ranking program
-    attend_tokens: int  # number of tokens per tile of keys and values
-    attend_stages: int  # number of tiles of keys and values in flight
-    # number of attention programs beyond one per item; a multiple of the number of KV heads
+    score_pages: int  # landmarks per tile
+    score_stages: int  # landmark tiles in flight
+    rank_splits: int  # programs scoring the pages of an item
+    rank_warps: int  # warps per ranking program
+    attend_tokens: int  # tokens per tile of keys and values
+    attend_stages: int  # tiles of keys and values in flight
+    # attention programs beyond the one per item; a multiple of the number of KV heads
     extra_programs: int
-    attend_warps: int  # number of warps per attention program
+    attend_warps: int  # warps per attention program
     part_tokens: int  # minimum number of kept tokens per part
-    # maximum number of registers per attention thread, low enough for the resident programs to fit
+    # max registers per attention thread, low enough for the resident programs to fit
     registers: int
-    resident_programs: int  # number of attention programs that run at the same time
+    resident_programs: int  # attention programs that run at the same time
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tile sizes for heads of 256 bytes, and the number of attention programs that should fit on a
-    multiprocessor.
-    """
+    """Tile sizes for 256-byte heads, and how many attention programs should fit on an SM."""
 
     resident: int
     score_pages: int
@@ -47,8 +45,7 @@ class _Tiles:
     attend_stages: int
 
 
-# If there are few programs, each needs many bytes in flight; if there are many, several must fit on
-# a multiprocessor.
+# Few programs need many bytes in flight each; with many programs, several must fit on an SM.
 ONE = _Tiles(1, 128, 3, 128, 2)
 THREE = _Tiles(3, 128, 2, 64, 2)
 FOUR = _Tiles(4, 64, 2, 64, 1)
@@ -61,8 +58,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
         return ONE
 
     def last_wave(resident: int) -> float:
-        """Return the average occupancy of the waves in which programs run. It is low if the last
-        wave is nearly empty.
+        """Return the average occupancy over all waves, which is low if the last one is nearly
+        empty.
         """
         return filled / resident / math.ceil(filled / resident)
 
@@ -70,12 +67,11 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many programs compute further parts of rows, in addition to the one program per
-    item: one for each multiprocessor without an item or, if there are more items than
-    multiprocessors, about two per multiprocessor.
+    """Return how many extra programs to launch for additional parts of rows, on top of one per
+    item: one per SM without an item or, with more items than SMs, about two per SM.
 
-    More programs would not help: a grid that is larger than the device can run at once is
-    distributed unevenly, even if most of its programs have nothing to do.
+    More wouldn't help: a grid too large to run all at once is spread unevenly over the SMs, even if
+    most of its programs have nothing to do.
     """
     room = multiprocessors - items if items <= multiprocessors else 2 * multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
@@ -91,15 +87,15 @@ def choose(
     query_bytes: int = 512,
 ) -> LaunchConfig:
     """Choose the configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
-    ``head_bytes`` bytes, which must be a power of 2. Each item has ``queries`` queries of
-    ``query_bytes`` bytes, including padding.
+    ``head_bytes`` bytes, a power of 2. Each item has ``queries`` queries of ``query_bytes`` bytes,
+    including padding.
 
-    The choice depends on shapes alone, so it remains valid when a captured graph is replayed.
+    This only depends on shapes, so it stays valid when a captured graph is replayed.
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
-    # Tiles have at most 128 rows. If heads are so narrow that this limit applies, more tiles are
-    # kept in flight instead.
+    # Tiles are capped at 128 rows. If heads are so narrow that they hit the cap, keep more tiles in
+    # flight instead.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
         score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),
@@ -118,9 +114,9 @@ def choose(
 
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
-    """Return an upper bound on the shared memory of an attention program, in bytes, for the keys
-    and values in flight, the queries, their weights for one tile, and page ids. It allows at least
-    16 KiB for everything except keys and values.
+    """Return an upper bound on an attention program's shared memory, in bytes: keys and values in
+    flight, queries, one tile's weights, and page ids. Allows at least 16 KiB for everything other
+    than keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2
@@ -130,8 +126,8 @@ def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_byte
 def _fit(
     config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int, limits: DeviceLimits
 ) -> LaunchConfig:
-    """Reduce the number of tiles in flight, and then the size of tiles, until the buffers fit."""
-    spare = limits.shared_memory - 16 * 1024  # 16 KiB are reserved for page ids and reductions
+    """Reduce the number of tiles in flight, then the tile size, until the buffers fit."""
+    spare = limits.shared_memory - 16 * 1024  # leave 16 KiB for page ids and reductions
     while attend_bytes(config, head_bytes, queries, query_bytes) > limits.shared_memory:
         if config.attend_stages > 1:
             config = replace(config, attend_stages=config.attend_stages - 1)

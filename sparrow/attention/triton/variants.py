@@ -1,8 +1,7 @@
-"""Variants of a shipped launch configuration, among which ``sparrow tune`` chooses.
+"""Variants of the shipped launch configurations, for ``sparrow tune`` to choose from.
 
-A variant describes changes to the configuration that ``tuning.choose`` returns for a batch, so it
-can also be applied to batches of other sizes. The variant without changes is the shipped
-configuration.
+A variant is a set of changes to whatever ``tuning.choose`` returns for a batch, so it also works
+for other batch sizes. A variant with no changes is the shipped configuration.
 """
 
 from __future__ import annotations
@@ -12,31 +11,31 @@ from dataclasses import dataclass, replace
 from sparrow.attention.decode import DeviceLimits
 from sparrow.attention.triton.tuning import LaunchConfig
 
-MOST_EXTRA = 5  # every workspace has room for this many extra programs per multiprocessor
+MOST_EXTRA = 5  # workspaces have room for this many extra programs per SM
 MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class AttendTile:
-    """Launch parameters of the attention kernel, for heads of 256 bytes."""
+    """Launch parameters for the attention kernel, with 256-byte heads."""
 
     tokens: int  # tokens per tile of keys and values
     stages: int  # tiles in flight
     warps: int  # warps per program
-    resident: int  # programs that should fit on a multiprocessor
+    resident: int  # programs that should fit on an SM
 
 
 @dataclass(frozen=True)
 class RankTile:
-    """Launch parameters of the ranking kernel, for heads of 256 bytes."""
+    """Launch parameters for the ranking kernel, with 256-byte heads."""
 
     pages: int  # landmarks per tile
     stages: int  # tiles in flight
     warps: int  # warps per program
 
 
-# These range from a few programs with many bytes in flight each to many programs with few bytes in
-# flight. The last entries need the least shared memory.
+# From few programs with many bytes in flight each, to many programs with few. The last entries need
+# the least shared memory.
 ATTEND = (
     AttendTile(128, 2, 4, 1),
     AttendTile(128, 3, 4, 1),
@@ -65,8 +64,8 @@ class Variant:
 
     attend: AttendTile | None = None
     rank: RankTile | None = None
-    extra: float = 1.0  # factor for the number of programs that compute further parts of rows
-    splits: float = 1.0  # factor for the number of programs that rank an item
+    extra: float = 1.0  # multiplier for the extra programs, which compute additional parts of rows
+    splits: float = 1.0  # multiplier for the programs ranking an item
 
     def __str__(self) -> str:
         parts = []
@@ -86,8 +85,8 @@ class Variant:
     def of(
         self, shipped: LaunchConfig, kv_heads: int, head_bytes: int, limits: DeviceLimits
     ) -> LaunchConfig:
-        """Return ``shipped`` with the changes applied, for cached heads of ``head_bytes`` bytes,
-        which must be a power of 2.
+        """Apply the changes to ``shipped``, for cached heads of ``head_bytes`` bytes, a power of
+        2.
         """
         config = shipped
         if self.attend is not None:
@@ -120,8 +119,8 @@ class Variant:
 
 
 def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
-    """Return whether the tiles in flight fit in shared memory. The compiled kernel may still need
-    more than there is.
+    """Return whether the tiles in flight fit in shared memory. Even if so, the compiled kernel may
+    turn out to need too much.
     """
     attend = config.attend_stages * config.attend_tokens * 2 * head_bytes
     score = config.score_stages * config.score_pages * head_bytes
@@ -129,7 +128,7 @@ def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
 
 
 def _rows(of_256_bytes: int, head_bytes: int) -> int:
-    """Return how many rows make a tile as large as ``of_256_bytes`` rows of 256 bytes, limited to
-    the sizes that the kernels support.
+    """Return the number of rows for a tile as large as ``of_256_bytes`` rows of 256 bytes, clamped
+    to the range supported by the kernels.
     """
     return max(16, min(128, of_256_bytes * 256 // head_bytes))
