@@ -158,7 +158,7 @@ class RunLog:
         return np.array([row["step"] for row in self.metrics], dtype=np.int64)
 
     def series(self, *keys: str) -> FloatArray:
-        """Read the number under nested ``keys`` at each step, float64 [S]."""
+        """Read the number at the nested path ``keys`` for each step, float64 [S]."""
         values = (_get(row, keys) for row in self.metrics)
         return np.array(
             [value if isinstance(value, int | float) else nan for value in values], dtype=float
@@ -174,7 +174,7 @@ class RunLog:
         return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
-        """Read the number under nested ``keys`` of a benchmark at each evaluation, float64 [E]."""
+        """Read a benchmark's number at the nested path ``keys`` for each evaluation, float64 [E]."""
         values = (_get(row["eval"], (benchmark, *keys)) for row in self.evaluations)
         return np.array([_number(value) for value in values], dtype=float)
 

@@ -24,8 +24,8 @@ def check_trackers(names: Sequence[str]) -> None:
     installed = {str(tracker) for tracker in get_available_trackers()}
     if missing := [name for name in names if name not in installed]:
         raise ConfigError(
-            f"trackers is {' '.join(names)}, but the package {missing[0]!r} is not installed; run "
-            f"pip install {missing[0]}, or leave it out"
+            f"trackers includes {missing[0]}, but the package {missing[0]!r} is not installed; run "
+            f"pip install {missing[0]}, or remove it from trackers"
         )
 
 

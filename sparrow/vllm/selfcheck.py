@@ -224,7 +224,7 @@ for lossless mode with LoRA.
 def check_names(
     patches: Iterable[Any], is_lossless: bool, on_cpu: bool, has_adapters: bool
 ) -> None:
-    """Check that every name and parameter Sparrow will use in this process exists.
+    """Check that every function and parameter of vLLM that Sparrow relies on here exists.
 
     Args:
         patches: the patches the engine will apply (``patches.Patch``).

@@ -455,7 +455,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
     tmp_path, name, monkeypatch
 ):
     monkeypatch.setattr("sparrow.train.trackers.get_available_trackers", lambda: ["tensorboard"])
-    message = f"trackers is tensorboard {name}, but the package '{name}' is not installed; run pip install {name}"
+    message = f"trackers includes {name}, but the package '{name}' is not installed; run pip install {name}"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "run", trackers=("tensorboard", name))
     assert not (tmp_path / "run").exists()

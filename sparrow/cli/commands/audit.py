@@ -39,8 +39,9 @@ class Audit(DecodingOptions, FromPrompts):
     # dense mode, unless it is a server. With none, there is no dense arm, and rounding counts as
     # bias.
     dense_engine: str | None = None
-    # What ranks the tokens. hf: transformers, with whole distributions. prefill: the dense engine's
-    # own prefill, with only the top tokens; requires a stock: engine.
+    # How tokens are ranked. hf: by transformers, over the full distribution. prefill: by the dense
+    # engine's own prefill, over the top tokens only; requires an engine whose name begins with
+    # stock:.
     scorer: Literal["hf", "prefill"] = "hf"
     # With the scorer prefill: number of top tokens. A server allows at most 20 unless it was
     # started with a higher limit.

@@ -48,9 +48,9 @@ class FromPrompts(Sampled):
     prompts: str | None = None
     # Instead of a file of prompts: a synthetic task, such as trace:lines=24.
     task: str | None = None
-    # Instead of a file of prompts: files of questions, or known datasets, as in sparrow train. With
-    # the same seed, the prompts and their order are those of training, in the model's chat
-    # template.
+    # Instead of a file of prompts: question files or built-in datasets, as in sparrow train. With
+    # the same seed, you get the same prompts in the same order as in training, formatted with the
+    # model's chat template.
     dataset: tuple[str, ...] = ()
     # Softmax temperature of both actor and policy; 0 is not allowed, because a greedy actor has no
     # acceptance rate.

@@ -41,8 +41,8 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Find the built-in function that the program redefines: the one the tests call, if they use
-    nothing else from the program. Return its name in a set, which is empty if there is none.
+    """Find out whether the tests use nothing from the program but a function that shadows a
+    built-in. If so, return a set with its name, and otherwise an empty set.
 
     Raises ValueError if the tests call several built-ins, so there's no telling which one is under
     test.
