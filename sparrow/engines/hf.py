@@ -251,7 +251,7 @@ class HFEngine(Engine, Scorer, Ranker):
         """Create the history for these rows. Guesses for a response may also come from other
         responses to the same prompt.
 
-        That excludes responses with the same seed, because their tokens are drawn with the same
+        Responses with the same seed are excluded, because their tokens are drawn with the same
         random numbers.
         """
         twins: Counter[tuple[tuple[int, ...], int]] = Counter()

@@ -127,8 +127,8 @@ class Ranks:
             ):
                 raise
             raise ProcessLost(
-                f"a process of this run died, or was {PATIENCE_S} s behind, in the phase {phase!r} "
-                f"({text.splitlines()[0][:200]}); continue from the last checkpoint with --resume"
+                f"a process of this run died, or fell {PATIENCE_S} s behind, in phase {phase!r} "
+                f"({text.splitlines()[0][:200]}); resume from the last checkpoint with --resume"
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:

@@ -468,4 +468,4 @@ def _check(
     ):
         if x.shape != shape or x.device != q.device or x.is_floating_point():
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-            raise ValueError(f"{name} must be integers {shape} on {q.device}, got {got}")
+            raise ValueError(f"{name} must be integers of shape {shape} on {q.device}, got {got}")

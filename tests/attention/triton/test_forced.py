@@ -402,7 +402,7 @@ def test_unsupported_inputs_are_refused():
         teacher_forced(
             case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton", scale=0.0
         )
-    refuse(r"top_k_BT must be integers \(1, 23\)", case, top_k=case.top_k[:, :5])
+    refuse(r"top_k_BT must be integers of shape \(1, 23\)", case, top_k=case.top_k[:, :5])
 
 
 @triton.jit

@@ -402,7 +402,7 @@ def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
         ("template=hello", "the prompt template 'hello' has no {question}"),
     ],
 )
-def test_invalid_options_of_a_dataset_are_refused(option, message, checkpoint, tmp_path, capsys):
+def test_invalid_dataset_options_are_refused(option, message, checkpoint, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "ba", "answer": "1"}\n')
     assert message in fails(

@@ -1,5 +1,5 @@
-"""Stand-ins for objects on the other side. Operations on a stand-in run on the other side, and
-their results are sent back.
+"""Stand-ins for objects in another process. Operations on a stand-in run there, and their
+results are sent back.
 
 On the tests' side (``strict``), the program must not be able to influence an assertion. Its objects
 never decide comparisons, never get to see the tests' operands in arithmetic, can't suppress
