@@ -303,8 +303,8 @@ class Movers:
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """Return a complaint, at most once, if even dense rollouts fall short of tau or can't be shown
-        to reach it.
+        """Return a complaint, at most once, if even dense rollouts fall short of tau or can't be
+        shown to reach it.
         """
         if not self._asks or self._said:
             return None

@@ -115,8 +115,8 @@ class Runtime:
         return self.pages.budgets
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
-        """Prepare a step, and return ``top_k_B`` (int32), into which ``look_up`` will write the decode
-        rows' page counts.
+        """Prepare a step, and return ``top_k_B`` (int32), into which ``look_up`` will write the
+        decode rows' page counts.
 
         Called on the host before the model runs or its graph is replayed. Free for plain decode
         steps.
