@@ -172,20 +172,6 @@ def test_drafts_without_the_adapters_are_often_rejected(made, stock, monkeypatch
         assert share_accepted(llm) < 0.7
 
 
-class Replayed:
-    """A stand-in for a CUDA graph, which runs a draft step with padding and counts replays."""
-
-    rows = 8
-    count = 0
-
-    def __init__(self, drafter):
-        self.drafter = drafter
-
-    def replay(self):
-        self.count += 1
-        self.drafter._draft(self.rows)
-
-
 def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
     """Graphs are captured while no row has an adapter, which must not affect later passes."""
     folder, models = made
@@ -197,13 +183,13 @@ def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
         for with_adapters in (True, False):
             with adapters.captured(with_adapters):
                 assert adapters.are_used == with_adapters
-                drafter._draft(Replayed.rows)
-                drafter._graphs[with_adapters][Replayed.rows] = Replayed(drafter)
+                drafter._draft(cases.Replayed.rows)
+                drafter._graphs[with_adapters][cases.Replayed.rows] = cases.Replayed(drafter)
         drafter._step_index.zero_()
 
     def replays(worker):
         graphs = worker.model_runner.speculator.drafter._graphs
-        return [graphs[with_adapters][Replayed.rows].count for with_adapters in (True, False)]
+        return [graphs[with_adapters][cases.Replayed.rows].count for with_adapters in (True, False)]
 
     with cases.engine(folder, lossless(4, pages=1000), max_num_seqs=8, **LORA) as llm:
         assert tokens_of(answers(llm, folder)) == stock

@@ -143,20 +143,6 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m
     assert 0 < counts["guessed"] < counts["drafted"] and 0 < counts["accepted"] < counts["drafted"]
 
 
-class Replayed:
-    """A stand-in for a CUDA graph: it runs a draft step with padding and counts replays."""
-
-    rows = 8
-    count = 0
-
-    def __init__(self, drafter):
-        self.drafter = drafter
-
-    def replay(self):
-        self.count += 1
-        self.drafter._draft(self.rows)
-
-
 def test_each_stage_replays_its_own_graphs(made, monkeypatch):
     """Graphs are captured before the first cycle, and one graph serves any number of drafts."""
     folder, _ = made
@@ -168,7 +154,7 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
     with cases.engine(folder, decoding, max_num_seqs=8) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         drafter = worker.model_runner.speculator.drafter
-        graphs = [Replayed(each) for each in (drafter._plain, drafter._guessing)]
+        graphs = [cases.Replayed(each) for each in (drafter._plain, drafter._guessing)]
         with torch.inference_mode():
             for graph in graphs:
                 graph.drafter._draft(graph.rows)

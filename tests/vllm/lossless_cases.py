@@ -275,6 +275,20 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch,
 # --- landmarks ---
 
 
+class Replayed:
+    """A stand-in for a CUDA graph, which runs a draft step with padding and counts replays."""
+
+    rows = 8
+    count = 0
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def replay(self):
+        self.count += 1
+        self.drafter._draft(self.rows)
+
+
 class Landmarks:
     """Checks, whenever drafting begins, that the landmarks of all full pages are the means of the
     cached keys.
