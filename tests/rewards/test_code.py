@@ -313,13 +313,11 @@ def test_the_total_time_of_a_program_is_limited():
     judgement = verifier.judge(
         "import time; time.sleep(0.5); print(input())", tests, stop_early=False
     )
-    assert (
-        judgement.verdicts[0] == "pass"
-        and judgement.verdicts[-1] == "timeout"
-        and len(judgement.verdicts) < 6
-    )
+    *before, last = judgement.verdicts
+    assert set(before) == {"pass"} and last == "timeout"
+    assert len(before) < 9
     assert re.fullmatch(r"2 s were not enough for \d tests", judgement.detail)
-    assert judgement.wall_s < 6 and not judgement.passed
+    assert judgement.wall_s < 20 and not judgement.passed
 
 
 def test_an_empty_list_of_tests_does_not_pass(verifier):

@@ -276,9 +276,16 @@ class _Run:
         """Open a context with a time limit of ``limit_s``, or whatever is left for all tests if
         that's less, and count the time spent in it.
         """
-        time_limit = OwnTime(min(limit_s, self.limits.program_s - self.spent_s))
+        left_s = self.limits.program_s - self.spent_s
+        time_limit = OwnTime(min(limit_s, left_s))
         try:
             yield time_limit
+        except ChildTimeoutError:
+            # A program that got too little CPU is stopped before its own time is up. If what it had
+            # was the rest of the total, a moment of that would be left over for the next test.
+            if left_s <= limit_s:
+                time_limit.spent_s = left_s
+            raise
         finally:
             self.spent_s += time_limit.spent_s
 
