@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -78,12 +79,13 @@ class SparsitySchedule:
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
         object.__setattr__(self, "head_budgets", _head_budgets(self.head_budgets))
-        for i, k in enumerate(self.top_k):
-            if i and k < self.top_k[i - 1]:
+        for i, (before, k) in enumerate(pairwise(self.top_k), start=1):
+            if k < before:
+                falls_from = "all pages" if before >= ALL_PAGES else before
+                least = '"all"' if before >= ALL_PAGES else f"at least {before}"
                 raise ConfigError(
-                    "a schedule must not shrink with length, but top_k "
-                    f"falls from {self.top_k[i - 1]} in bin {i - 1} to {k} "
-                    f"in bin {i}; raise it to at least {self.top_k[i - 1]}"
+                    f"a schedule must not shrink with length, but top_k falls from {falls_from} "
+                    f"in bin {i - 1} to {k} in bin {i}; raise it to {least}"
                 )
 
         if self.page_size < 1 or self.bin_tokens < self.page_size:

@@ -286,6 +286,10 @@ def test_dense_bins_are_written_as_all_in_json_and_defaults_may_be_omitted():
             dict(top_k=(29, 45, 44)),
             r"falls from 45 in bin 1 to 44 in bin 2; raise it to at least 45",
         ),
+        (
+            dict(top_k=(ALL_PAGES, 1)),
+            r'falls from all pages in bin 0 to 1 in bin 1; raise it to "all"',
+        ),
         (dict(top_k=(1,), page_size=0), r"page_size <= bin_tokens, got 0 and 2000"),
         (dict(top_k=(1,), bin_tokens=15), r"page_size <= bin_tokens, got 16 and 15"),
         (dict(top_k=(1,), sink_pages=-1), r"sink_pages must be a whole number .*, got -1"),

@@ -400,6 +400,14 @@ def test_cost_accepts_a_shape_name_or_a_config(checkpoint, capsys):
     )
 
 
+def test_cost_refuses_sequences_beyond_the_models_context(capsys):
+    command = ["cost", "--model", "qwen3-4b", "--schedule", "fixed:9", "--responses", "8"]
+    main([*command, "--prompt", "8192", "--cutoff", "32768"])  # 40,960 tokens, the whole context
+    refused = fails(capsys, *command, "--prompt", "8193", "--cutoff", "32768")
+    assert "a prompt of 8,193 tokens and a response of 32,768 (cutoff) don't fit" in refused
+    assert "the context of qwen3-4b, 40,960 tokens; lower cutoff or prompt" in refused
+
+
 def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):
     base = ["--model", checkpoint, "--run-dir", str(tmp_path / "run"), *SMALL]
     task = ["--task", "trace:lines=4"]

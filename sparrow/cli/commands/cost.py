@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sparrow.cli.commands.base import Command
 from sparrow.decoding import DraftWeights
+from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 from sparrow.settings import Count, Many, Positive, Probability, Share, require
 
@@ -84,6 +85,7 @@ class Cost(Command):
         from sparrow.cost.lossless import rows as lossless_rows
 
         shape = find_shape(self.model)
+        self._check_context(shape)
         lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
         schedule = SparsitySchedule.load(self.schedule)
         machine = MACHINES[self.gpu]
@@ -120,6 +122,16 @@ class Cost(Command):
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
+
+    def _check_context(self, shape: ModelShape) -> None:
+        """Raises ConfigError if the longest sequence exceeds the model's context."""
+        longest = self.prompt + self.cutoff
+        if shape.context is not None and longest > shape.context:
+            raise ConfigError(
+                f"a prompt of {self.prompt:,} tokens and a response of {self.cutoff:,} (cutoff) don't "
+                f"fit in the context of {self.model}, {shape.context:,} tokens; lower cutoff or "
+                "prompt, or pass a config.json with a larger max_position_embeddings"
+            )
 
 
 def is_known(model: str) -> bool:
