@@ -295,22 +295,28 @@ def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[l
     return [ids[at : at + context] for at in starts]
 
 
+REAL_ARMS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "adaptive": {"adapt_draft_tokens": True},
+    "guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
+    "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
+    "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
+}
+"""Settings of lossless mode in each arm of ``real``. ``stock`` is dense decoding. Arms that aren't
+adaptive draft and guess in every cycle.
+"""
+
+
 def real_decoding(arm: str) -> Any:
-    """Return an arm's settings: ``stock``, ``adaptive`` (lossless mode with an adaptive draft
-    length), ``lossless`` (with a fixed draft length), or ``guess3`` (three guesses).
-    """
+    """Return an arm's settings, or None for dense decoding."""
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
 
-    if arm == "stock":
+    settings = REAL_ARMS[arm]
+    if settings is None:
         return None
-    guesses = int(arm.removeprefix("guess")) if arm.startswith("guess") else 0
-    return Decoding.lossless(
-        SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
-        draft_tokens=DRAFT_TOKENS,
-        adapt_draft_tokens=arm == "adaptive",
-        guess_tokens=guesses,
-    )
+    schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
+    return Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **settings)
 
 
 def real(arguments: argparse.Namespace, keep: Save) -> None:
@@ -382,7 +388,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 
 ARMS = {
     "synthetic": ("stock", "lossless", "cascade"),
-    "real": ("stock", "adaptive", "guess3", "guess7"),
+    "real": tuple(REAL_ARMS),
 }
 RUN = {"synthetic": synthetic, "real": real}
 
