@@ -1,8 +1,10 @@
 """Check on a GPU that lossless mode in vLLM samples from the dense model's distribution.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
-        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] --out FILE
-    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] --out samples.json
+        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] [--vary] \\
+        --out FILE
+    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] [--vary] \\
+        --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 All models are random, and drafts are accepted or rejected as in real use.
@@ -56,6 +58,8 @@ from sparrow.decoding import Decoding
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Sampling
+from sparrow.vllm.lossless.chooser import DraftChooser
+from sparrow.vllm.lossless.plan import Choice
 
 GREEDY = Sampling(max_new_tokens=192, temperature=0.0, top_n=0)
 DRAFTS, DRAFT_TOKENS = SparsitySchedule.fixed(24, dense_layers=()), 4
@@ -81,10 +85,12 @@ def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list
 
 def equal(arguments: argparse.Namespace) -> None:
     note = notes(arguments.out, dtype=arguments.dtype)
+    if arguments.vary:
+        vary_drafts()
     decoding = Decoding.lossless(
         DRAFTS,
         draft_tokens=DRAFT_TOKENS,
-        adapt_draft_tokens=False,
+        adapt_draft_tokens=arguments.vary,
         draft_weights=arguments.draft_weights,
         guess_tokens=arguments.guess_tokens,
     )
@@ -244,6 +250,18 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
     return p
 
 
+def vary_drafts() -> None:
+    """Replace adaptive drafting's choice by a random one, so that cycles of all kinds occur. With so
+    small a model, drafting doesn't pay, and vLLM would soon stop drafting.
+    """
+    rng = np.random.default_rng(0)
+
+    def choose(self: DraftChooser, *_: Any) -> Choice:
+        return self.choices[rng.integers(len(self.choices))]
+
+    DraftChooser.choose = choose  # type: ignore[method-assign]
+
+
 def drawn(
     folder: str, decoding: dict[str, Any], process: int, seeds: range
 ) -> tuple[np.ndarray, dict[str, int]]:
@@ -253,6 +271,8 @@ def drawn(
     os.environ["VLLM_PORT"] = str(
         41_000 + 50 * process
     )  # otherwise, engines starting at the same time could pick the same free port
+    if decoding["adapt_draft_tokens"]:
+        vary_drafts()
     cuda = torch.cuda.is_available()
     machine = (
         {"max_num_seqs": 1024}
@@ -322,7 +342,7 @@ def samples(arguments: argparse.Namespace) -> None:
         decoding = Decoding.lossless(
             kept,
             draft_tokens=TOKENS - 1,
-            adapt_draft_tokens=False,
+            adapt_draft_tokens=arguments.vary,
             guess_tokens=arguments.guess_tokens,
         ).to_dict()
         share = -(-arguments.count // arguments.processes)
@@ -364,6 +384,12 @@ def main() -> None:
     command.add_argument(
         "--guess-tokens", type=int, default=0, help="guesses per pass, for equal and samples"
     )
+    command.add_argument(
+        "--vary",
+        action="store_true",
+        help="change the number of drafts, and whether to guess, at random from cycle to cycle, for equal "
+        "and samples",
+    )
     command.add_argument("--count", type=int, default=1_000_000)
     command.add_argument(
         "--processes",
@@ -373,8 +399,11 @@ def main() -> None:
     )
     command.add_argument("--out", type=Path, required=True)
     arguments = command.parse_args()
-    if arguments.what == "invariant" and arguments.guess_tokens:
-        command.error("invariant takes no --guess-tokens; leave it out, or check equal or samples")
+    if arguments.what == "invariant" and (arguments.guess_tokens or arguments.vary):
+        command.error(
+            "invariant takes neither --guess-tokens nor --vary; leave them out, or check equal or "
+            "samples"
+        )
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
         command.error(
             f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"
