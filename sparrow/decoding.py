@@ -61,24 +61,23 @@ class LosslessSettings:
     command line. The comments double as help texts.
     """
 
-    # Lossless in vLLM: choose whether drafts read half as many pages as the draft schedule, the
-    # same number, or twice as many, based on measured speed and acceptance. On by default if
-    # draft_schedule is unset, guess_tokens is 0 and adapt_draft_tokens is on.
+    # Lossless in vLLM: let drafts read as many pages as the draft schedule sets, half as many, or
+    # twice as many, whichever turns out to be fastest. On by default if draft_schedule is unset,
+    # guess_tokens is 0 and adapt_draft_tokens is on.
     adapt_draft_budget: bool | None = None
     # Lossless and auto: the maximum number of tokens drafted before each verification.
     draft_tokens: Annotated[int, AtLeast(1)] = DRAFT_TOKENS
     # Lossless in vLLM: choose the number of tokens to draft, from 0 to draft_tokens, by measured
     # speed and acceptance; off: always draft draft_tokens.
     adapt_draft_tokens: bool = True
-    # Lossless and auto: before each sparse pass, guess this many tokens by looking up what followed
-    # the latest tokens where they occurred before, in the prompt, in the response and, with
-    # transformers, in other responses to the same prompt. One pass checks all guesses, and drafts
-    # those that the sparse actor agrees with plus one more token. In vLLM, guesses are used only
-    # where they are faster, unless adapt_draft_tokens is off. 0: draft one token per pass.
+    # Lossless and auto: before each sparse pass, guess this many tokens: those that followed an
+    # earlier occurrence of the latest tokens in the prompt, the response or, with transformers,
+    # other responses to the same prompt. One pass checks all guesses, and drafts those that the
+    # sparse actor agrees with plus one more token. In vLLM, guesses are used only where they are
+    # faster, unless adapt_draft_tokens is off. 0: draft one token per pass.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
-    # Lossless: draw drafts with the same random numbers as the tokens. For a given seed, the tokens
-    # are then those of dense decoding, up to rounding, whatever was drafted; fewer drafts are
-    # accepted.
+    # Lossless: draw drafts with the same random numbers as the final tokens, so that a seed yields
+    # the tokens of dense decoding (up to rounding), whatever is drafted. Fewer drafts are accepted.
     drafter_invariant: bool = False
     # Lossless in vLLM: the weights that drafts use. auto: the model's weights. fp8: an 8-bit copy
     # of the linear layers' weights, which needs half as much memory again; samples are still those
@@ -87,7 +86,7 @@ class LosslessSettings:
     # A second schedule whose acceptance is measured too: a name in the options, a loaded schedule
     # in ``Decoding``.
     meter_schedule: Any = None
-    # Lossless in vLLM: the number of cycles per measurement of meter_schedule.
+    # Lossless in vLLM: cycles between measurements of meter_schedule.
     meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
 
 

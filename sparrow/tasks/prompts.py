@@ -30,7 +30,7 @@ _PROBE = "7 + 5"  # a question for testing a chat template
 
 @dataclass(frozen=True)
 class ChatConfig(Settings):
-    """The chat in which a model receives the questions of datasets (sparrow.tasks.prompts)."""
+    """How a model receives the questions of datasets as a chat (sparrow.tasks.prompts)."""
 
     system: str | None = None  # System prompt, the first message of every chat.
     # File with a Jinja chat template to use instead of the tokenizer's.

@@ -63,7 +63,7 @@ class CorrectionConfig(Settings):
     # Smallest and largest ratio p/q of a kept token. Defaults to 0.5 5 for icepop and 0.5 1.5 for
     # sparse_rl.
     band: tuple[AtMostOne, AtLeastOne] | None = None
-    # A sequence with any ratio p/q below this is dropped (sparse_rl).
+    # Drop a sequence if any of its ratios p/q is below this (sparse_rl).
     reject_below: BelowOne = 1e-4
     # A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs).
     obrs_lambda: Positive = 1.0
@@ -211,24 +211,25 @@ class RolloutConfig(DecodingOptions):
     samples: Many = 8  # Responses per prompt.
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
-    # Number of top tokens recorded at each position. The acceptance rate is bounded from them.
+    # How many of the likeliest tokens to record at each position. They give bounds on the
+    # acceptance rate.
     top_n: Count = 20
-    # Maximum number of rounds in which prompts whose responses all have the same reward are
-    # replaced with new ones. After the last round, any such prompts left are kept.
+    # Replace prompts whose responses all have the same reward with new ones, in up to this many
+    # rounds. Any that are left after the last round are kept.
     resample: CountOrZero = 0
 
 
 @dataclass(frozen=True)
 class RewardConfig(Settings):
-    """The verifier, and the parts of a reward besides its verdict (sparrow.train.reward)."""
+    """The verifier, and what a reward adds to its verdict (sparrow.train.reward)."""
 
     # Your own reward function, as module:function, in place of the dataset's verifier. It is called
     # as function(response, answer=...) and returns a number, usually in 0..1. Functions written for
     # TRL or verl also work (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
-    # Seconds after which a verifier that has returned no verdict is assumed to hang.
+    # Seconds without a verdict after which a verifier is assumed to hang.
     time_limit: Positive = 300.0
-    # Bonus for a response that states an answer in the requested form, right or wrong.
+    # Bonus for a response that gives an answer in the requested form, right or wrong.
     format: NotNegative = 0.0
     # How to treat responses that are cut at max_new_tokens. keep: like other responses. mask: count
     # them in their group's baseline but not in the policy loss (the KL of loss.beta still includes
@@ -268,7 +269,7 @@ class LoraConfig(Settings):
     # Rank of the LoRA. If unset, there is no LoRA and all weights are trained.
     r: Count | None = None
     alpha: Count = 32  # The LoRA's scale alpha, which is divided by the rank.
-    # Linear layers with the LoRA, by the last part of their name.
+    # Linear layers that get the LoRA, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
 
 
@@ -280,15 +281,15 @@ class DistillConfig(Settings):
 
     enabled: bool = False  # Train the adapter and sample with it.
     rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
-    # Linear layers with the adapter, by the last part of their name.
+    # Linear layers that get the adapter, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
     learning_rate: Positive = 1e-4  # Constant learning rate of the adapter.
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
     # Add the policy loss on the sparse log-probs; without it, the adapter is trained with the KL
     # alone.
     policy_loss: bool = True
-    # Share of responses to train on, starting with those whose p5 of acceptance is lowest; a
-    # smaller share costs less.
+    # Share of responses to train on, those with the lowest p5 of acceptance first; a smaller share
+    # costs less.
     responses: Share = 0.5
     adapter: str | None = None  # Folder of a PEFT adapter to start from.
 
@@ -303,8 +304,8 @@ class DistillConfig(Settings):
 class EvalConfig(Settings):
     """Evaluation of the dense policy during training on held-out problems, as in sparrow eval."""
 
-    # Steps between evaluations. The policy is also evaluated before step 1 and after the last step.
-    # If unset, it is never evaluated.
+    # Steps between evaluations, which also take place before step 1 and after the last step. If
+    # unset, the policy is never evaluated.
     every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
@@ -370,14 +371,14 @@ class TrainConfig(Settings):
     # Instead of tau: target for p5 relative to its ceiling, which is the p5 of dense rollouts with
     # the same engine and top_n (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Width in tokens of the length bins for which the tail of acceptance is reported. Defaults to
+    # Width in tokens of the length bins in which the tail of acceptance is reported. Defaults to
     # the schedule's bin width.
     bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
-    # With rollout.mode auto: the GPU for which vLLM's speed is predicted. Lossy mode is used only
-    # at lengths where it is predicted to be faster.
+    # With rollout.mode auto: the GPU to predict vLLM's speed for. Lossy mode is used only at
+    # lengths where it is predicted to be faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    # Trackers to which metrics are also sent, through accelerate.
+    # Trackers to send the metrics to as well, through accelerate.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     # How advantages are computed. grpo: subtract the group's mean reward and divide by its std.
     # dr_grpo: only subtract the mean. rloo: subtract the mean of the other responses.

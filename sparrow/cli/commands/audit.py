@@ -35,7 +35,7 @@ class Audit(DecodingOptions, FromPrompts):
     # Sparrow: stock: with options of vllm.LLM (stock:speculative_config={"method":"ngram",...}), or
     # stock:http://host:port. The option adapter=FOLDER applies a LoRA adapter to all requests.
     engine: str = "hf"
-    # An engine that decodes densely, to tell rounding from bias. By default, the same engine in
+    # An engine that decodes densely, to tell rounding from bias. Defaults to the same engine in
     # dense mode, unless it is a server. With none, there is no dense arm, and rounding counts as
     # bias.
     dense_engine: str | None = None
@@ -46,7 +46,7 @@ class Audit(DecodingOptions, FromPrompts):
     # With the scorer prefill: number of top tokens. A server allows at most 20 unless it was
     # started with a higher limit.
     lists: Count = 20
-    # Audit the sparse actor under this schedule; the audit should fail.
+    # Audit the sparse actor under this schedule; such an audit should fail.
     schedule: str | None = None
     # Sample from the smallest set of tokens whose total probability is at least this.
     top_p: Share = 1.0
@@ -58,7 +58,8 @@ class Audit(DecodingOptions, FromPrompts):
     # Sparrow's engines. raw: before them, as in vLLM by default. none: do not compare log-probs.
     logprobs: Literal["processed", "raw", "none"] = "processed"
     level: Probability = 0.01  # The probability of calling an exact engine biased.
-    # A bias that makes this share of tokens rank higher must be detectable.
+    # The verdict is exact only if a bias that moves this share of tokens up in rank would be
+    # detected.
     resolution: Probability = 0.05
     out: Name | None = None  # Write the full report to this JSON file.
 

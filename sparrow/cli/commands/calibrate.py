@@ -39,13 +39,13 @@ class Calibrate(WithLists):
         509,
     )
     # Maximum number of further passes, each of which tries another budget in every length bin that
-    # is not settled.
+    # is not yet settled.
     refine: CountOrZero = 3
     # Rounds that sample under the schedule found so far and search again; only the last round uses
     # all prompts.
     on_policy: CountOrZero = 2
-    # A schedule whose page size, bin width, dense layers and head budgets are used; if it is
-    # sparse, the first responses are also sampled under it.
+    # A schedule from which to take the page size, bin width, dense layers and head budgets; if it
+    # is sparse, the first responses are also sampled under it.
     layout: str = "dense"
     # First find relative budgets for layers or kv heads (requires engine hf; see
     # docs/calibration.md). If unset, use the layout's.

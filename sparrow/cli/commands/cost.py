@@ -28,7 +28,7 @@ class Cost(Command):
     model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The kind of GPU.
-    # Number of GPUs. For more than one, the prediction covers memory and each phase of a step.
+    # Number of GPUs. With more than one, the prediction covers memory and each phase of a step.
     gpus: Count = 1
     tensor_parallel: Count = 1  # GPUs per engine.
     responses: Many = 240  # Responses per rollout, over all GPUs.
@@ -42,13 +42,13 @@ class Cost(Command):
     # --mode lossless. For other budgets, the rejected share is assumed to scale as the budget to
     # the power of -0.7.
     acceptance: Probability = 0.94
-    # How landmarks are stored in every mode. By default, as the schedule specifies (auto in the
+    # How landmarks are stored in every mode. Defaults to what the schedule specifies (auto in the
     # published schedules).
     landmark_dtype: LandmarkDtype | None = None
     # Lossless, on one GPU: the weights that drafts use. fp8 halves the weight bytes that a draft
     # reads, but takes up memory for a copy; set acceptance to that of fp8 drafts.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: the rollout's share of the time of a dense step, if you know it. If unset,
+    # On one GPU: the share of a dense step that the rollout takes, if you know it. If unset,
     # training time is predicted from FLOPs.
     rollout_share: Share | None = None
 

@@ -34,8 +34,8 @@ class Demo(Command):
     seed: Seed = 0  # Seed for the problems and the samples.
     steps: Count = 7  # Training steps.
     prompts: Many = 24  # Problems per step, with 8 responses each.
-    # The mode of training. lossy: under the schedule that comes with the reasoner. lossless: with
-    # drafts under that schedule.
+    # How to train. lossy: under the schedule that comes with the reasoner. lossless: with drafts
+    # under that schedule.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:

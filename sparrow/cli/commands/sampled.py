@@ -91,9 +91,9 @@ class FromPrompts(Sampled):
 class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
-    # Number of the actor's top tokens per position, from which the acceptance rate is bounded.
-    # Defaults to 20, or more if 20 are too few to tell whether p5 is high enough, as with flat
-    # distributions.
+    # How many of the actor's likeliest tokens to use at each position for bounds on the acceptance
+    # rate. Defaults to 20, or more if 20 are too few to tell whether p5 is high enough, as with
+    # flat distributions.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:

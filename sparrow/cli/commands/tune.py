@@ -36,17 +36,17 @@ class Tune(Command):
     # The model to tune for: qwen3-1.7b and other names of sparrow cost, a model's name on the hub,
     # or its config.json.
     model: str | None = None
-    # Instead of a model: KV_HEADS,GROUP,HEAD_DIM, as in 8,4,128; group is the number of query heads
-    # per kv head.
+    # Instead of a model: KV_HEADS,GROUP,HEAD_DIM, where GROUP is the number of query heads per kv
+    # head, as in 8,4,128.
     shape: str | None = None
     tensor_parallel: Count = 1  # GPUs per engine, which share the model's heads.
     # How the engine stores keys and values, as in vLLM's kv_cache_dtype.
     kv_cache_dtype: Literal["bfloat16", "float16", "fp8", "int8_per_token_head"] = "bfloat16"
     page_size: Count = 16  # Tokens per page, as in the schedule.
-    # Numbers of sequences decoded together. A batch of any other size uses the choice for the
-    # nearest of these.
+    # Batch sizes in sequences. A batch of any other size uses the choice for the nearest of these.
     batches: Annotated[tuple[Batch, ...], Field(min_length=1)] = (1, 4, 16, 64, 256)
-    # Pages kept by score. A choice must be at least as fast as the shipped one for each of them.
+    # Numbers of pages kept by score. A choice must be at least as fast as the shipped one for each
+    # of them.
     pages: Annotated[tuple[Count, ...], Field(min_length=1)] = (64, 256)
     tokens: Count = 16384  # Length of every sequence.
 
