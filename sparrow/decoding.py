@@ -152,7 +152,7 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def load(cls, value: Any) -> Decoding:
-        """Read a ``Decoding`` from any form a setting can be given in.
+        """Read a ``Decoding`` from any form in which a setting can be given.
 
         Args:
             value: one of these:

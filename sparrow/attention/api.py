@@ -216,7 +216,7 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which implementation to decode with, depending on the batch size."""
+    """The implementation to decode with, depending on the batch size."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
@@ -244,8 +244,8 @@ def choose(
     landmark_dtype: LandmarkDtype = "auto",
     tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation for a model of this shape on ``device``, with ``tokens`` new tokens
-    per sequence and step: the one the user asked for or, by default, the fastest.
+    """Choose the implementation for a model of this shape on ``device``: the one the user asked for
+    or, by default, the fastest. Each step has ``tokens`` new tokens per sequence.
 
     The CUDA kernel is the default wherever it's supported, except for batches so small that it
     would leave most SMs idle. The Triton kernels are faster there, because they split the ranking
@@ -352,8 +352,8 @@ def teacher_forced(
             16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: a list to pass if the call will be repeated, as in gradient checkpointing. The first
-            call puts its result and the kept pages in the empty list; the second one takes them out
+        kept: pass a list if the call will be repeated, as in gradient checkpointing. The first call
+            puts its result and the kept pages in the empty list, and the second one takes them out
             instead of recomputing them. Only ``triton`` uses it.
         tokens: tokens per decode step, counting steps from the end of the prompt. All tokens of a
             step read the pages selected by its first token, as in ``decode_several``.

@@ -1,7 +1,7 @@
-"""Defines pages, landmarks, scores and page selection for everyone.
+"""The definitions of pages, landmarks, scores and page selection.
 
-The transformers engine, the vLLM engine and the teacher-forced pass all go by these definitions,
-because any difference between them would show up as actor-policy mismatch. Source: Sparrow, arXiv
+The transformers engine, the vLLM engine and the teacher-forced pass all share them, because any
+difference between the three would show up as actor-policy mismatch. Source: Sparrow, arXiv
 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,

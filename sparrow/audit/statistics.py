@@ -128,7 +128,7 @@ class Finding:
     # tested mean minus dense mean, or just the tested mean without a dense arm; for reported
     # log-probs, the excess over what rounding allows
     difference: float
-    # how large a difference would have been found with probability ``POWER``
+    # a difference this large would have been found with probability ``POWER``
     detectable: float
     p_value: float
     corrected: float  # p-value after Holm's correction
@@ -477,8 +477,8 @@ def holm(p_values: Floats) -> Floats:
 
 
 def _detectable(test: _Test, level: float) -> float:
-    """Compute how large a difference has to be for Holm's strictest step to find it with
-    probability ``POWER``.
+    """Compute the smallest difference that Holm's strictest step finds with probability
+    ``POWER``.
     """
     # No events were seen. If this share of the tokens had been affected, we'd have seen one.
     if test.error == 0:

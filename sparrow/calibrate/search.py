@@ -243,8 +243,8 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """Pick the cheapest budget that meets the target in a bin, going by the lower limit, but no
-    less than ``at_least``, the previous bin's budget.
+    """Pick the cheapest budget whose lower limit meets the target in a bin, but no less than
+    ``at_least``, the previous bin's budget.
 
     ``absolute`` holds the measured tails, and ``tried`` the same tails on the target's scale.
     """

@@ -140,7 +140,7 @@ def fit(
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
 
-    Raises ConfigError if training, or a single response, does not fit in memory, or an engine's
+    Raises ConfigError if training or a single response does not fit in memory, or if an engine's
     GPUs cannot share the model's heads.
     """
     parameters = shape.weights + shape.embedding

@@ -57,7 +57,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a decode step costs on top of the bytes it reads, as fitted by
+    """The costs of a decode step beyond the bytes it reads, as fitted by
     ``benchmarks/fit_roofline.py``.
     """
 
@@ -317,11 +317,10 @@ def predict(
     *,
     rollout_share: float | None = None,
 ) -> Prediction:
-    """Predict the speed-up of a rollout, and of an RL step on the same machine. Raises the errors
-    of ``simulate_rollout``.
+    """Predict the speed-up of a rollout, and of an RL step on the same machine.
 
     ``rollout_share`` is the rollout's share of a dense RL step's time. If not given, the training
-    time is predicted from FLOPs.
+    time is predicted from FLOPs. Raises the errors of ``simulate_rollout``.
     """
     batching = (prompt, max_batch, overheads)
     dense = simulate_rollout(shape, machine, responses, None, *batching)

@@ -116,8 +116,8 @@ class ModelShape:
             config: the contents of a ``config.json``, its path, or the folder that contains it.
 
         Raises UnsupportedModel if the model has an unsupported architecture, a sliding window or
-        quantized weights. Raises ConfigError if the file does not exist or is not a model config;
-        or a field is missing or invalid.
+        quantized weights. Raises ConfigError if the file does not exist or is not a model config,
+        or if a field is missing or invalid.
         """
         if not isinstance(config, Mapping):
             config = _read(Path(config))

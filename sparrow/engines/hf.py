@@ -99,7 +99,7 @@ class HFEngine(Engine, Scorer, Ranker):
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
                 f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with "
-                "the model's own weights; leave draft_weights out, or use the engine vllm"
+                "the model's own weights; leave draft_weights out, or use engine vllm"
             )
 
         self._eos = torch.tensor(list(eos_ids), device=model.device)

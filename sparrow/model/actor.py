@@ -427,9 +427,9 @@ def teacher_forced(
         tokens: tokens per decode step, as in ``steps_of_several``; steps are counted from the end
             of the prompt.
 
-    Raises ConfigError if the model has no schedule; the prompt lengths aren't one whole number per
-    row, or exceed a row's length; sequences are packed, or the mask isn't causal for some other
-    reason; or, on exit, some layers weren't part of any pass.
+    Raises ConfigError if the model has no schedule, if the prompt lengths aren't one whole number
+    per row or exceed a row's length, if the mask isn't causal (for example because sequences are
+    packed), or, on exit, if some layers weren't part of any pass.
     """
     _check_model(model)
     actor = actor_of(model)

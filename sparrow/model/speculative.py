@@ -48,8 +48,8 @@ from sparrow.model.history import History
 
 @dataclass(frozen=True)
 class Shape:
-    """How to turn logits ``[..., V]`` into the distribution to sample from: temperature, top-k and
-    top-p. Actor and policy use the same shape.
+    """The temperature, top-k and top-p that turn logits ``[..., V]`` into the distribution to
+    sample from. Actor and policy use the same shape.
     """
 
     temperature: float = 1.0  # 0 means greedy, with log-probs at temperature 1

@@ -47,9 +47,9 @@ class Prefill(NamedTuple):
     """Batch rows that run vLLM's own attention."""
 
     tokens: slice  # the rows' tokens in the batch
-    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the latter here:
-    # it refers to the ``Step``, and the reference cycle would keep each step's tensors alive until
-    # the garbage collector runs.
+    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the whole
+    # batch's metadata here: it refers to the ``Step``, and that cycle would keep each step's
+    # tensors alive until the garbage collector runs.
     metadata: Any = None
     # blocks of an 8-bit cache to copy for vLLM to read; None if it reads the cache directly
     blocks: Tensor | None = None
@@ -82,7 +82,7 @@ class LayerGroup:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Set the step that layers fall back to if vLLM's metadata has none."""
+        """Set the step that the layers use if vLLM's metadata has none."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
@@ -178,9 +178,7 @@ class SparseBuilder(VLLMClass):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build vLLM's metadata. In lossy mode, it has the ``Step`` as its ``sparrow``
-        attribute.
-        """
+        """Build vLLM's metadata. In lossy mode, its ``sparrow`` attribute holds the ``Step``."""
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
             return super().build(common_prefix_len, common, fast_build)
@@ -236,7 +234,7 @@ class SparseBuilder(VLLMClass):
         return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Split all rows after the first ``rows`` into groups that each read a copy of their
+        """Put all rows after the first ``rows`` into groups. Each group reads a copy of its
         blocks.
         """
         assert self.runtime is not None
@@ -339,8 +337,8 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """True if Sparrow's decode kernel may run next in this layer. In lossless mode, that is
-        only the case in draft steps.
+        """True if Sparrow's decode kernel may run next in this layer. In lossless mode, that only
+        happens in draft steps.
         """
         runtime = self.runtime
         return (
@@ -484,8 +482,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """Return the cache for vLLM's own attention to read. For an 8-bit cache, this is a copy of
-        these blocks in the queries' dtype, otherwise the cache itself.
+        """Return what vLLM's own attention should read: the cache itself or, if it is 8-bit, a copy
+        of these blocks in the queries' dtype.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -511,7 +509,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     schedule = decoding.schedule
     if spec.block_size % schedule.page_size:
         raise ConfigError(
-            f"vLLM's KV blocks of {spec.block_size} tokens do not consist of whole pages of "
+            f"vLLM's KV blocks of {spec.block_size} tokens cannot be divided into pages of "
             f"{schedule.page_size} tokens; set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:

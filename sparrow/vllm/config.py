@@ -94,7 +94,7 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 def requested(vllm_config: Any) -> Decoding | None:
     """Return an engine's requested decoding settings, from ``additional_config`` or else from the
-    environment. None means decoding like stock vLLM.
+    environment. None means the engine decodes like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
@@ -174,7 +174,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         ),
         (
             bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
-            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
+            "a KV cache with more than one dtype; leave kv_cache_dtype_skip_layers out",
         ),
         (
             bool(getattr(cache, "calculate_kv_scales", False)),

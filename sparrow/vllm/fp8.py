@@ -128,9 +128,7 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales, provided Sparrow sets them. It is None until they are
-        set.
-        """
+        """Report the range of the scales if Sparrow sets them. Until it has, the range is None."""
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]

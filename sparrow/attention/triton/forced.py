@@ -42,7 +42,7 @@ class Selection(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Results for reuse by a repeated call."""
+    """Results that a repeated call can reuse."""
 
     selection: Selection
     out: Tensor

@@ -33,7 +33,7 @@ FLOAT_STEPS = tl.constexpr(12)
 
 @triton.jit
 def _split_work(work, split, used, TILE: tl.constexpr):
-    """Return one split's range of ``work``, in whole tiles, out of ``used`` splits."""
+    """Divide ``work`` into ``used`` ranges of whole tiles, and return the range of one split."""
     size = (work + TILE * used - 1) // (TILE * used) * TILE
     begin = tl.minimum(split * size, work)
     return begin, tl.minimum(begin + size, work)
@@ -195,8 +195,8 @@ def _select(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Call ``_select_block`` with a width to fit the row, to keep short rows cheap even in a wide
-    table.
+    """Call ``_select_block`` with a width that fits the row, which keeps short rows cheap even in a
+    wide table.
     """
     if (BLOCK > 256) & (pages <= 256):
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
@@ -217,7 +217,7 @@ def _queries(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Load an item's queries, the first new token's first."""
+    """Load an item's queries, starting with the first new token's."""
     c = tl.arange(0, CP)
     d = tl.arange(0, DP)
     return tl.load(
@@ -384,8 +384,7 @@ def rank_kernel(
     """Score each item's pages in several programs; the last one to finish selects the pages.
 
     With ``rank_before_wait``, ranking doesn't wait for the previous launch, which must then do
-    nothing but store the newest tokens. ``key_scales`` is only for int8 keys; None for other
-    dtypes.
+    nothing but store the newest tokens. ``key_scales`` is for int8 keys, and None for other dtypes.
     """
     if PDL:
         if rank_before_wait == 0:

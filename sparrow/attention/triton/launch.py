@@ -1,5 +1,5 @@
-"""Launchers for the Triton kernels: check whatever can be checked without a device sync, choose
-tile sizes, and launch.
+"""Launchers for the Triton kernels. They check whatever can be checked without a device sync,
+choose tile sizes, and launch.
 
 Shapes: as in ``attention/decode.py``; in ``store_tokens``, T is the number of tokens to store.
 """

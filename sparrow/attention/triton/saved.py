@@ -90,7 +90,7 @@ class Target:
 
     @property
     def path(self) -> Path:
-        """Where this target's results are saved."""
+        """The file this target's results are saved in."""
         shape = f"{self.kv_heads}-{self.group}-{self.head_dim}-{self.cache_dtype}"
         name = f"{self.gpu}-{shape}-pages{self.page_size}-triton{self.triton}"
         return cache_folder() / "tuned" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.json"

@@ -56,7 +56,7 @@ Times = Sequence[float]
 
 
 class WrongResult(Exception):
-    """Raised if a configuration's result is off from the reference by more than rounding."""
+    """Raised if a configuration's result differs from the reference by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def check_target(target: Target, grid: Grid, device: torch.device) -> None:
     most = pages - layout.sink_pages - layout.recent_pages - 1
     if pages >= MAX_PAGES or max(grid.pages) > most:
         raise ConfigError(
-            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size}, but "
-            f"there must be fewer than {MAX_PAGES}, and at most {most} can be kept by score, got "
+            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} tokens; "
+            f"there must be fewer than {MAX_PAGES}, and at most {most} can be kept by score, not "
             f"{max(grid.pages)}; change tokens or pages"
         )
 
@@ -115,7 +115,7 @@ def tune(
             results.
         pool_bytes: size of the keys and values in memory.
 
-    Raises ConfigError if the shape or the sequence length isn't supported, or the shipped
+    Raises ConfigError if the shape or the sequence length isn't supported, or if the shipped
     configuration doesn't run on this GPU or gives wrong results.
     """
     check_target(target, grid, device)
@@ -388,7 +388,7 @@ class Bench:
         except (OutOfResources, PTXASError):  # not enough shared memory or registers
             pass
         except WrongResult as error:
-            self._note(f"{len(problem.q)} sequences: left out {variant}, as {error}")
+            self._note(f"{len(problem.q)} sequences: left out {variant}, because {error}")
         self._refused.add(config)
         return None
 

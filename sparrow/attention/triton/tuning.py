@@ -67,8 +67,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many extra programs to launch for additional parts of rows, on top of one per
-    item: one per SM without an item or, with more items than SMs, about two per SM.
+    """Return how many programs to launch for additional parts of rows, on top of one per item.
+    That's one per SM without an item or, if there are more items than SMs, about two per SM.
 
     More wouldn't help: a grid too large to run all at once is spread unevenly over the SMs, even if
     most of its programs have nothing to do.

@@ -218,7 +218,7 @@ def rollout(
         raise EngineError(
             f"vLLM ended a response after {len(tokens)} tokens with {end!r} instead of 'stop' or "
             "'length', so the response is not a sample from the actor; continue with --resume, and "
-            "during a run, do not abort requests, and do not pause or stop vLLM"
+            "do not abort requests or pause or stop vLLM during a run"
         )
     return Rollout(
         prompt_ids=prompt,

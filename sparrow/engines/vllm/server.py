@@ -1,4 +1,5 @@
-"""``VLLMServer`` runs the sparse actor in a ``vllm serve`` process, sending it token ids over HTTP.
+"""``VLLMServer`` runs the sparse actor in a ``vllm serve`` process, and sends it token ids over
+HTTP.
 
 Shapes: T response tokens, n top-n list entries.
 """

@@ -50,7 +50,7 @@ class DraftChooser:
 
     @property
     def repeats(self) -> int:
-        """How many more cycles to run without drafts before choosing again, as long as the batch
+        """Number of cycles left to run without drafts before choosing again, as long as the batch
         size doesn't change.
         """
         return self.draft_length.repeats
@@ -66,7 +66,7 @@ class DraftChooser:
     def plan(self, rows: int, length: float, repeated: int = 0) -> DraftPlan:
         """Plan the next cycle's drafts; see ``choose`` and ``choose_budget``.
 
-        A cycle without drafts needs no budget. Its time counts towards the current one.
+        A cycle without drafts needs no budget. Its time counts towards the current budget.
         """
         choice = self.choose(rows, length, repeated)
         budget = self.choose_budget(rows, length, choice) if choice else self._budget
@@ -103,8 +103,8 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Record the measurements from a cycle with ``rows`` sequences, all drafting according to
-        ``choice``.
+        """Record the measurements from a cycle with ``rows`` sequences, all of which drafted as
+        ``choice`` says.
 
         Args:
             seconds: time for drafting and verification.

@@ -161,7 +161,7 @@ class Metered:
 
     Args:
         schedule: the schedule, with the same page layout as the drafts.
-        every: run the extra step once every this many cycles with drafts.
+        every: number of cycles with drafts between extra steps.
         table: the schedule's page counts by length (see ``PageTables.of``).
         logits_SV: a buffer for the extra steps' logits, with one row per sequence the worker can
             hold, plus a last row (index -1) for batch rows without drafts.

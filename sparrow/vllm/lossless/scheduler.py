@@ -114,10 +114,10 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, guessed, _ in choices:
             if drafts not in self._tables or multiple not in budgets or guessed not in guesses:
                 raise ConfigError(
-                    f"cannot repeat a step with {drafts} drafts that read {multiple} times the "
-                    f"draft schedule, with {guessed} guesses per pass; for these three numbers, "
-                    f"this engine chooses among {tuple(self._tables)}, {budgets} and {guesses}; "
-                    "start it with the settings of the recorded engine"
+                    f"cannot replay a step with {drafts} drafts, budget {multiple} and {guessed} "
+                    f"guesses per pass: this engine drafts {tuple(self._tables)} tokens with "
+                    f"budgets {budgets} and {guesses} guesses; start it with the recorded engine's "
+                    "settings"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple), guessed > 0)
@@ -131,7 +131,7 @@ class LosslessScheduler(AsyncScheduler):
         return tokens, self.chooser.budgets[budget], self._guess_tokens if has_guesses else 0
 
     def _choose(self, rows: int) -> None:
-        """Choose the drafts for the next step. If there are none, that may hold for a few more
+        """Choose the drafts for the next step. A choice of no drafts may hold for a few more
         steps.
         """
         length = sum([request.num_computed_tokens for request in self.running]) / rows
