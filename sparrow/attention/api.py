@@ -29,7 +29,7 @@ from sparrow.errors import ConfigError
 if TYPE_CHECKING:
     from sparrow.attention.triton.forced import Kept
 
-# there is no CUDA kernel for teacher forcing
+# There is no CUDA kernel for teacher forcing.
 Implementation = Literal["reference", "triton", "cuda"]
 
 
@@ -94,7 +94,7 @@ def decode_several(
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
 
-    Raises ValueError: as in ``decode``.
+    Raises ValueError in the same cases as ``decode``.
     """
     q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -148,12 +148,15 @@ def paged_decode(
             least T.
         top_k_B: number of pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, landmark dtype.
-        implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
-            queries; a cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
-            compute capability 8.9 for float8) or ``cuda`` (Hopper only; 16-token pages, head dims
-            64, 128 and 256, groups up to 16, same dtypes as ``triton``; needs ``workspace``;
-            compiled on the first call). There is no fallback; use ``choose`` to get the fastest
-            one.
+        implementation: one of the following. There is no fallback; use ``choose`` to get the
+            fastest one.
+
+            - ``reference``: eager torch, on any device.
+            - ``triton``: float16 or bfloat16 queries, with a cache in the same dtype, float8_e4m3fn
+              or int8. It needs ``workspace``, and compute capability 8.9 for float8.
+            - ``cuda``: Hopper only. It supports pages of 16 tokens, head dims 64, 128 and 256,
+              groups up to 16, and the same dtypes as ``triton``. It needs ``workspace``, and is
+              compiled on the first call.
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: scales of a float8_e4m3fn or int8 cache, required for those dtypes. They are
             read on the device, so a captured graph picks up changes.

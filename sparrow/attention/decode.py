@@ -24,7 +24,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
-MAX_COLUMNS = 64  # max queries reading the same keys, G * T
+MAX_COLUMNS = 64  # maximum number of queries that read the same keys, G * T
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
 FP8_CAPABILITY = (8, 9)  # minimum compute capability for e4m3 conversions
@@ -120,7 +120,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
-    # missing from torch's stubs
+    # This attribute is missing from torch's stubs.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
@@ -177,8 +177,8 @@ class DecodeWorkspace:
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
-                f"cannot rank sequences of up to {max_pages} pages, expected a maximum of 1 to "
-                f"{MAX_PAGES} pages; use larger pages or a shorter maximum length"
+                f"cannot rank sequences of up to {max_pages} pages; the maximum must be between 1 "
+                f"and {MAX_PAGES}, so use larger pages or a shorter maximum length"
             )
         device = torch.empty(0, device=device).device
         self.max_batch = max_batch

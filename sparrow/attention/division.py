@@ -1,4 +1,4 @@
-"""Split a batch across programs. This is planned on the device, once per step, and shared by all
+"""Split a batch across programs. The plan is made on the device, once per step, and shared by all
 attention kernels.
 
 Planning is needed because rollout rows differ in length, and a step is only as fast as its slowest

@@ -89,7 +89,7 @@ def find(
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
         layout: says which layers are sparse.
         by: "layers" finds one budget for all heads of a layer; "heads" finds one for each head.
-        top_k: the mean number of pages kept by score to optimise the budgets for.
+        top_k: optimise the budgets for this mean number of pages kept by score.
         listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if the layout has no sparse layer or already has budgets, if ``top_k`` is

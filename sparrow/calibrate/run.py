@@ -163,7 +163,7 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
     if b.lower_bound >= tau.value:
         return None
     why = (
-        f"the lists of {top_n} tokens contain {b.lower_bound:.3f} of the probability at the 5th "
+        f"the lists of {top_n} tokens cover only {b.lower_bound:.3f} of the probability at the 5th "
         "percentile"
         if one_program
         else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of "

@@ -115,9 +115,9 @@ def lossless_step(
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
     """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by its tokens per
-    sequence so that it compares with a dense step. A cycle without drafts is a dense step.
+    sequence so that it can be compared with a dense step. A cycle without drafts is a dense step.
 
-    Raises the errors of ``decode_step``.
+    Raises the same errors as ``decode_step``.
     """
     if not drafting.tokens:
         return decode_step(shape, machine, lengths, None, overheads)
@@ -231,7 +231,7 @@ def predict_lossless(
     are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length at which tokens
     are sampled.
 
-    Raises ValueError if the acceptance is outside [0, 1]. Also raises the errors of
+    Raises ValueError if the acceptance is outside [0, 1]. Also raises the same errors as
     ``simulate_rollout``.
     """
     if not 0 <= acceptance <= 1:
@@ -297,7 +297,7 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
     if lossless is None:
         gain = f"{lossy.speedup:.2f}x lossy; lossless mode refuses models with linear attention"
         if lossy_pays:
-            return f"Sparse rollouts pay off ({gain}), but need a schedule that holds p5."
+            return f"Sparse rollouts pay off ({gain}), but need a schedule that keeps p5 on target."
         return f"Sparse rollouts do not pay off ({gain}): decode densely. {_limit(lossy)}"
     lossless_pays = lossless.speedup >= WORTHWHILE
     both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
@@ -308,11 +308,11 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
     if not lossless_pays:
         return (
             "Lossy rollouts pay off and lossless ones do not "
-            f"({both}), but lossy mode needs a schedule that holds p5."
+            f"({both}), but lossy mode needs a schedule that keeps p5 on target."
         )
     return (
         f"Both pay off ({both}): lossy mode gains more, but needs "
-        "a schedule that holds p5; lossless mode does not."
+        "a schedule that keeps p5 on target; lossless mode does not."
     )
 
 

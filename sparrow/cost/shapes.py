@@ -35,10 +35,10 @@ class Experts:
     weights: int  # parameters per expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected number of parameters in experts that none of ``tokens`` tokens is
-        routed to.
+        """Return the expected number of parameters in experts to which none of ``tokens`` tokens is
+        routed.
 
-        Assumes uniform, independent routing. Real routers favour some experts, so a pass reads
+        This assumes uniform, independent routing. Real routers favour some experts, so a pass reads
         fewer experts than predicted.
         """
         missed = (1 - self.per_token / self.count) ** tokens
@@ -161,7 +161,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check that parameters can be counted for this config. Raises the errors of
+    """Check that parameters can be counted for this config. Raises the same errors as
     ``ModelShape.from_config``.
     """
     get = config.get

@@ -144,7 +144,7 @@ class Engine(Protocol):
         """Return the counts since the last call."""
 
     def sleep(self) -> None:
-        """Free accelerator memory until ``wake``. A no-op without an accelerator."""
+        """Free accelerator memory until ``wake``. This does nothing without an accelerator."""
         return
 
     def wake(self) -> None:

@@ -50,7 +50,7 @@ from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
-LOOKED_AT = 64  # maximum number of tokens per response to measure attention for
+LOOKED_AT = 64  # measure attention for at most this many tokens per response
 DECODE_TOKENS = 2**19
 """Maximum number of tokens in a batch once all sequences have their full length, e.g. 128 sequences
 of 4,096 tokens.

@@ -49,8 +49,8 @@ class Responses:
         """Append a cycle's tokens to the responses ``rows``, dropping any past the end of a
         response. Return the indices, in ``rows``, of the responses that continue.
 
-        ``drafts`` is the number of tokens each row drafted, int64. A row without drafts has no
-        cycle, so its token gets no place in one.
+        ``drafts`` is the number of tokens each row drafted, int64. If a row drafted nothing, its
+        token has no place in a cycle.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()

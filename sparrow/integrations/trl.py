@@ -8,8 +8,9 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-Written for TRL 1.16. All it replaces in TRL is the trainer's ``vllm_generation``, with a wrapper
-that forwards every call. It also overrides ``compute_loss`` and ``log``, as transformers allows.
+Written for TRL 1.16. The only thing it replaces in TRL is the trainer's ``vllm_generation``, which
+becomes a wrapper that forwards every call. It also overrides ``compute_loss`` and ``log``, as
+transformers allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """

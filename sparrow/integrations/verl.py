@@ -332,8 +332,8 @@ def sampled_metrics(
     """Compute metrics for ``B`` responses from their prompts, sampled-token masks, and actor and
     policy log-probs.
 
-    A token's position is the length the schedule was looked up for when the token was sampled; see
-    ``sparrow.mismatch.tokens.token_acceptance``.
+    A token's position is the length for which the schedule was looked up when the token was
+    sampled; see ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled = []
     position = []

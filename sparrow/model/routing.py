@@ -72,7 +72,8 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(
-            f"{name} is an encoder-decoder; Sparrow decodes causal language models only"
+            f"{name} is an encoder-decoder; choose a causal language model, the only kind that "
+            "Sparrow decodes"
         )
 
     kinds = set(getattr(config, "layer_types", None) or [])

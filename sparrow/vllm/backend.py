@@ -106,7 +106,7 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """What the builder tells the sparse layers about a batch. Decode rows come first."""
+    """The builder's description of a batch for the sparse layers. Decode rows come first."""
 
     rows: int  # number of decode rows
     # int32 [B], cached tokens per decode row, 0 for CUDA graph padding rows
@@ -157,7 +157,7 @@ class SparseBuilder(VLLMClass):
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             mode = vllm_config.compilation_config.cudagraph_mode
-            # Whether decode steps may be captured in CUDA graphs. These run Sparrow's kernels at
+            # True if decode steps may be captured in CUDA graphs. These run Sparrow's kernels at
             # any length.
             self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
@@ -170,8 +170,8 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Disable cascade attention if there is a schedule, because it reads shared prefixes
-        densely.
+        """Disable cascade attention, which reads shared prefixes densely, if there is a
+        schedule.
         """
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
@@ -288,10 +288,10 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # decode kernels, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # True for sparse layers, or for all layers in lossless mode or with an 8-bit cache
+    # True for sparse layers; in lossless mode or with an 8-bit cache, true for all layers
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # only for an fp8 cache
-    # budgets for this worker's heads; only for sparse layers if the schedule has head budgets
+    # budgets of this worker's heads; set for sparse layers if the schedule has head budgets
     head_budgets: Tensor | None = None
     # layers whose landmarks are updated together with this one's
     group: LayerGroup | None = None

@@ -1,4 +1,4 @@
-"""What Sparrow adds to every vLLM worker: a startup check, and methods for ``collective_rpc``."""
+"""Sparrow's additions to every vLLM worker: a startup check, and methods for ``collective_rpc``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """Return this worker's decode step counts since the last call, or since the self-check if this
-    is the first one.
+    """Return this worker's counts since the last call, or since the self-check if this is the first
+    one.
 
     ``rows`` is the batch size summed over steps. ``tokens_read`` is how many cached tokens were
     read, and ``tokens_held`` how many a dense actor would have read, both summed over rows and this
@@ -39,12 +39,13 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     ``dense_rows_prefill`` (a one-token prompt chunk, not included in ``rows``). ``dense_steps`` is
     how many steps with decode rows ran entirely on vLLM's own attention, because no row skipped a
     page. With CUDA graphs, this only happens in steps that also contain a prompt chunk, because
-    decode step graphs always run Sparrow's kernels. ``preemptions`` is how many sequences had their
-    cache dropped by vLLM, to be prefilled again later. With an fp8 KV cache, ``kv_clipped`` is how
-    many tokens had a key or value outside the range of its scale, counted once per layer.
+    decode step graphs always run Sparrow's kernels. ``preemptions`` is how often vLLM dropped a
+    sequence's cache, to prefill it again later. With an fp8 KV cache, ``kv_clipped`` is how many
+    tokens had a key or value outside the range of its scale, counted once per layer.
 
-    In lossless mode, ``rows`` counts draft step rows, and ``tokens_read`` includes verification.
-    ``tokens_held`` is how many tokens dense decoding would have read to get the ``emitted`` tokens.
+    In lossless mode, ``rows`` counts the rows of draft steps, and ``tokens_read`` includes
+    verification. ``tokens_held`` is how many tokens dense decoding would have read to get the
+    ``emitted`` tokens.
     ``drafted`` and ``accepted`` count tokens, too. With ``guess_tokens``, ``rows`` and ``passes``
     count the rows of sparse passes, with or without guesses, and ``guessed`` counts drafts that are
     guesses no sparse pass has checked.
@@ -176,8 +177,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Copy the draft weights again before the next drafts. Only needed after writing to the model's
-    parameters directly; vLLM's own updates take care of it.
+    """Copy the draft weights again before the next drafts. Call this only after writing to the
+    model's parameters directly; vLLM's own updates take care of it.
 
     Raises ConfigError if drafts don't use a copy of the weights.
     """

@@ -71,11 +71,11 @@ class DensePasses:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # number of cycles, by how many drafts followed
+        # number of cycles for each number of drafts that followed
         self._cycles: Counter[int] = Counter()
         # tokens read, tokens dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # number of cycles with guesses, by how many drafts followed
+        # the same for cycles with guesses
         self._guessed_cycles: Counter[int] = Counter()
         # if the engine uses guesses: drafts, and how many of them are guesses no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)

@@ -34,7 +34,7 @@ one go.
 
 @dataclass(frozen=True)
 class CopiedBlocks:
-    """Blocks for some rows in prefill, and where they are in the copy."""
+    """The blocks of some rows in prefill, and their places in the copy."""
 
     blocks: Tensor  # int64, block ids in the cache, in copy order
     table: Tensor  # int32 [R, M], block table for the copy

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparrow.vllm import config
 
-# the package's entry point group and name
+# group and name of the package's entry point
 GROUP = "vllm.general_plugins"
 NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"

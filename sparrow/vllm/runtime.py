@@ -173,7 +173,7 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """Return the page count multipliers for this worker's heads in a layer, int32
+        """Return the factors for the page counts of this worker's heads in a layer, int32
         ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head budgets.
 
         With tensor parallelism, each rank has an equal, contiguous share of a layer's heads. If
@@ -220,9 +220,9 @@ class Runtime:
         """Count one dense pass in lossless mode, followed by ``drafts`` drafts.
 
         Returns:
-            int64 [4]. The caller adds to it, summed over the sequences not in prefill: the tokens
-            the pass read, the tokens ordinary decoding would have read instead, the emitted tokens,
-            and the number of sequences.
+            Totals over the sequences not in prefill, int64 [4], for the caller to add to: tokens
+            the pass read, tokens ordinary decoding would have read instead, emitted tokens, and
+            sequences.
         """
         return self.passes.count(drafts)
 
@@ -230,8 +230,8 @@ class Runtime:
         """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
 
         Returns:
-            int64 [2]. The caller adds to it, summed over the sequences that drafted: the drafts,
-            and how many of those are guesses that no sparse pass has checked.
+            Totals over the sequences that drafted, int64 [2], for the caller to add to: drafts, and
+            how many of those are guesses that no sparse pass has checked.
         """
         return self.passes.count_drafts(drafts, with_guesses)
 
@@ -262,8 +262,8 @@ class Runtime:
             )
             raise ConfigError(
                 "a running vLLM engine can change how many pages are kept, but not the page "
-                f"layout or head_budgets; it was started with {ours}, got {theirs}; start a new "
-                "engine for this schedule"
+                f"layout or head_budgets; it was started with {ours}, but this schedule has "
+                f"{theirs}, so start a new engine for it"
             )
         self._settle()
         self.pages.fill(schedule)
@@ -294,7 +294,7 @@ class Runtime:
             )
 
     def counters(self) -> dict[str, int]:
-        """Return the decode step counts since the last call, and reset them; see
+        """Return the counts since the last call, and reset them; see
         ``control.sparrow_counters``.
         """
         self._settle()

@@ -1,9 +1,9 @@
 """The self-check every engine runs at startup.
 
-``check_names`` runs before memory is allocated, and makes sure that all of vLLM's private names and
-parameters that Sparrow replaces or uses exist. ``run`` comes after the warm-up. It runs decode
-steps of every layer on its own KV cache, plus a few steps of the whole model, and compares the
-results with what they should be. Both raise a ConfigError that says in one sentence what is wrong.
+``check_names`` runs before memory is allocated, and makes sure that vLLM has all the private names
+and parameters that Sparrow replaces or uses. ``run`` comes after the warm-up. It runs decode steps
+of every layer on its own KV cache, plus a few steps of the whole model, and compares the results
+with what they should be. Both raise a ConfigError that says in one sentence what is wrong.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -295,7 +295,7 @@ def run(worker: Any, runtime: Any) -> Differences:
     milliseconds = 1000 * (time.perf_counter() - started)
     init_logger("vllm.sparrow").info(
         f"Sparrow's self-check passed in {milliseconds:.0f} ms (layers differ by up to "
-        f"{layers_differ:.2g}, log-probs by {steps_differ:.2g} of their spread) with "
+        f"{layers_differ:.2g}, log-probs by {steps_differ:.2g} times their spread) with "
         f"{versions.known()}"
     )
     return Differences(layers_differ, steps_differ)
@@ -366,7 +366,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Place:
-    """The blocks and slots in every layer's cache for the check's tokens."""
+    """The blocks and slots that hold the check's tokens in every layer's cache."""
 
     table_M: Tensor  # int32, the tokens' blocks
     slots_T: Tensor  # int64
@@ -754,7 +754,7 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> flo
     error = distance(found_TV, expected_TV)
     if not error <= bound:
         raise _refusal(
-            f"log-probs of {what} differ from those of a dense pass by {error:.2g} of their "
+            f"log-probs of {what} differ from those of a dense pass by {error:.2g} times their "
             f"spread, but rounding accounts for at most {bound}"
         )
     return error

@@ -1,4 +1,4 @@
-"""Which vLLM versions are supported, and how they differ.
+"""The supported vLLM versions, and the differences between them.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """
@@ -39,7 +39,7 @@ self-check passes.
 def check(on_cpu: bool) -> None:
     """Check that Sparrow supports this process's vLLM.
 
-    Raises ConfigError if Sparrow does not support this version, or not on a CPU.
+    Raises ConfigError if Sparrow does not support this version, or does not support it on a CPU.
     """
     import vllm
 

@@ -456,7 +456,7 @@ struct Softmax {
     }
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
-      u32 x[4];  // each word: two adjacent dimensions of each of two tokens
+      u32 x[4];  // each word holds two adjacent dimensions of each of two tokens
       load_tiles_transposed(x, tile + swizzled<ROW>(row, j + chunk));
       prepare<CACHE>(x);
 #pragma unroll

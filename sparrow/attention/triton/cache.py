@@ -184,7 +184,7 @@ def _write_mean(
     DP: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Store the mean key of one page in a block. If there are scales, the block's start at
+    """Store the mean key of one page in a block. The block's scales, if any, start at
     ``first_scale``.
     """
     token = page * P + tl.arange(0, P)

@@ -255,10 +255,10 @@ def _attend(
     """Compute softmax attention over the kept tokens ``begin .. end - 1`` of ``tokens``. Return the
     unnormalised output, and each query's softmax sum and maximum logit (in base 2).
 
-    ``ids`` are page ids if ``listed``, and otherwise (all pages kept) the block table's blocks.
-    ``begin`` must be the start of a page. e4m3 keys and values are cast to the query dtype without
-    applying their scales. int8 keys and values are multiplied by their scales first, which is exact
-    in the query dtype.
+    ``ids`` are page ids if ``listed``. Otherwise, all pages are kept, and ``ids`` are the block
+    table's blocks. ``begin`` must be the start of a page. e4m3 keys and values are cast to the
+    query dtype without applying their scales. int8 keys and values are multiplied by their scales
+    first, which is exact in the query dtype.
     """
     maximum = tl.full((CP,), -1e30, tl.float32)
     total = tl.zeros((CP,), tl.float32)
@@ -268,7 +268,7 @@ def _attend(
         inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
         if TILE % P == 0:
             n = first // P + r // P
-            token = r % P  # same in every tile, only the block changes
+            token = r % P  # the same in every tile; only the block changes
         else:
             n = (first + r) // P
             token = (first + r) % P

@@ -171,7 +171,7 @@ class Launches:
             **self.constants,
             **self.options,
             num_warps=c.attend_warps,
-            # page ids are loaded one step before their tile
+            # Page ids are loaded one step before their tile.
             num_stages=2 * c.attend_stages + 1,
             maxnreg=c.registers,
         )

@@ -179,7 +179,7 @@ def _cell(record: Mapping[str, Any]) -> Cell:
 
 
 def _variant(record: Mapping[str, Any]) -> Variant:
-    """Parse a variant. Only accepts values that ``sparrow tune`` tries, because the kernels don't
+    """Parse a variant. Accept only values that ``sparrow tune`` tries, because the kernels don't
     check their launch parameters.
 
     Raises ValueError, KeyError or TypeError if the record is malformed.

@@ -115,8 +115,8 @@ def choose(
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
     """Return an upper bound on an attention program's shared memory, in bytes: keys and values in
-    flight, queries, one tile's weights, and page ids. Allows at least 16 KiB for everything other
-    than keys and values.
+    flight, queries, one tile's weights, and page ids. It allows at least 16 KiB for everything
+    other than keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2

@@ -90,8 +90,8 @@ class Client(ABC):
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """Drop cached prefixes after loading new weights, and let the next prompts set any fp8 KV
-        cache scales again.
+        """Drop cached prefixes after loading new weights. If there are fp8 KV cache scales, let the
+        next prompts set them again.
         """
         self.drop_prefixes()
         if "kv_scales" in self._described[0]:

@@ -17,8 +17,8 @@ from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
 
 
 class DraftChooser:
-    """Chooses how each cycle drafts (``DraftLength``) and the draft budget (``DraftBudget``), based
-    on measurements from earlier cycles (``Measured``).
+    """Chooses the draft length (``DraftLength``) and the draft budget (``DraftBudget``) of each
+    cycle, based on measurements from earlier cycles (``Measured``).
 
     Args:
         choices: draft lengths to choose from, with or without guesses, including 0 (no drafting).
@@ -109,8 +109,8 @@ class DraftChooser:
         Args:
             seconds: time for drafting and verification.
             accepted: number of accepted drafts.
-            judged: number of drafts judged: in each sequence, those up to and including the first
-                rejected one.
+            judged: number of judged drafts, which in each sequence are those up to and including
+                the first rejected one.
             first: whether the previous cycle had a different choice or draft budget. The host may
                 have seen that cycle end late, so this one may look too short. Its time can
                 therefore rule out a choice, but not support it.

@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft, and whether to use guesses from history, by picking what gave
-the most tokens per second in similar batches.
+"""Choose how many tokens to draft, and whether to use guesses from history, by picking whatever
+gave the most tokens per second in similar batches.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class DraftLength:
 
     def _promising(self, case: Case) -> list[Choice]:
         """List the choices worth timing, fastest first. For each kind, the smallest number of
-        drafts that was never timed comes at the end, if it is worth a try.
+        drafts that was never timed comes at the end, if it is worth trying.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -204,7 +204,7 @@ class DraftLength:
         """
         drafts = drafts_of(choice)
         if len(alike) >= 2:
-            # assumes that each draft takes the same time
+            # This assumes that each draft takes the same time.
             times = sorted((drafts_of(k), seconds) for k, seconds in alike.items())
             (a, at_a), (b, at_b) = times[-2:]
             predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)

@@ -45,8 +45,8 @@ dense speed.
 PRIOR = (9.0, 10.0)
 """Accepted and judged drafts to assume before there are any measurements."""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the expected acceptance for a budget not tried yet. It is large
-because a five-cycle trial judges few drafts.
+"""The acceptance expected for a budget that hasn't been tried counts as much as this many judged
+drafts. The weight is large because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
@@ -64,7 +64,7 @@ FEW_ROWS = 8
 REACH = 2
 """A new case copies the times of another one at most this many steps away."""
 FORGET = 0.98
-"""Decay per cycle for the counts of accepted and judged drafts."""
+"""In each cycle, the counts of accepted and judged drafts decay by this factor."""
 KEPT = 12
 """Number of recent times to keep per choice."""
 
@@ -112,8 +112,8 @@ class Measured:
         self.cases: dict[tuple[Batch, int], Case] = {}
         # accepted and judged drafts, by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
-        # with guesses: accepted drafts and cycles, summed over sequences, by length, budget and
-        # choice
+        # for drafts with guesses: accepted drafts and cycles, summed over sequences, by length,
+        # budget and choice
         self._yields: dict[tuple[int, int, Guessed], list[float]] = {}
 
     def find(self, batch: Batch, budget: int) -> Case | None:

@@ -105,8 +105,7 @@ class LosslessScheduler(AsyncScheduler):
         """Replay these choices from the next step on, until they run out or ``take_choices`` is
         called.
 
-        Raises ConfigError if a number of drafts, a budget or a number of guesses is not one that
-        this engine can choose.
+        Raises ConfigError if this engine cannot make one of these choices.
         """
         choices = list(choices)
         budgets = self.chooser.budgets

@@ -181,7 +181,7 @@ def _advance_kernel(
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps must have read ``step`` before it changes
-    # modulo K, because the warm-up before capture runs more than K steps
+    # This wraps around at K, because the warm-up before capture runs more than K steps.
     tl.store(step, (now + 1) % K)
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
@@ -432,7 +432,7 @@ class SparseDrafter:
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:
-        """Build what the layers need to know about a sparse step with this many rows."""
+        """Build the metadata that the layers receive for a sparse step with this many rows."""
         return Step(
             rows=rows,
             lengths=self._vllm.input_buffers.seq_lens[:rows],
