@@ -47,7 +47,10 @@ class PageLayout:
                 f"{get_args(LandmarkDtype)}"
             )
         if self.page_size < 1 or self.sink_pages < 0 or self.recent_pages < 1:
-            raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
+            raise ValueError(
+                "page_size must be at least 1, sink_pages at least 0 and recent_pages at least 1, "
+                f"got {self}"
+            )
 
     def landmark_type(self, keys: torch.dtype) -> torch.dtype:
         """Return the dtype used to store landmarks, given the keys' dtype."""

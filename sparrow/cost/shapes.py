@@ -96,7 +96,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Number of cached elements per token, over keys, values and all layers."""
+        """Number of cached elements per token, counting keys and values in all layers."""
         return 2 * self.kv_layers * self.cached_heads * self.head_dim
 
     @property

@@ -109,7 +109,7 @@ class Step(NamedTuple):
     """The builder's description of a batch for the sparse layers. Decode rows come first."""
 
     rows: int  # number of decode rows
-    # int32 [B], cached tokens per decode row, 0 for CUDA graph padding rows
+    # int32 [B], cached tokens per decode row; 0 for rows that only pad a CUDA graph
     lengths: Tensor
     # int32 [B], number of pages kept by score, ``ALL_PAGES`` for rows still in prefill; written by
     # the first attention layer

@@ -329,7 +329,7 @@ def check(vllm_config: Any) -> None:
     logger.info(
         f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "
         f"{model.kernels}; dense layers: {model.dense_layers or 'none'}; {pages}{budgets}), and "
-        f"vLLM's dense attention verifies them{drawn}{cache}; draft logits take "
+        f"vLLM's dense attention verifies them{drawn}{cache}. Draft logits take "
         f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take up to "
         f"{decoding.draft_tokens} tokens of it per sequence"
     )

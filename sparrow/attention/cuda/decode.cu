@@ -123,7 +123,7 @@ DEVICE Queries<COUNT> load_queries(const Program& p) {
 struct Seen {
   float low;
   float high;
-  int best;  // page of the highest score
+  int best;  // page with the highest score
   int best_block;
 };
 
@@ -541,7 +541,7 @@ DEVICE void attend_pages(
       const bool is_new =
           p.listed ? p.ranks && (!EACH_RANKS || p.part == 0) && p.warp == 0 && i == 0
                    : first + i * WARPS == p.pages - 1;
-#else  // new tokens are in the two newest pages, which are the first pages of two of a part's warps
+#else  // new tokens are in the two newest pages, which two of a part's warps read first
       const int age = p.listed ? p.warp : p.pages - 1 - (first + i * WARPS);
       const bool is_new =
           age < 2 && (!p.listed || (p.ranks && (!EACH_RANKS || p.part == 0) && i == 0));

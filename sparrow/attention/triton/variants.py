@@ -65,7 +65,7 @@ class Variant:
     attend: AttendTile | None = None
     rank: RankTile | None = None
     extra: float = 1.0  # multiplier for the extra programs, which compute additional parts of rows
-    splits: float = 1.0  # multiplier for the programs ranking an item
+    splits: float = 1.0  # multiplier for the programs that rank an item
 
     def __str__(self) -> str:
         parts = []

@@ -56,7 +56,7 @@ tried at another length. With guesses, a whole cycle is one observation, because
 on the position in the text.
 """
 GUESSED_CYCLES = 100.0
-"""At this weight, the number of accepted drafts with guesses is always known well enough."""
+"""With this weight, the number of accepted drafts with guesses always counts as known."""
 GUESSED_SCATTER = 0.5
 """Standard deviation of tokens per cycle with guesses, relative to the mean."""
 FEW_ROWS = 8

@@ -161,7 +161,7 @@ class Metered:
 
     Args:
         schedule: the schedule, with the same page layout as the drafts.
-        every: number of cycles with drafts between extra steps.
+        every: run one extra step per this many cycles with drafts.
         table: the schedule's page counts by length (see ``PageTables.of``).
         logits_SV: a buffer for the extra steps' logits, with one row per sequence the worker can
             hold, plus a last row (index -1) for batch rows without drafts.

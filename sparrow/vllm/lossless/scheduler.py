@@ -93,7 +93,7 @@ class LosslessScheduler(AsyncScheduler):
         """Return the choices since the last call, in step order, and end any replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
-                "Some recorded draft choices were not repeated, because this run differs from the "
+                "Some recorded draft choices were not replayed, because this run differs from the "
                 "recorded one"
             )
         taken = self._choices
@@ -145,7 +145,7 @@ class LosslessScheduler(AsyncScheduler):
         if choice is None:
             self._replayed = None
             self._logger.warning(
-                "There are no recorded draft choices left to repeat, because this run differs from "
+                "There are no recorded draft choices left to replay, because this run differs from "
                 "the recorded one"
             )
         else:

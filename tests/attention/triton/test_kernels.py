@@ -503,7 +503,7 @@ def test_too_many_new_tokens_are_refused():
     ):
         decode(ONE, case.batch(), make_workspace(replace(case, tokens=1)))
     nine = make_case([64], [1], layout=PageLayout(page_size=8), tokens=9)
-    with pytest.raises(ValueError, match=r"has 9 new tokens.*pages have 8 tokens"):
+    with pytest.raises(ValueError, match=r"has 9 new tokens.*page size allows 8"):
         decode(ONE, nine.batch(), make_workspace(nine))
     wide = make_case([64], [1], G=16, tokens=5)
     with pytest.raises(ValueError, match="a group of 16 allows 4; decode fewer tokens"):

@@ -339,7 +339,7 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
 
 @pytest.mark.parametrize(
     ("steps", "warning"),
-    [(1, "no recorded draft choices left"), (9, "were not repeated"), (6, None)],
+    [(1, "no recorded draft choices left"), (9, "were not replayed"), (6, None)],
 )
 def test_a_replay_of_the_wrong_length_is_reported(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
