@@ -178,7 +178,7 @@ def test_views_of_a_replaced_cache_fail_the_self_check(worker, monkeypatch):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
-    with pytest.raises(ConfigError, match="with the best pages kept\), but "):
+    with pytest.raises(ConfigError, match=r"with the best pages kept\), but "):
         check(worker)
 
 
