@@ -123,8 +123,8 @@ class Choices:
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences: the one tuned for the nearest batch
-        size by ratio. Ties go to the smaller size.
+        """Return the variant for a batch of ``rows`` sequences: the one tuned for the batch size
+        whose ratio to ``rows`` is closest to 1. Ties go to the smaller size.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 
