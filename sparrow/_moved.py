@@ -98,7 +98,7 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        # points at the import statement, since warnings skip the import system's frames
+        # This level is the import statement, since warnings skip the import system's frames.
         _warn(old, new, level=3)
         sys.modules[old] = importlib.import_module(new)
 

@@ -25,7 +25,7 @@ linear layers' weights.
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """The default draft schedule: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""Budgets an adaptive draft budget can choose from, as multiples of the draft schedule."""
+"""Budgets to choose from if the draft budget is adaptive, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
 """The draft rejection rate is assumed to scale with the draft budget to the power of
 ``-BUDGET_POWER``, as published for p5.
@@ -39,8 +39,8 @@ METER_EVERY = 16
 takes about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
-    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies either all of a response or "
-    "none of it, and its prefix cache would share blocks that contain unverified tokens; "
+    "mode 'auto' works only in sparrow train with engine hf: vLLM verifies either all of a "
+    "response or none of it, and its prefix cache would share blocks with unverified tokens; "
     "use mode 'lossless' or 'lossy'"
 )
 
@@ -151,7 +151,7 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def load(cls, value: Any) -> Decoding:
-        """Read a ``Decoding`` from any form a setting can be given in.
+        """Read a ``Decoding`` from any form in which a setting can be given.
 
         Args:
             value: one of these:
@@ -207,7 +207,7 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """Whether sparse steps draft and dense steps verify, for whole responses or just their
+        """True if sparse steps draft and dense steps verify, for whole responses or just their
         beginnings.
         """
         return self.mode in ("lossless", "auto")

@@ -95,7 +95,7 @@ def derived_seed(*entropy: int) -> int:
 
 @dataclass(frozen=True)
 class Verification:
-    """How much of a response was verified, for engines that stop verifying partway through.
+    """The part of a response that was verified, for engines that stop verifying partway through.
 
     The first ``tokens`` tokens are samples from the dense policy. Later tokens are samples from the
     sparse actor, based on a cache written by sparse steps, so none of them could be exact.
@@ -139,8 +139,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a rollout's tokens rank in the dense model's distributions, which they should have been
-    sampled from. All fields are ``[T]``.
+    """The ranks of a rollout's tokens in the dense model's distributions, from which they should
+    have been sampled. All fields are ``[T]``.
 
     Tokens cut by top-k or top-p have ``p`` 0 and ``before`` 1.
     """

@@ -29,7 +29,7 @@ from sparrow.errors import ConfigError
 if TYPE_CHECKING:
     from sparrow.attention.triton.forced import Kept
 
-# there is no CUDA kernel for teacher forcing
+# There is no CUDA kernel for teacher forcing.
 Implementation = Literal["reference", "triton", "cuda"]
 
 
@@ -94,7 +94,7 @@ def decode_several(
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
 
-    Raises ValueError: as in ``decode``.
+    Raises ValueError in the same cases as ``decode``.
     """
     q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -148,12 +148,15 @@ def paged_decode(
             least T.
         top_k_B: number of pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, landmark dtype.
-        implementation: ``reference`` (eager torch, any device), ``triton`` (float16 or bfloat16
-            queries; a cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and
-            compute capability 8.9 for float8) or ``cuda`` (Hopper only; 16-token pages, head dims
-            64, 128 and 256, groups up to 16, same dtypes as ``triton``; needs ``workspace``;
-            compiled on the first call). There is no fallback; use ``choose`` to get the fastest
-            one.
+        implementation: one of the following. There is no fallback; use ``choose`` to get the
+            fastest one.
+
+            - ``reference``: eager torch, on any device.
+            - ``triton``: float16 or bfloat16 queries, with a cache in the same dtype, float8_e4m3fn
+              or int8. It needs ``workspace``, and compute capability 8.9 for float8.
+            - ``cuda``: Hopper only. It supports pages of 16 tokens, head dims 64, 128 and 256,
+              groups up to 16, and the same dtypes as ``triton``. It needs ``workspace``, and is
+              compiled on the first call.
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: scales of a float8_e4m3fn or int8 cache, required for those dtypes. They are
             read on the device, so a captured graph picks up changes.
@@ -216,7 +219,7 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which implementation to decode with, depending on the batch size."""
+    """The implementation to decode with, depending on the batch size."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
@@ -244,8 +247,8 @@ def choose(
     landmark_dtype: LandmarkDtype = "auto",
     tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation for a model of this shape on ``device``, with ``tokens`` new tokens
-    per sequence and step: the one the user asked for or, by default, the fastest.
+    """Choose the implementation for a model of this shape on ``device``: the one the user asked for
+    or, by default, the fastest. Each step has ``tokens`` new tokens per sequence.
 
     The CUDA kernel is the default wherever it's supported, except for batches so small that it
     would leave most SMs idle. The Triton kernels are faster there, because they split the ranking
@@ -352,8 +355,8 @@ def teacher_forced(
             16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: a list to pass if the call will be repeated, as in gradient checkpointing. The first
-            call puts its result and the kept pages in the empty list; the second one takes them out
+        kept: pass a list if the call will be repeated, as in gradient checkpointing. The first call
+            puts its result and the kept pages in the empty list, and the second one takes them out
             instead of recomputing them. Only ``triton`` uses it.
         tokens: tokens per decode step, counting steps from the end of the prompt. All tokens of a
             step read the pages selected by its first token, as in ``decode_several``.

@@ -1,5 +1,5 @@
-"""Shared by all implementations of a decode step over a paged cache: the batch, the workspace and
-the limits.
+"""The batch, the workspace and the limits that all implementations of a decode step over a paged
+cache share.
 
 ``reference``, ``triton`` and ``cuda`` each provide ``check`` and ``run`` for a ``DecodeBatch``; see
 ``DecodeImplementation``.
@@ -24,7 +24,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
-MAX_COLUMNS = 64  # max queries reading the same keys, G * T
+MAX_COLUMNS = 64  # maximum number of queries that read the same keys, G * T
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
 FP8_CAPABILITY = (8, 9)  # minimum compute capability for e4m3 conversions
@@ -120,7 +120,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
-    # missing from torch's stubs
+    # This attribute is missing from torch's stubs.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
@@ -177,8 +177,8 @@ class DecodeWorkspace:
     ) -> None:
         if not 1 <= max_pages <= MAX_PAGES:
             raise ValueError(
-                f"cannot rank sequences of up to {max_pages} pages, expected a maximum of 1 to "
-                f"{MAX_PAGES} pages; use larger pages or a shorter maximum length"
+                f"cannot rank sequences of up to {max_pages} pages; the maximum must be between 1 "
+                f"and {MAX_PAGES}, so use larger pages or a shorter maximum length"
             )
         device = torch.empty(0, device=device).device
         self.max_batch = max_batch
@@ -198,7 +198,7 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # How many programs are done with their part of each item, for ranking and for attention.
+        # For ranking and for attention: how many programs have finished their part of each item.
         # Every launch resets its counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
@@ -315,8 +315,8 @@ class CachedLayers:
             landmarks (as in ``DecodeBatch``) and, for int8 keys, the key scales (as in
             ``CacheScales``). All layers must have the same shapes, strides and dtypes.
 
-    Raises ValueError if there are no layers, the layers differ, the caches are spaced so that loads
-    would be unaligned, or int8 keys have no scales (or other keys have some).
+    Raises ValueError if there are no layers, if they differ, if the spacing of the caches would
+    make loads unaligned, or if int8 keys have no scales (or other keys have some).
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
@@ -327,8 +327,8 @@ class CachedLayers:
         kinds = {kind(layer) for layer in caches}
         if len(kinds) != 1:
             raise ValueError(
-                f"{len(caches)} layers have {len(kinds)} different kinds of cache, expected one "
-                "kind"
+                f"the {len(caches)} layers have {len(kinds)} different kinds of cache, expected "
+                "just one"
             )
         self.caches = tuple(caches)
         self.keys, self.landmarks, *scales = caches[0]
@@ -431,9 +431,9 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
         )
     if min(workspace.tokens, batch.layout.page_size) < T or G * T > MAX_COLUMNS:
         raise ValueError(
-            f"each sequence has {T} new tokens, but the workspace is for {workspace.tokens} new "
-            f"tokens, pages have {batch.layout.page_size} tokens, and a group of {G} may have up "
-            f"to {MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
+            f"each sequence has {T} new tokens, but the workspace allows {workspace.tokens}, the "
+            f"page size allows {batch.layout.page_size}, and a group of {G} allows "
+            f"{MAX_COLUMNS // G}; decode fewer tokens at a time, or create a larger workspace"
         )
     if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Split a batch across programs. This is planned on the device, once per step, and shared by all
+"""Split a batch across programs. The plan is made on the device, once per step, and shared by all
 attention kernels.
 
 Planning is needed because rollout rows differ in length, and a step is only as fast as its slowest
@@ -28,7 +28,7 @@ SIZES = tl.constexpr(16)  # number of part sizes to try
 
 @dataclass(frozen=True)
 class Division:
-    """What a launch wants from the plan."""
+    """A launch's requirements for the plan."""
 
     # programs beyond the one per item, for additional parts; a multiple of the number of KV heads
     extra_programs: int
@@ -111,7 +111,7 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Split a batch into parts, as small as possible with at most ``extra`` more parts than rows.
+    """Split a batch into the smallest parts possible with at most ``extra`` more parts than rows.
 
     Rows with at most 1 / ``resident`` of all kept tokens stay whole. So do rows not much longer
     than average, unless there's room for twice as many rows. Parts are sorted by work, largest
@@ -171,8 +171,8 @@ def _work(
     T: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return each row's kept tokens, and the cost of ranking its pages, in tokens that would take
-    as long to read.
+    """Return each row's number of kept tokens, and the cost of ranking its pages, as the number of
+    tokens that would take equally long to read.
     """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT, T)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)

@@ -1,7 +1,7 @@
-"""Defines pages, landmarks, scores and page selection for everyone.
+"""The definitions of pages, landmarks, scores and page selection.
 
-The transformers engine, the vLLM engine and the teacher-forced pass all go by these definitions,
-because any difference between them would show up as actor-policy mismatch. Source: Sparrow, arXiv
+The transformers engine, the vLLM engine and the teacher-forced pass all share them, because any
+difference between the three would show up as actor-policy mismatch. Source: Sparrow, arXiv
 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
@@ -47,7 +47,10 @@ class PageLayout:
                 f"{get_args(LandmarkDtype)}"
             )
         if self.page_size < 1 or self.sink_pages < 0 or self.recent_pages < 1:
-            raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
+            raise ValueError(
+                "page_size must be at least 1, sink_pages at least 0 and recent_pages at least 1, "
+                f"got {self}"
+            )
 
     def landmark_type(self, keys: torch.dtype) -> torch.dtype:
         """Return the dtype used to store landmarks, given the keys' dtype."""

@@ -182,7 +182,7 @@ def _attend(
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
-    """Return ``cache[at]``, going through uint8 for float8, which torch can't index on a CPU."""
+    """Return ``cache[at]``. This indexes float8 as uint8, since torch can't index it on a CPU."""
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[at].view(FP8)
     return cache[at]

@@ -18,7 +18,7 @@ from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
-"""What kind of log-probs the engine reports. ``processed``: after temperature and truncation.
+"""The kind of log-probs the engine reports. ``processed``: after temperature and truncation.
 ``raw``: at temperature 1, without truncation. ``none``: nothing we can compare.
 """
 

@@ -67,7 +67,7 @@ the same order.
 """
 
 COMMON = 0.02
-"""Minimum probability for a token to be counted individually in repeated contexts."""
+"""In repeated contexts, tokens with at least this probability are counted individually."""
 
 SINGLE_PLACES = 8
 """Test this many positions of a draft cycle individually, and later drafts together."""
@@ -90,8 +90,8 @@ class Tokens:
     # [T], the token's position in its draft cycle, from 0; -1 for tokens from a prefill or a step
     # without drafts. None if positions are unknown.
     place: Ints | None = None
-    # The next four fields are ``[T]``, or None to not compare contexts. A token is common if its
-    # probability is at least ``COMMON``.
+    # The next four fields are ``[T]``, or None if contexts are not compared. A token is common if
+    # its probability is at least ``COMMON``.
     token: Ints | None = None
     # context id; the same for tokens with the same tokens before them
     context: Ints | None = None
@@ -128,7 +128,7 @@ class Finding:
     # tested mean minus dense mean, or just the tested mean without a dense arm; for reported
     # log-probs, the excess over what rounding allows
     difference: float
-    # how large a difference would have been found with probability ``POWER``
+    # a difference this large would have been found with probability ``POWER``
     detectable: float
     p_value: float
     corrected: float  # p-value after Holm's correction
@@ -477,15 +477,15 @@ def holm(p_values: Floats) -> Floats:
 
 
 def _detectable(test: _Test, level: float) -> float:
-    """Compute how large a difference has to be for Holm's strictest step to find it with
-    probability ``POWER``.
+    """Compute the smallest difference that Holm's strictest step finds with probability
+    ``POWER``.
     """
     # No events were seen. If this share of the tokens had been affected, we'd have seen one.
     if test.error == 0:
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
     threshold = -normal.inv_cdf(level if test.name == _REPORTED else level / 2)
-    # Student's t quantile, by inverting the approximation in ``_tail``
+    # Compute Student's t quantile by inverting the approximation in ``_tail``.
     shrunk = threshold * (8 * test.freedom + 3) / (8 * test.freedom + 1)
     quantile = sqrt(test.freedom * np.expm1(shrunk**2 / test.freedom))
     return float((quantile + normal.inv_cdf(POWER)) * test.error)
@@ -497,8 +497,8 @@ def _doubts(
     """Yield reasons not to call the engine exact even though no bias was found."""
     if seen > resolution:
         yield (
-            f"a bias of up to {seen:.2%} of the tokens could have gone undetected, which exceeds "
-            f"{resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many "
+            f"a bias that moves up to {seen:.2%} of the tokens could have gone undetected, but the "
+            f"limit is {resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many "
             "tokens"
         )
     for f in findings:
@@ -507,8 +507,8 @@ def _doubts(
         off = abs(f.dense.value)
         if off > resolution and off > -NormalDist().inv_cdf(strictest / 2) * f.dense.error:
             yield (
-                f"the dense arm itself is off by {off:.2%} of the tokens ({f.name}); score with "
-                "the same weights, temperature and truncation as the engine"
+                f"the dense arm itself shifts {off:.2%} of the tokens ({f.name}); score with the "
+                "same weights, temperature and truncation as the engine"
             )
 
 

@@ -89,12 +89,12 @@ def find(
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
         layout: says which layers are sparse.
         by: "layers" finds one budget for all heads of a layer; "heads" finds one for each head.
-        top_k: the mean number of pages kept by score to optimise the budgets for.
+        top_k: optimise the budgets for this mean number of pages kept by score.
         listener: called with the pass name at the start of every pass.
 
-    Raises ConfigError if the layout has no sparse layer or already has budgets; ``top_k`` is less
-    than ``UNITS``; no layer costs any acceptance when it is sparse; or the budgets don't raise p5
-    at ``top_k``, e.g. because a layer's cost isn't proportional to its unread mass.
+    Raises ConfigError if the layout has no sparse layer or already has budgets, if ``top_k`` is
+    less than ``UNITS``, if no layer costs any acceptance when it is sparse, or if the budgets don't
+    raise p5 at ``top_k``, e.g. because a layer's cost isn't proportional to its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]

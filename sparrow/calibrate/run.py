@@ -65,10 +65,10 @@ def calibrate_engine(
         lengthen: whether to resample with longer top-n lists if even dense rollouts need them.
         listener: called with the pass name at the start of every pass.
 
-    Raises ConfigError if there are too few prompts for a confidence interval for p5; there are
-    on-policy rounds but no passes to refine their first schedule; no budget meets the target in any
-    length bin; or the lists of ``sampling.top_n`` tokens are too short to show that any budget
-    meets it.
+    Raises ConfigError if there are too few prompts for a confidence interval for p5, if there are
+    on-policy rounds but no passes to refine their first schedule, if no budget meets the target in
+    any length bin, or if the lists of ``sampling.top_n`` tokens are too short to show that any
+    budget meets it.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
@@ -148,8 +148,8 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Say at which lengths no budget can be shown to reach ``tau``, because not even dense rollouts
-    do. ``dense`` is the dense rollouts' tail. Return None if there are no such lengths.
+    """Say at which lengths no budget can be shown to reach ``tau``, because even dense rollouts
+    don't. ``dense`` is the dense rollouts' tail. Return None if there are no such lengths.
     """
     if tau.relative:
         bins = (
@@ -163,7 +163,7 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
     if b.lower_bound >= tau.value:
         return None
     why = (
-        f"the lists of {top_n} tokens contain {b.lower_bound:.3f} of the probability at the 5th "
+        f"the lists of {top_n} tokens cover only {b.lower_bound:.3f} of the probability at the 5th "
         "percentile"
         if one_program
         else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of "

@@ -100,14 +100,14 @@ def calibrate(
     Args:
         measure: returns the acceptance under a schedule; called once per pass.
         trials: schedules to measure first, all with the same layout.
-        target: what the lower end of p5's 95 % interval must reach.
+        target: the value that the lower end of p5's 95 % interval must reach.
         fewest: minimum number of pages to try in any bin.
         refine: maximum number of passes after the trials. In every unsettled bin, a pass tries more
             pages if no budget has met the target yet, fewer if all have, and otherwise halfway
             between the largest that failed and the smallest that passed.
         seed: seed for the bootstrap.
         provenance: recorded in the schedule, together with the evidence.
-        ceiling: what the same tokens' acceptance would be if they had been sampled densely.
+        ceiling: the acceptance that the same tokens would have if they had been sampled densely.
         relative: apply the target to p5 relative to that ceiling (see ``mismatch.tau``) rather than
             to p5 itself.
 
@@ -243,8 +243,8 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """Pick the cheapest budget that meets the target in a bin, going by the lower limit, but no
-    less than ``at_least``, the previous bin's budget.
+    """Pick the cheapest budget whose lower limit meets the target in a bin, but no less than
+    ``at_least``, the previous bin's budget.
 
     ``absolute`` holds the measured tails, and ``tried`` the same tails on the target's scale.
     """

@@ -29,20 +29,19 @@ from sparrow.schedule import SparsitySchedule
 
 STATE_BYTES = 12  # bytes per parameter between steps: a float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-# bytes for one chunk of logits in the log-prob pass: three float32 copies, 4096 tokens, a 152K
-# vocabulary
+# bytes for one chunk of logits in the log-prob pass: three float32 copies for 4096 tokens and a
+# vocabulary of 152K
 HEAD_BYTES = 7.5e9
-# activation bytes per token and hidden unit in the current layer; each layer with kept activations
-# adds 2
+# activation bytes per token per hidden unit in the current layer; each layer whose activations are
+# kept adds 2
 LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # GPU to GPU on the same host
 NETWORK_BYTES_S = 40e9  # GPU to GPU on another host
 HOST_BYTES_S = 13e9  # GPU to host memory and back, measured in vLLM's sleep mode
-# seconds per response token to send it to all processes twice (after the rollout, and again with
-# its log-probs), as measured
+# measured seconds to send a response token to all processes twice (after the rollout, and again
+# with its log-probs)
 GATHER_S = 1.4e-6
-# share of GPU memory that vLLM uses by default, in which case weights and KV cache get
-# MEMORY_FRACTION
+# share of GPU memory that vLLM uses by default; weights and KV cache then get MEMORY_FRACTION
 VLLM_SHARE = 0.9
 # share of GPU memory that an engine and the training state may use together; the rest is for the
 # driver and NCCL
@@ -140,7 +139,7 @@ def fit(
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
 
-    Raises ConfigError if training, or a single response, does not fit in memory, or an engine's
+    Raises ConfigError if training or a single response does not fit in memory, or if an engine's
     GPUs cannot share the model's heads.
     """
     parameters = shape.weights + shape.embedding
@@ -242,7 +241,7 @@ def plan(
     See ``fit`` for ``recompute`` and ``engine_share``, and ``predict_lossless`` for ``acceptance``,
     the draft acceptance.
 
-    Raises ConfigError if there are fewer responses than engines. Also raises the errors of ``fit``.
+    Raises ConfigError if there are fewer responses than engines, and in the same cases as ``fit``.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
@@ -292,7 +291,7 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict the seconds for a step's log-probs and for its update. Each takes as long as its
+    """Predict how many seconds a step's log-probs and its update take. Each takes as long as its
     compute (``roofline.train_seconds``) or as gathering the shards, whichever is longer. ``totals``
     holds the sequence lengths in tokens.
     """
@@ -310,9 +309,9 @@ def train_seconds(
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Predict the seconds to gather the float32 shards and send every engine its new weights. With
-    colocated engines, that includes vLLM's sleep mode moving engine weights to host memory and
-    back.
+    """Predict how many seconds it takes to gather the float32 shards and send every engine its new
+    weights. With colocated engines, that includes the time in which vLLM's sleep mode moves engine
+    weights to host memory and back.
     """
     parameters = shape.weights + shape.embedding
     gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s

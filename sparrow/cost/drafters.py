@@ -66,7 +66,7 @@ def break_even(
     """Return how many tokens per cycle a trained drafter needs to break even, with ``lengths``
     ``[B]`` tokens cached per sequence.
 
-    Raises ValueError: see ``decode_step``.
+    Raises the same errors as ``decode_step``.
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)

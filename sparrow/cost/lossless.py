@@ -32,7 +32,7 @@ from sparrow.decoding import DraftWeights, acceptance_at
 from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-REFERENCE_TOKENS = 1024  # the draft budget in tokens that acceptance is quoted for
+REFERENCE_TOKENS = 1024  # the draft budget, in tokens, for which acceptance is quoted
 WORTHWHILE = 1.15  # smaller rollout speed-ups are within prediction error
 DRAFT_TOKENS = (2, 4, 8, 16)
 # 16-token pages per layer, on top of the sink page and the two recent pages
@@ -46,7 +46,7 @@ DRAFT_PAGES = (
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a cycle costs on top of the bytes it reads and a dense step's overheads."""
+    """The costs of a cycle beyond the bytes it reads and a dense step's overheads."""
 
     # seconds per layer in a draft step, in place of all ``Overheads``, because a draft step is a
     # single CUDA graph
@@ -68,8 +68,8 @@ def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return the extra expert weight bytes read by a pass over ``tokens`` tokens if it takes on
-    ``further`` more tokens; 0 for a dense model.
+    """Return how many more bytes of expert weights a pass over ``tokens`` tokens reads if it takes
+    on ``further`` more tokens; 0 for a dense model.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -93,7 +93,7 @@ def verify_s(
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a cycle drafts: draft length, pages and weights read, and acceptance."""
+    """One way to draft: the draft length, the pages and weights read, and the acceptance."""
 
     tokens: int  # draft length (k); 0 means plain dense decoding
     schedule: SparsitySchedule  # the draft schedule
@@ -115,9 +115,9 @@ def lossless_step(
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
     """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by its tokens per
-    sequence so that it compares with a dense step. A cycle without drafts is a dense step.
+    sequence so that it can be compared with a dense step. A cycle without drafts is a dense step.
 
-    Raises the errors of ``decode_step``.
+    Raises the same errors as ``decode_step``.
     """
     if not drafting.tokens:
         return decode_step(shape, machine, lengths, None, overheads)
@@ -231,7 +231,7 @@ def predict_lossless(
     are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length at which tokens
     are sampled.
 
-    Raises ValueError if the acceptance is outside [0, 1]. Also raises the errors of
+    Raises ValueError if the acceptance is outside [0, 1]. Also raises the same errors as
     ``simulate_rollout``.
     """
     if not 0 <= acceptance <= 1:
@@ -297,22 +297,22 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
     if lossless is None:
         gain = f"{lossy.speedup:.2f}x lossy; lossless mode refuses models with linear attention"
         if lossy_pays:
-            return f"Sparse rollouts pay ({gain}) and need a schedule that holds p5."
-        return f"Sparse rollouts do not pay ({gain}): decode densely. {_limit(lossy)}"
+            return f"Sparse rollouts pay off ({gain}), but need a schedule that keeps p5 on target."
+        return f"Sparse rollouts do not pay off ({gain}): decode densely. {_limit(lossy)}"
     lossless_pays = lossless.speedup >= WORTHWHILE
     both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
     if not lossy_pays and not lossless_pays:
-        return f"Neither pays ({both}): decode densely. {_limit(lossy)}"
+        return f"Neither pays off ({both}): decode densely. {_limit(lossy)}"
     if lossless.speedup >= lossy.speedup:
-        return f"Lossless rollouts pay most ({both}), and leave nothing to correct."
+        return f"Lossless rollouts gain most ({both}), and leave nothing to correct."
     if not lossless_pays:
         return (
-            "Sparse rollouts pay and lossless ones do not "
-            f"({both}); lossy needs a schedule that holds p5."
+            "Lossy rollouts pay off and lossless ones do not "
+            f"({both}), but lossy mode needs a schedule that keeps p5 on target."
         )
     return (
-        f"Both pay ({both}): lossy gains more and needs "
-        "a schedule that holds p5, lossless needs none."
+        f"Both pay off ({both}): lossy mode gains more, but needs "
+        "a schedule that keeps p5 on target; lossless mode does not."
     )
 
 

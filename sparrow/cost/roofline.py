@@ -27,7 +27,7 @@ PREFILL_MFU = 0.5  # share of peak FLOP/s that prefill reaches (assumed)
 # benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
-CHUNK = 256  # decode steps predicted at once, at the length halfway through
+CHUNK = 256  # predict this many decode steps at once, at the length halfway through
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a decode step costs on top of the bytes it reads, as fitted by
+    """The costs of a decode step beyond the bytes it reads, as fitted by
     ``benchmarks/fit_roofline.py``.
     """
 
@@ -230,9 +230,9 @@ def simulate_rollout(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
         )
 
-    # Per waiting response: tokens cached, and tokens left to sample.
+    # for each waiting response: the cached tokens, and the tokens left to sample
     waiting = deque((prompt, int(n)) for n in final)
-    # The same for running responses.
+    # the same for running responses
     length = np.empty(0, np.int64)
     left = np.empty(0, np.int64)
     spent = np.zeros(3)
@@ -278,7 +278,7 @@ def simulate_rollout(
 
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
-    """Predict the seconds for a step's log-probs and for its update.
+    """Predict how many seconds a step's log-probs and its update take.
 
     Log-probs take one forward pass. An update takes two, one of them to recompute activations, and
     a backward pass, which costs as much as two forward passes. FLOPs are counted for the weights
@@ -317,11 +317,10 @@ def predict(
     *,
     rollout_share: float | None = None,
 ) -> Prediction:
-    """Predict the speed-up of a rollout, and of an RL step on the same machine. Raises the errors
-    of ``simulate_rollout``.
+    """Predict the speed-up of a rollout, and of an RL step on the same machine.
 
     ``rollout_share`` is the rollout's share of a dense RL step's time. If not given, the training
-    time is predicted from FLOPs.
+    time is predicted from FLOPs. Raises the same errors as ``simulate_rollout``.
     """
     batching = (prompt, max_batch, overheads)
     dense = simulate_rollout(shape, machine, responses, None, *batching)

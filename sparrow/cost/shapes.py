@@ -35,10 +35,10 @@ class Experts:
     weights: int  # parameters per expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected number of parameters in experts that none of ``tokens`` tokens is
-        routed to.
+        """Return the expected number of parameters in experts to which none of ``tokens`` tokens is
+        routed.
 
-        Assumes uniform, independent routing. Real routers favour some experts, so a pass reads
+        This assumes uniform, independent routing. Real routers favour some experts, so a pass reads
         fewer experts than predicted.
         """
         missed = (1 - self.per_token / self.count) ** tokens
@@ -96,7 +96,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Number of cached elements per token, over keys, values and all layers."""
+        """Number of cached elements per token, counting keys and values in all layers."""
         return 2 * self.kv_layers * self.cached_heads * self.head_dim
 
     @property
@@ -116,8 +116,8 @@ class ModelShape:
             config: the contents of a ``config.json``, its path, or the folder that contains it.
 
         Raises UnsupportedModel if the model has an unsupported architecture, a sliding window or
-        quantized weights. Raises ConfigError if the file does not exist or is not a model config;
-        or a field is missing or invalid.
+        quantized weights. Raises ConfigError if the file does not exist or is not a model config,
+        or if a field is missing or invalid.
         """
         if not isinstance(config, Mapping):
             config = _read(Path(config))
@@ -161,7 +161,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Check that parameters can be counted for this config. Raises the errors of
+    """Check that parameters can be counted for this config. Raises the same errors as
     ``ModelShape.from_config``.
     """
     get = config.get

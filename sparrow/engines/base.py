@@ -17,7 +17,7 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done since it started, or since the last call to ``counters``.
+    """Counts of an engine's work since it started, or since the last call to ``counters``.
 
     The fields from ``drafted`` to ``choices`` are used only in lossless decoding. A cycle is one
     verification of one sequence.
@@ -144,7 +144,7 @@ class Engine(Protocol):
         """Return the counts since the last call."""
 
     def sleep(self) -> None:
-        """Free accelerator memory until ``wake``. A no-op without an accelerator."""
+        """Free accelerator memory until ``wake``. This does nothing without an accelerator."""
         return
 
     def wake(self) -> None:
@@ -165,9 +165,9 @@ class PartVerifier(Protocol):
     def verify_up_to(self, length: float) -> None:
         """Verify tokens only up to ``length``, from the next ``generate`` on.
 
-        A token is verified if ``page_end`` of the number of cached tokens at the time of sampling,
-        prompt included, is below ``length``. See ``Rollout.verification`` for how many tokens were
-        verified.
+        A token is verified if ``page_end(n)`` is below ``length``, where n is the number of tokens
+        in the cache when it is sampled, prompt included. ``Rollout.verification`` says how many
+        tokens were verified.
 
         Raises ConfigError if the engine was not started in mode auto.
         """

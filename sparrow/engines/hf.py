@@ -50,7 +50,7 @@ from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
-LOOKED_AT = 64  # maximum number of tokens per response to measure attention for
+LOOKED_AT = 64  # measure attention for at most this many tokens per response
 DECODE_TOKENS = 2**19
 """Maximum number of tokens in a batch once all sequences have their full length, e.g. 128 sequences
 of 4,096 tokens.
@@ -99,7 +99,7 @@ class HFEngine(Engine, Scorer, Ranker):
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
                 f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with "
-                "the model's own weights; leave draft_weights out, or use the engine vllm"
+                "the model's own weights; leave draft_weights out, or use engine vllm"
             )
 
         self._eos = torch.tensor(list(eos_ids), device=model.device)

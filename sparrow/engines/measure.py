@@ -49,7 +49,7 @@ def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sa
 
 
 class Comparison(NamedTuple):
-    """How an actor's samples compare with the dense model."""
+    """A comparison of an actor's samples with the dense model."""
 
     acceptances: list[TokenAcceptance]  # one per response
     off_policy: np.ndarray  # float64 [T], |log p - log q| for all sampled tokens, concatenated

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """What commands need to know about an engine before it is loaded."""
+    """The facts that commands need about an engine before it is loaded."""
 
     names: tuple[str, ...]  # the engine's names; its spec starts with one of them
     start: str  # module:function that starts the engine from an ``Asked``
@@ -80,7 +80,7 @@ class EngineSpec:
 
     @property
     def rest(self) -> str:
-        """What comes after the name and colon. For an address, all but a ``stock:`` prefix."""
+        """The part after the name and colon. For an address, everything but a ``stock:`` prefix."""
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")
         return self.written.partition(":")[2]

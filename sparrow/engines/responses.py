@@ -46,11 +46,11 @@ class Responses:
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:
-        """Append a cycle's tokens to the responses ``rows``, cutting off at the end of a response.
-        Return the indices, in ``rows``, of the responses that continue.
+        """Append a cycle's tokens to the responses ``rows``, dropping any past the end of a
+        response. Return the indices, in ``rows``, of the responses that continue.
 
-        ``drafts`` is int64, the number of tokens each row drafted. Without drafts, there is no
-        cycle, so the token gets no place in one.
+        ``drafts`` is the number of tokens each row drafted, int64. If a row drafted nothing, its
+        token has no place in a cycle.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()

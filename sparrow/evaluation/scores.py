@@ -81,7 +81,7 @@ def _rewards(rewards_Nk: ArrayLike) -> np.ndarray:
     rewards = np.asarray(rewards_Nk, np.float64)
     if rewards.ndim != 2 or not rewards.size or not np.isfinite(rewards).all():
         raise ValueError(
-            f"rewards must be a finite table [problems, responses], got shape {rewards.shape}"
+            f"rewards must be finite, with shape [problems, responses], got shape {rewards.shape}"
         )
     return rewards
 

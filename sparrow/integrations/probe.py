@@ -46,8 +46,8 @@ DRAFTS = (
 
 
 class Probe:
-    """Collects metrics of vLLM servers that decode with Sparrow, as scalars with stable names for
-    any trainer's logger.
+    """Collects metrics from vLLM servers that decode with Sparrow. They are scalars with stable
+    names, for any trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         # at every step: costs a request or two
@@ -64,7 +64,7 @@ class Probe:
         urls: addresses of servers with the same weights and settings.
         schedule: the servers' schedule; only used if they don't report it.
 
-    Raises ConfigError if a server does not answer or decodes densely, or ``schedule`` is missing
+    Raises ConfigError if a server does not answer or decodes densely, or if ``schedule`` is missing
     and the servers don't report theirs.
     """
 

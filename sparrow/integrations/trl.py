@@ -8,8 +8,9 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-Written for TRL 1.16. All it replaces in TRL is the trainer's ``vllm_generation``, with a wrapper
-that forwards every call. It also overrides ``compute_loss`` and ``log``, as transformers allows.
+Written for TRL 1.16. The only thing it replaces in TRL is the trainer's ``vllm_generation``, which
+becomes a wrapper that forwards every call. It also overrides ``compute_loss`` and ``log``, as
+transformers allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -72,8 +73,8 @@ class SparseGRPOTrainer(Trainer):
         sequences: number of responses to measure per process, spread evenly over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError if TRL generates without vLLM; vLLM decodes densely or in another mode; or
-    vLLM does not sample from the whole softmax (see ``integrations.sampling``).
+    Raises ConfigError if TRL generates without vLLM, if vLLM decodes densely or in another mode, or
+    if vLLM does not sample from the whole softmax (see ``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -198,8 +199,8 @@ class SparseGRPOTrainer(Trainer):
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on the vLLM workers: this process's in colocate mode, otherwise the
-        server's, with every process getting the answer.
+        """Call a method on the vLLM workers. In colocate mode, these are this process's workers.
+        In server mode, they are the server's, and every process gets the answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)

@@ -82,8 +82,8 @@ class SparsePPOTrainer(Trainer):
     ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow`` or as
     ``SPARROW_SCHEDULE`` in the environment of verl's workers and driver.
 
-    Raises ConfigError if there is no schedule; vLLM decodes densely or in another mode; or verl
-    isn't configured to compute the log-probs being compared.
+    Raises ConfigError if there is no schedule, if vLLM decodes densely or in another mode, or if
+    verl isn't configured to compute the log-probs being compared.
     """
 
     schedule: SparsitySchedule
@@ -206,9 +206,9 @@ class SparsePPOTrainer(Trainer):
 def requested(config: Mapping[str, Any]) -> Decoding:
     """Read vLLM's decoding settings from verl's configuration, or else from the environment.
 
-    Raises ConfigError if there is no schedule in either place; the log-probs of the policy or the
-    actor will not be computed; samples are truncated; or a probe is requested at a temperature
-    other than 1.
+    Raises ConfigError if there is no schedule in either place, if the log-probs of the policy or
+    the actor will not be computed, if samples are truncated, or if a probe is requested at a
+    temperature other than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
@@ -332,8 +332,8 @@ def sampled_metrics(
     """Compute metrics for ``B`` responses from their prompts, sampled-token masks, and actor and
     policy log-probs.
 
-    A token's position is the length the schedule was looked up for when the token was sampled; see
-    ``sparrow.mismatch.tokens.token_acceptance``.
+    A token's position is the length for which the schedule was looked up when the token was
+    sampled; see ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled = []
     position = []

@@ -31,7 +31,7 @@ class AcceptanceBounds(NamedTuple):
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
     """Compute the exact acceptance rate of two full distributions [..., V], float64 [...] in
-    [0, 1]. Symmetric in its arguments.
+    [0, 1]. The order of the two doesn't matter.
 
     Raises ValueError if the shapes differ, or a row isn't a probability distribution.
     """
@@ -80,8 +80,9 @@ def acceptance_bounds(
     The bounds, float64 [...], coincide if the lists cover the vocabulary. They're as precise as the
     given log-probs: about 1e-6 for float32.
 
-    Raises ValueError if the shapes don't match; ids are not integers, negative or repeated within a
-    row; a log-prob is NaN or positive beyond rounding; or a row's probabilities sum to more than 1.
+    Raises ValueError if the shapes don't match, if ids are not integers, are negative or repeat
+    within a row, if a log-prob is NaN or positive beyond rounding, or if a row's probabilities sum
+    to more than 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
 

@@ -33,8 +33,8 @@ from sparrow.mismatch.tail import (
 )
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
-"""Maps (values [T], sequence index per token in 0..B-1 [T], weights [R, B]) to one statistic per
-resample [R].
+"""Computes one statistic per resample, [R], from values [T], the sequence index of each token in
+0..B-1 [T], and weights [R, B].
 """
 
 
@@ -83,7 +83,7 @@ class BinMismatch:
     interval_high: float
     # percentile of the upper bound on acceptance
     upper_bound: float
-    # same as ``lower_bound`` and its interval, but for dense rollouts at these lengths (see
+    # the counterpart of ``lower_bound`` and its interval for dense rollouts at these lengths (see
     # ``ceiling.Ceiling``); nan if not measured
     ceiling: float = nan
     ceiling_low: float = nan
@@ -137,7 +137,7 @@ class MismatchReport:
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Compute the token mean of each resample, float64 [R]. Usable as a Statistic."""
+    """Compute the token mean of each resample, float64 [R]. This is a Statistic."""
     n_sequences = weights_RB.shape[1]
     sums = np.bincount(sequence, values, minlength=n_sequences)
     counts = np.bincount(sequence, minlength=n_sequences)
@@ -147,8 +147,8 @@ def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray
 def weighted_percentile(
     values: FloatArray, sequence: IntArray, weights_RB: FloatArray, percentile: float = 5
 ) -> FloatArray:
-    """Compute the exact percentile of each resample, float64 [R]. Usable as a Statistic once
-    `percentile` is fixed with functools.partial.
+    """Compute the exact percentile of each resample, float64 [R]. With `percentile` fixed by
+    functools.partial, this is a Statistic.
 
     This gives the same result as np.percentile with each value repeated by its sequence's weight,
     which must be a whole number. Values are sorted once and split into blocks. To find an order

@@ -20,10 +20,10 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-# max responses to sample densely if the ceiling can't be measured any other way
+# maximum number of responses to sample densely if the ceiling can't be measured any other way
 CEILING_RESPONSES = 64
 
-ENOUGH = 8  # minimum responses per bin for a reliable ceiling
+ENOUGH = 8  # minimum number of responses per bin for a reliable ceiling
 RESOLVED = 1e-6  # leftover mass below this is just float32 rounding
 LEAST = -100.0  # log-prob of impossible tokens, including padding
 

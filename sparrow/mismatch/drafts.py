@@ -21,7 +21,7 @@ from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance, check_
 
 BUCKETS = 1000
 """Acceptance is counted in this many equal buckets of [0, 1]; the last one includes 1. Percentiles
-are exact to 1 / BUCKETS.
+are accurate to 1 / BUCKETS.
 """
 
 
@@ -46,7 +46,7 @@ class DraftAcceptance:
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """Return zero drafts, which can be added to counts with any bin width."""
+        """Return counts of zero, which can be added to counts with any bin width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod

@@ -40,8 +40,7 @@ def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) ->
         )
     if np.isnan(p).any() or not np.isfinite(q).all():
         raise ValueError(
-            "A sampled token has a log-prob that is NaN, "
-            "or infinite under the actor; leave out such tokens."
+            "A sampled token's log-prob is NaN, or infinite under the actor; leave out such tokens."
         )
     return np.exp(np.minimum(p - q, 0.0))
 

@@ -71,8 +71,8 @@ class Tau(NamedTuple):
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """Return a message naming lengths at which not even dense rollouts reach tau, or can be
-        shown to, or None if there aren't any.
+        """Return a message naming lengths at which even dense rollouts don't reach tau, or can't be
+        shown to. Return None if there are no such lengths.
 
         Dense rollouts have a relative p5 of 1, which meets any relative tau. But we can't tell how
         far an actor is from the ceiling any better than we know the ceiling itself.

@@ -67,7 +67,8 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
     """Return a message naming the bin where the actor's top-n lists are too short to tell whether
-    p5 reaches ``tau``, or None if there is none. With several, name the one with the lowest p5.
+    p5 reaches ``tau``, or None if there is none. If there are several such bins, name the one with
+    the lowest p5.
 
     Args:
         bins: a report's bins.

@@ -276,7 +276,7 @@ def remove_schedule(model: PreTrainedModel) -> None:
     """Undo ``set_schedule``, so that ``model`` goes back to its own attention and its own
     ``generate``.
 
-    No-op for a model without a schedule.
+    This does nothing to a model without a schedule.
     """
     actor = actor_of(model)
     if actor is None:
@@ -337,7 +337,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    # the model was loaded with Sparrow's attention, or has since been given new layers
+    # In this case, the model was loaded with Sparrow's attention, or was given new layers later.
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
@@ -363,11 +363,11 @@ def _route(
                     model(input_ids=ids, use_cache=False)
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
-            # must come from Sparrow, since the model's own pass over the same tokens went fine
+            # This must come from Sparrow, since the model's own pass over the same tokens went fine.
             except Exception as error:
                 if windowed is not None and isinstance(error, ConfigError):
                     raise windowed from None  # the window is shorter than ``ids``
-                # the rest of the message is advice on inputs
+                # The rest of the message is advice on inputs.
                 cause, _, _ = str(error).partition("; ")
                 raise UnsupportedModel(
                     f"{name} has an attention that Sparrow does not support: {cause}; choose a "
@@ -427,9 +427,9 @@ def teacher_forced(
         tokens: tokens per decode step, as in ``steps_of_several``; steps are counted from the end
             of the prompt.
 
-    Raises ConfigError if the model has no schedule; the prompt lengths aren't one whole number per
-    row, or exceed a row's length; sequences are packed, or the mask isn't causal for some other
-    reason; or, on exit, some layers weren't part of any pass.
+    Raises ConfigError if the model has no schedule, if the prompt lengths aren't one whole number
+    per row or exceed a row's length, if the mask isn't causal (for example because sequences are
+    packed), or, on exit, if some layers weren't part of any pass.
     """
     _check_model(model)
     actor = actor_of(model)
@@ -471,7 +471,7 @@ def _forcing(
         with_kwargs=True,
     )
     try:
-        # compiled code would ignore the hook
+        # Compiled code would ignore the hook.
         with torch.compiler.set_stance("force_eager"):
             yield forcing
     finally:

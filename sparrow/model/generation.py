@@ -25,8 +25,8 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
     """Ignore the schedule inside the context, so that decode steps of ``model`` attend to all
     tokens.
 
-    Needed for reading a prompt in chunks, because a last chunk of one token looks like a decode
-    step.
+    This is needed for reading a prompt in chunks, because a last chunk of one token looks like a
+    decode step.
 
     Raises ConfigError if the model has no schedule.
     """

@@ -31,9 +31,9 @@ def guess(
 
     Looks up the end of the first stream in all streams, and guesses the tokens that followed it
     there. The longest match wins, up to ``longest`` tokens. Among matches of the same length, the
-    latest one in the first stream wins or, if it has none, the latest one in any stream. Positions
-    without a guess get token 0, because no match had at least ``shortest`` tokens or fewer than
-    ``most`` tokens followed it.
+    latest one in the first stream wins or, if it has none, the latest one in any stream. If no
+    match has at least ``shortest`` tokens, or fewer than ``most`` tokens follow it, the positions
+    without a guess get token 0.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.

@@ -32,11 +32,11 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# How far Sparrow's output may be from the model's own, relative to the largest entry of the latter.
-# The two sum in a different order, so they're never exactly equal.
+# Sparrow's output may differ from the model's own by this much, relative to the largest entry of
+# the model's output. The two sum in a different order, so they're never exactly equal.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
 HALF_TOLERANCE = 3e-2
-# How many tokens to use at most when comparing a model with and without a config change.
+# Use at most this many tokens to compare a model with and without a config change.
 TRIED_TOKENS = 64
 
 # Supported hybrids. Besides full attention, they have gated delta nets, which only need a mask for
@@ -63,7 +63,7 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     attention layer).
 
     Returns None, or an error that suggests a config change. Only raise that error if nothing else
-    is wrong with the model, because the change wouldn't help then.
+    is wrong with the model, because otherwise the change wouldn't help.
 
     Raises UnsupportedModel if the model is an encoder-decoder, or has other kinds of layers that no
     config change can fix.
@@ -72,7 +72,8 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(
-            f"{name} is an encoder-decoder; Sparrow decodes causal language models only"
+            f"{name} is an encoder-decoder; choose a causal language model, the only kind that "
+            "Sparrow decodes"
         )
 
     kinds = set(getattr(config, "layer_types", None) or [])

@@ -85,8 +85,8 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """Token scores, all float32: ``[M]``, ``[M, n]`` (None if the batch has no ``top_ids``) and
-    ``[M]`` (None if gradients are enabled).
+    """Token scores, all float32. The shapes are ``[M]``, ``[M, n]`` (None if the batch has no
+    ``top_ids``) and ``[M]`` (None if gradients are enabled).
     """
 
     logprobs: Tensor

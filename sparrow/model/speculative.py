@@ -48,8 +48,8 @@ from sparrow.model.history import History
 
 @dataclass(frozen=True)
 class Shape:
-    """How to turn logits ``[..., V]`` into the distribution to sample from: temperature, top-k and
-    top-p. Actor and policy use the same shape.
+    """The temperature, top-k and top-p that turn logits ``[..., V]`` into the distribution to
+    sample from. Actor and policy use the same shape.
     """
 
     temperature: float = 1.0  # 0 means greedy, with log-probs at temperature 1
@@ -63,7 +63,7 @@ class Shape:
         gets all the mass.
 
         Raises TrainingDiverged if logits are NaN or infinite. (-inf is fine, as long as not all of
-        them are.)
+        them are -inf.)
         """
         if not torch.isfinite(logits.amax(-1)).all():  # ``amax`` propagates NaN
             raise TrainingDiverged(
@@ -221,7 +221,7 @@ def speculate(
 
     # Verification rereads the drafts, so that the cache ends up with the policy's keys and values.
     ids_BT = torch.cat([newest[:, None], drafted.tokens], 1)
-    # otherwise, a single token would be read sparsely
+    # Otherwise, a single token would be read sparsely.
     with dense_steps(sequences.model):
         dense_logits = sequences.read(ids_BT).float()
 

@@ -50,7 +50,7 @@ class ScheduleTable:
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """Look up what to multiply a layer's page counts by, int32 ``[K]`` in units of 1 / 256.
+        """Look up the multipliers for a layer's page counts, int32 ``[K]`` in units of 1 / 256.
         None if all heads have the same budget.
         """
         if not self._schedule.head_budgets:

@@ -58,7 +58,7 @@ def unread_mass(
     pages_U: Sequence[int],
 ) -> Tensor:
     """Compute the attention mass on pages that the actor doesn't read, ``[K, U]``, for each number
-    of pages kept by score. Averaged over positions and over the heads of a group.
+    of pages kept by score. It is averaged over positions and over the heads of a group.
     """
     H, T, _ = q_HTD.shape
     K = len(k_KTD)

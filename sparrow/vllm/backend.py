@@ -47,9 +47,9 @@ class Prefill(NamedTuple):
     """Batch rows that run vLLM's own attention."""
 
     tokens: slice  # the rows' tokens in the batch
-    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the latter here:
-    # it refers to the ``Step``, and the reference cycle would keep each step's tensors alive until
-    # the garbage collector runs.
+    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the whole
+    # batch's metadata here: it refers to the ``Step``, and that cycle would keep each step's
+    # tensors alive until the garbage collector runs.
     metadata: Any = None
     # blocks of an 8-bit cache to copy for vLLM to read; None if it reads the cache directly
     blocks: Tensor | None = None
@@ -82,7 +82,7 @@ class LayerGroup:
             layer.impl.forget_cache()
 
     def set_dense(self, step: Step) -> None:
-        """Set the step that layers fall back to if vLLM's metadata has none."""
+        """Set the step that the layers use if vLLM's metadata has none."""
         for layer in self._layers:
             layer.impl.dense_step = step
 
@@ -106,10 +106,10 @@ class LayerGroup:
 
 
 class Step(NamedTuple):
-    """What the builder tells the sparse layers about a batch. Decode rows come first."""
+    """The builder's description of a batch for the sparse layers. Decode rows come first."""
 
     rows: int  # number of decode rows
-    # int32 [B], cached tokens per decode row, 0 for CUDA graph padding rows
+    # int32 [B], cached tokens per decode row; 0 for rows that only pad a CUDA graph
     lengths: Tensor
     # int32 [B], number of pages kept by score, ``ALL_PAGES`` for rows still in prefill; written by
     # the first attention layer
@@ -157,7 +157,7 @@ class SparseBuilder(VLLMClass):
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             mode = vllm_config.compilation_config.cudagraph_mode
-            # Whether decode steps may be captured in CUDA graphs. These run Sparrow's kernels at
+            # True if decode steps may be captured in CUDA graphs. These run Sparrow's kernels at
             # any length.
             self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
@@ -170,17 +170,15 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Disable cascade attention if there is a schedule, because it reads shared prefixes
-        densely.
+        """Disable cascade attention, which reads shared prefixes densely, if there is a
+        schedule.
         """
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build vLLM's metadata. In lossy mode, it has the ``Step`` as its ``sparrow``
-        attribute.
-        """
+        """Build vLLM's metadata. In lossy mode, its ``sparrow`` attribute holds the ``Step``."""
         common = common_attn_metadata
         if self.runtime is None or self.runtime.is_lossless:
             return super().build(common_prefix_len, common, fast_build)
@@ -236,7 +234,7 @@ class SparseBuilder(VLLMClass):
         return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Split all rows after the first ``rows`` into groups that each read a copy of their
+        """Put all rows after the first ``rows`` into groups. Each group reads a copy of its
         blocks.
         """
         assert self.runtime is not None
@@ -290,10 +288,10 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # decode kernels, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # True for sparse layers, or for all layers in lossless mode or with an 8-bit cache
+    # True for sparse layers; in lossless mode or with an 8-bit cache, true for all layers
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # only for an fp8 cache
-    # budgets for this worker's heads; only for sparse layers if the schedule has head budgets
+    # budgets of this worker's heads; set for sparse layers if the schedule has head budgets
     head_budgets: Tensor | None = None
     # layers whose landmarks are updated together with this one's
     group: LayerGroup | None = None
@@ -339,8 +337,8 @@ class SparseImpl(VLLMClass):
 
     @property
     def decodes_next(self) -> bool:
-        """True if Sparrow's decode kernel may run next in this layer. In lossless mode, that is
-        only the case in draft steps.
+        """True if Sparrow's decode kernel may run next in this layer. In lossless mode, that only
+        happens in draft steps.
         """
         runtime = self.runtime
         return (
@@ -484,8 +482,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """Return the cache for vLLM's own attention to read. For an 8-bit cache, this is a copy of
-        these blocks in the queries' dtype, otherwise the cache itself.
+        """Return what vLLM's own attention should read: the cache itself or, if it is 8-bit, a copy
+        of these blocks in the queries' dtype.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -511,7 +509,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     schedule = decoding.schedule
     if spec.block_size % schedule.page_size:
         raise ConfigError(
-            f"vLLM's KV blocks of {spec.block_size} tokens do not consist of whole pages of "
+            f"vLLM's KV blocks of {spec.block_size} tokens cannot be divided into pages of "
             f"{schedule.page_size} tokens; set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:

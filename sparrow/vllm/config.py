@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = setup.ENGINE_KEY
-# names the decode kernels; if unset, the fastest supported ones are used
+# This setting names the decode kernels. If it's unset, the fastest supported ones are used.
 KERNELS_KEY = "sparrow_kernels"
 # for frameworks that can't pass options to vLLM
 MODE_ENVIRONMENT = "SPARROW_MODE"
@@ -77,9 +77,9 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     become part of vLLM's cache key for compiled models, so engines with different settings don't
     share one.
 
-    On a GPU, an engine gets Sparrow's backend if its mode is set in the environment and it doesn't
-    name an attention backend. The backend is called ``CUSTOM``, because ``FLASH_ATTN`` still means
-    vLLM's own backend if an earlier engine in this process started without Sparrow's variables.
+    On a GPU, an engine whose mode is set in the environment gets Sparrow's backend, unless it names
+    another one. The backend is called ``CUSTOM``, because ``FLASH_ATTN`` still means vLLM's own
+    backend if an earlier engine in this process started without Sparrow's variables.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -93,21 +93,21 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """Return an engine's requested decoding settings, from ``additional_config`` or else from the
-    environment. None means decoding like stock vLLM.
+    """Return the decoding settings requested for an engine in ``additional_config`` or else in the
+    environment. None means the engine decodes like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def requested_lossless(vllm_config: Any) -> Decoding | None:
-    """Return an engine's requested decoding settings if its mode is lossless, otherwise None."""
+    """Return the decoding settings requested for a lossless engine, or None in other modes."""
     decoding = requested(vllm_config)
     return decoding if decoding is not None and decoding.is_lossless else None
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """Return an engine's requested decode kernels, from ``additional_config`` or else from the
+    """Return the decode kernels requested for an engine in ``additional_config`` or else in the
     environment. None means the fastest kernels that support the model.
 
     Raises ConfigError if there are no kernels by that name.
@@ -174,7 +174,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         ),
         (
             bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
-            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
+            "a KV cache with more than one dtype; leave kv_cache_dtype_skip_layers out",
         ),
         (
             bool(getattr(cache, "calculate_kv_scales", False)),

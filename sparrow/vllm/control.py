@@ -1,4 +1,4 @@
-"""What Sparrow adds to every vLLM worker: a startup check, and methods for ``collective_rpc``."""
+"""Sparrow's additions to every vLLM worker: a startup check, and methods for ``collective_rpc``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparrow.vllm.lossless.setup import DRAFTS_PER_PASS, passes_of
 from sparrow.vllm.runtime import Runtime, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
-"""Expert kernels that read weights in the layout vLLM loads them in."""
+"""Expert kernels that keep the weights in the layout they are loaded in."""
 
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
@@ -28,8 +28,8 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
-    """Return this worker's decode step counts since the last call, or since the self-check if this
-    is the first one.
+    """Return this worker's counts since the last call, or since the self-check if this is the first
+    one.
 
     ``rows`` is the batch size summed over steps. ``tokens_read`` is how many cached tokens were
     read, and ``tokens_held`` how many a dense actor would have read, both summed over rows and this
@@ -39,12 +39,13 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     ``dense_rows_prefill`` (a one-token prompt chunk, not included in ``rows``). ``dense_steps`` is
     how many steps with decode rows ran entirely on vLLM's own attention, because no row skipped a
     page. With CUDA graphs, this only happens in steps that also contain a prompt chunk, because
-    decode step graphs always run Sparrow's kernels. ``preemptions`` is how many sequences had their
-    cache dropped by vLLM, to be prefilled again later. With an fp8 KV cache, ``kv_clipped`` is how
-    many tokens had a key or value outside the range of its scale, counted once per layer.
+    decode step graphs always run Sparrow's kernels. ``preemptions`` is how often vLLM dropped a
+    sequence's cache, to prefill it again later. With an fp8 KV cache, ``kv_clipped`` is how many
+    tokens had a key or value outside the range of its scale, counted once per layer.
 
-    In lossless mode, ``rows`` counts draft step rows, and ``tokens_read`` includes verification.
-    ``tokens_held`` is how many tokens dense decoding would have read to get the ``emitted`` tokens.
+    In lossless mode, ``rows`` counts the rows of draft steps, and ``tokens_read`` includes
+    verification. ``tokens_held`` is how many tokens dense decoding would have read to get the
+    ``emitted`` tokens.
     ``drafted`` and ``accepted`` count tokens, too. With ``guess_tokens``, ``rows`` and ``passes``
     count the rows of sparse passes, with or without guesses, and ``guessed`` counts drafts that are
     guesses no sparse pass has checked.
@@ -55,9 +56,9 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
     """Report draft acceptance since the last call. Only lossless mode has drafts.
 
-    ``cycles`` is the number of dense passes by how many tokens were drafted after them. With
-    ``guess_tokens``, ``cycles_with_guesses`` is the same for drafts with guesses. ``bins`` has the
-    number of verified drafts, their mean acceptance and its 5th percentile for each length bin.
+    ``cycles`` counts the dense passes by how many tokens were drafted after them. With
+    ``guess_tokens``, ``cycles_with_guesses`` does the same for drafts with guesses. For each length
+    bin, ``bins`` has the number of verified drafts, their mean acceptance and its 5th percentile.
     ``acceptance`` has the same data as counts, for ``DraftAcceptance.from_dict``. If the budget is
     adaptive, ``budgets`` has bins and acceptance for each budget, given as a ``multiple`` of the
     draft schedule. If ``meter_schedule`` is set, ``metered`` has bins and acceptance under that
@@ -103,8 +104,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
             )
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"vLLM cannot load these weights ({error}); pass them under their Hugging Face names, "
-            "and all weights of a quantised layer in one call"
+            f"vLLM cannot load these weights ({error}); use their Hugging Face names, and pass all "
+            "weights of a quantised layer in one call"
         ) from error
 
 
@@ -118,8 +119,8 @@ def _check_experts(model: Any) -> None:
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
         if backend is not None and backend.name not in LOADED_IN_PLACE:
             raise ConfigError(
-                f"vLLM's {backend.value} kernel stores the model's experts in a layout into which "
-                "new weights cannot be loaded; on a GPU, start the engine with "
+                f"vLLM's {backend.value} kernel has rearranged the model's experts, so new weights "
+                "cannot be loaded into them; on a GPU, start the engine with "
                 "moe_backend='triton', or load the weights into a new engine"
             )
 
@@ -176,8 +177,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
 
 def sparrow_renew_draft_weights(self: Any) -> None:
-    """Copy the draft weights again before the next drafts. Only needed after writing to the model's
-    parameters directly; vLLM's own updates take care of it.
+    """Copy the draft weights again before the next drafts. Call this only after writing to the
+    model's parameters directly; vLLM's own updates take care of it.
 
     Raises ConfigError if drafts don't use a copy of the weights.
     """
@@ -295,8 +296,8 @@ def check(vllm_config: Any) -> None:
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(
-            f"In one of every {decoding.meter_every} cycles, Sparrow also measures the acceptance "
-            "under meter_schedule (dense layers: "
+            f"Once every {decoding.meter_every} cycles, Sparrow also measures the acceptance under "
+            "meter_schedule (dense layers: "
             f"{list(metered.schedule.dense_layers) or 'none'}; top-k pages per bin of "
             f"{metered.schedule.bin_tokens} tokens: {metered.schedule.to_dict()['top_k']})"
         )
@@ -328,7 +329,7 @@ def check(vllm_config: Any) -> None:
     logger.info(
         f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "
         f"{model.kernels}; dense layers: {model.dense_layers or 'none'}; {pages}{budgets}), and "
-        f"vLLM's dense attention verifies them{drawn}{cache}; logits of drafts take "
+        f"vLLM's dense attention verifies them{drawn}{cache}. Draft logits take "
         f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take up to "
         f"{decoding.draft_tokens} tokens of it per sequence"
     )

@@ -14,8 +14,8 @@ from torch import Tensor
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PLAIN_PASSES = 256
-"""How many passes without drafts to sum up at a time. Short steps are host-bound, so summing after
-each one would slow them down.
+"""Passes without drafts are summed up in groups of this size. Short steps are host-bound, so
+summing after each one would slow them down.
 """
 
 
@@ -66,18 +66,18 @@ class DecodedRows:
 
 
 class DensePasses:
-    """Counts of dense passes in lossless mode, both with drafts before or after them, and plain
-    passes without any.
+    """Counts of dense passes in lossless mode: those with drafts before or after them, and plain
+    passes with neither.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # number of cycles, by how many drafts followed
+        # number of cycles for each number of drafts that followed
         self._cycles: Counter[int] = Counter()
         # tokens read, tokens dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # number of cycles with guesses, by how many drafts followed
+        # the same for cycles with guesses
         self._guessed_cycles: Counter[int] = Counter()
-        # in an engine with guesses: drafts, and how many of them are guesses no pass has checked
+        # if the engine uses guesses: drafts, and how many of them are guesses no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
         # sequences in passes without drafts, and tokens read by these passes
         self._plain_rows = 0
@@ -110,8 +110,8 @@ class DensePasses:
             self._plain.clear()
 
     def take_cycles(self) -> dict[int, int]:
-        """Return the number of passes since the last call, by how many tokens were drafted after
-        them.
+        """Return how many passes there were since the last call, by the number of tokens drafted
+        after them.
         """
         self._sum_plain()
         cycles = dict(sorted(self._cycles.items()))

@@ -49,10 +49,11 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values, using Sparrow's kernel for an 8-bit cache, or if Sparrow's decode
-        kernel runs next, since that may start before the update is complete.
+        """Store keys and values.
 
-        Otherwise, and in all dense passes in lossless mode, vLLM's kernel does it.
+        Sparrow's kernel does this for an 8-bit cache, and whenever Sparrow's decode kernel runs
+        next, because that may start before the update is complete. In all other cases, and in every
+        dense pass in lossless mode, vLLM's kernel does it.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)
@@ -91,8 +92,8 @@ class CudaBackend(FlashAttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Return why FlashAttention cannot run a model, or None if it can. An int8 cache is fine,
-        because FlashAttention reads a 16-bit copy of it.
+        """Return the reason FlashAttention cannot run a model, or None if it can. An int8 cache is
+        fine, because FlashAttention reads a 16-bit copy of it.
         """
         seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
         return super().supports_combination(head_size, dtype, seen, *args, **kwargs)

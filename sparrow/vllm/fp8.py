@@ -32,7 +32,7 @@ class LayerScales:
     Args:
         kv_heads: K.
         cache: the state shared by a worker's layers.
-        layer: vLLM's attention layer, to take the scales from if Sparrow doesn't set its own.
+        layer: vLLM's attention layer, whose scales are used if Sparrow doesn't set its own.
     """
 
     def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
@@ -86,7 +86,7 @@ class Fp8Cache:
         self._cached: tuple[Tensor, np.ndarray, int] | None = None
 
     def renew(self) -> None:
-        """Let the next prefill set the scales again. The cache must be empty by that time."""
+        """Let the next prefill set the scales again. The cache must be empty by then."""
         for layer in self.layers:
             layer.is_set = False
 
@@ -128,9 +128,7 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales, provided Sparrow sets them. It is None until they are
-        set.
-        """
+        """Report the range of the scales if Sparrow sets them. Until it has, the range is None."""
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]

@@ -21,11 +21,11 @@ from sparrow.attention.int8 import scale_of
 from sparrow.attention.pages import FP8
 
 STORED: dict[str, torch.dtype] = {"fp8": FP8, "fp8_e4m3": FP8, "int8_per_token_head": torch.int8}
-"""vLLM's names for 8-bit caches, and the dtype Sparrow stores keys and values in."""
+"""vLLM's names for 8-bit caches, with the dtype in which Sparrow stores keys and values."""
 INT8 = "int8_per_token_head"
 NAMES = {FP8: "fp8_e4m3", torch.int8: INT8}
-"""What 8-bit caches are called in Sparrow's reports."""
-SCALES = {FP8: "scales by layer and kv head", torch.int8: "scales by token and kv head"}
+"""Names for 8-bit caches in Sparrow's reports."""
+SCALES = {FP8: "scales per layer and kv head", torch.int8: "scales per token and kv head"}
 COPIED_TOKENS = 65_536
 """Maximum number of cached tokens to copy at once for prefill. A longer sequence is still copied in
 one go.
@@ -34,7 +34,7 @@ one go.
 
 @dataclass(frozen=True)
 class CopiedBlocks:
-    """Blocks for some rows in prefill, and where they are in the copy."""
+    """The blocks of some rows in prefill, and their places in the copy."""
 
     blocks: Tensor  # int64, block ids in the cache, in copy order
     table: Tensor  # int32 [R, M], block table for the copy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    FlatLogprobs = Any  # because some of its fields are properties here
+    FlatLogprobs = Any  # mypy would object that some of its fields are properties here
 else:
     from vllm.logprobs import FlatLogprobs
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparrow.vllm import config
 
-# the package's entry point group and name
+# group and name of the package's entry point
 GROUP = "vllm.general_plugins"
 NAME = "sparrow"
 CUDA = "sparrow.vllm.cuda.CudaBackend"
@@ -45,7 +45,7 @@ def register() -> None:
 
 def _claim(slot: Any, path: str) -> None:
     """Register a backend in a slot, unless another plugin got there first. In that case,
-    ``control.check`` refuses to start engines with a schedule; other engines don't care.
+    ``control.check`` refuses to start engines with a schedule; other engines are not affected.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

@@ -41,7 +41,7 @@ class Model:
     quantization: str | None = None  # how vLLM quantises the weights
     # which ``sparrow.attention`` implementation to decode with
     kernels: Choice = field(default_factory=lambda: Choice("reference"))
-    # same, for passes over several tokens per sequence, in an engine with guesses
+    # the implementation for passes over several tokens per sequence, if the engine uses guesses
     pass_kernels: Choice = field(default_factory=lambda: Choice("reference"))
     workspace: DecodeWorkspace | None = None
     sparse_layers: list[int] = field(default_factory=list)
@@ -118,8 +118,8 @@ class Runtime:
         """Prepare a step, and return ``top_k_B`` (int32), into which ``look_up`` will write the
         decode rows' page counts.
 
-        Called on the host before the model runs or its graph is replayed. Free for plain decode
-        steps.
+        Call this on the host before the model runs or its graph is replayed. It costs nothing for
+        plain decode steps.
 
         Args:
             rows: B, the number of rows with one query token, including padding rows.
@@ -173,7 +173,7 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """Return the page count multipliers for this worker's heads in a layer, int32
+        """Return the factors for the page counts of this worker's heads in a layer, int32
         ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head budgets.
 
         With tensor parallelism, each rank has an equal, contiguous share of a layer's heads. If
@@ -188,7 +188,7 @@ class Runtime:
     def use_budget(self, budget: int) -> None:
         """Switch to another draft budget, given as an index into ``budgets``.
 
-        Called on the host between cycles. It doesn't synchronise with the device.
+        Call this on the host between cycles. It doesn't synchronise with the device.
         """
         if budget == self.pages.budget:
             return
@@ -220,9 +220,9 @@ class Runtime:
         """Count one dense pass in lossless mode, followed by ``drafts`` drafts.
 
         Returns:
-            int64 [4], for the caller to add four totals to, over the sequences not in prefill:
-            tokens the pass read, tokens ordinary decoding would have read instead, emitted tokens,
-            and sequences.
+            Totals over the sequences not in prefill, int64 [4], for the caller to add to: tokens
+            the pass read, tokens ordinary decoding would have read instead, emitted tokens, and
+            sequences.
         """
         return self.passes.count(drafts)
 
@@ -230,8 +230,8 @@ class Runtime:
         """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
 
         Returns:
-            int64 [2], for the caller to add two totals to, over the sequences that drafted: drafts,
-            and how many of those are guesses that no sparse pass has checked.
+            Totals over the sequences that drafted, int64 [2], for the caller to add to: drafts, and
+            how many of those are guesses that no sparse pass has checked.
         """
         return self.passes.count_drafts(drafts, with_guesses)
 
@@ -262,8 +262,8 @@ class Runtime:
             )
             raise ConfigError(
                 "a running vLLM engine can change how many pages are kept, but not the page "
-                f"layout or head_budgets; it was started with {ours}, got {theirs}; start a new "
-                "engine for this schedule"
+                f"layout or head_budgets; it was started with {ours}, but this schedule has "
+                f"{theirs}, so start a new engine for it"
             )
         self._settle()
         self.pages.fill(schedule)
@@ -288,13 +288,13 @@ class Runtime:
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; let "
-                "dense_layers of draft_schedule contain only layers that are dense in "
-                f"meter_schedule: {list(schedule.dense_layers)}"
+                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; remove "
+                "them from draft_schedule's dense_layers, or make them dense in meter_schedule too, "
+                f"where dense_layers is {list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:
-        """Return the decode step counts since the last call, and reset them; see
+        """Return the counts since the last call, and reset them; see
         ``control.sparrow_counters``.
         """
         self._settle()

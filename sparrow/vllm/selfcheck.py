@@ -1,9 +1,9 @@
 """The self-check every engine runs at startup.
 
-``check_names`` runs before memory is allocated, and makes sure that all of vLLM's private names and
-parameters that Sparrow replaces or uses exist. ``run`` comes after the warm-up. It runs decode
-steps of every layer on its own KV cache, plus a few steps of the whole model, and compares the
-results with what they should be. Both raise a ConfigError that says in one sentence what is wrong.
+``check_names`` runs before memory is allocated, and makes sure that vLLM has all the private names
+and parameters that Sparrow replaces or uses. ``run`` comes after the warm-up. It runs decode steps
+of every layer on its own KV cache, plus a few steps of the whole model, and compares the results
+with what they should be. Both raise a ConfigError that says in one sentence what is wrong.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -52,9 +52,10 @@ STEP_TOKENS = 160
 """Maximum length of the sequence used to check the model."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""How far log-probs may be from a dense pass's, by the model dtype's size in bytes. The distance is
-relative to the spread of the dense log-probs. It is never quite 0, because passes of different
-shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafting with 8-bit weights.
+"""Largest allowed distance between log-probs and those of a dense pass, by the size of the model's
+dtype in bytes. The distance is relative to the spread of the dense log-probs. It is never quite 0,
+because passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafting with
+8-bit weights.
 """
 
 
@@ -224,7 +225,7 @@ for lossless mode with LoRA.
 def check_names(
     patches: Iterable[Any], is_lossless: bool, on_cpu: bool, has_adapters: bool
 ) -> None:
-    """Check that every function and parameter of vLLM that Sparrow relies on here exists.
+    """Check that vLLM has every function and parameter that this engine relies on.
 
     Args:
         patches: the patches the engine will apply (``patches.Patch``).
@@ -294,14 +295,14 @@ def run(worker: Any, runtime: Any) -> Differences:
     milliseconds = 1000 * (time.perf_counter() - started)
     init_logger("vllm.sparrow").info(
         f"Sparrow's self-check passed in {milliseconds:.0f} ms (layers differ by up to "
-        f"{layers_differ:.2g}, log-probs by {steps_differ:.2g} of their spread) with "
+        f"{layers_differ:.2g}, log-probs by {steps_differ:.2g} times their spread) with "
         f"{versions.known()}"
     )
     return Differences(layers_differ, steps_differ)
 
 
 def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
-    """Return whether an engine drafts with guesses; both if it decides as it goes."""
+    """Return the kinds of drafts an engine uses: without guesses, with guesses, or both."""
     if not decoding.guess_tokens:
         return (False,)
     return (False, True) if decoding.adapt_draft_tokens else (True,)
@@ -365,7 +366,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Place:
-    """The blocks and slots in every layer's cache for the check's tokens."""
+    """The blocks and slots that hold the check's tokens in every layer's cache."""
 
     table_M: Tensor  # int32, the tokens' blocks
     slots_T: Tensor  # int64
@@ -494,9 +495,7 @@ def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
 def _store(
     layers: list[Any], runtime: Any, known: list[Known], place: Place, dtype: torch.dtype
 ) -> None:
-    """Store the tokens and their landmarks. The newest token is stored the way a decode step would
-    do it.
-    """
+    """Store the tokens and their landmarks. The newest token is stored as in a decode step."""
     for layer, own in zip(layers, known, strict=True):
         key_TKD = (own.key_KTD * own.key_scale_K[:, None, None]).transpose(0, 1)
         value_TKD = (own.value_KTD * own.value_scale_K[:, None, None]).transpose(0, 1)
@@ -581,9 +580,9 @@ def _decode(
     for layer, error in zip(layers, by_layer, strict=True):
         if not error <= bound:
             raise _refusal(
-                f"the output of {layer.layer_name} is off by {error:.2g} when it decodes {tokens} "
-                f"new tokens in each of {rows} rows from a {layer.kv_cache.dtype} cache with "
-                f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept, but rounding "
+                f"the output of {layer.layer_name} is off by {error:.2g} (new tokens per row: "
+                f"{tokens}, rows: {rows}, cache: {layer.kv_cache.dtype}, with "
+                f"{'every page' if top_k == ALL_PAGES else 'the best pages'} kept), but rounding "
                 f"accounts for at most {bound}"
             )
     return max(by_layer)
@@ -755,7 +754,7 @@ def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> flo
     error = distance(found_TV, expected_TV)
     if not error <= bound:
         raise _refusal(
-            f"log-probs of {what} differ from those of a dense pass by {error:.2g} of their "
+            f"log-probs of {what} differ from those of a dense pass by {error:.2g} times their "
             f"spread, but rounding accounts for at most {bound}"
         )
     return error

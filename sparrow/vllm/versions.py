@@ -1,4 +1,4 @@
-"""Which vLLM versions are supported, and how they differ.
+"""The supported vLLM versions, and the differences between them.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """
@@ -30,7 +30,7 @@ PROVEN = {
     "0.32": "2.11",
     "0.33": "2.11",
 }
-"""vLLM versions that Sparrow was found to be exact with on GPUs, in both modes, along with their
+"""vLLM versions in which Sparrow was found to be exact on GPUs, in both modes, along with their
 torch versions (``benchmarks/results/vllm_versions``). Other versions will start too, as long as the
 self-check passes.
 """
@@ -39,7 +39,7 @@ self-check passes.
 def check(on_cpu: bool) -> None:
     """Check that Sparrow supports this process's vLLM.
 
-    Raises ConfigError if Sparrow does not support this version, at all or on a CPU.
+    Raises ConfigError if Sparrow does not support this version, or does not support it on a CPU.
     """
     import vllm
 
@@ -56,8 +56,8 @@ def check(on_cpu: bool) -> None:
 
 
 def known() -> str:
-    """Describe this process's vLLM and torch versions, and the versions that Sparrow was found to
-    be exact with.
+    """Describe this process's vLLM and torch versions, and the versions in which Sparrow was found
+    to be exact.
     """
     import vllm
 
@@ -76,7 +76,7 @@ def drafts_have_own_noise() -> bool:
 
 
 def draft_logits_argument() -> str:
-    """Return which parameter of ``gumbel_sample`` takes the tensor for storing the logits.
+    """Return the name of the ``gumbel_sample`` parameter for the tensor that stores the logits.
 
     vLLM 0.28 and later store the model's raw logits (``logits_cache``). Earlier versions divide
     them by the temperature first.
@@ -106,7 +106,7 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(
-            f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPUs; set dtype='float32'"
+            f"Sparrow cannot read the KV cache of vLLM's {isa!r} CPU kernels; set dtype='float32'"
         )
     blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
     block_stride = kv_cache.stride(0)

@@ -59,7 +59,7 @@ def select(scores: list[float], length: int, top_k: int, layout: PageLayout) -> 
 def test_page_layouts_with_counts_out_of_range_are_refused(field):
     with pytest.raises(
         ValueError,
-        match=r"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got PageLayout\(",
+        match=r"at least 1, sink_pages at least 0 and recent_pages at least 1, got PageLayout\(",
     ):
         PageLayout(**field)
 

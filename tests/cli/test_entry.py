@@ -379,7 +379,7 @@ def test_cost_accepts_a_shape_name_or_a_config(checkpoint, capsys):
     assert (
         "lossy speed-up" in printed
         and "lossless speed-up" in printed
-        and "Both pay (2.47x lossy" in printed
+        and "Both pay off (2.47x lossy" in printed
     )
     main(
         [
@@ -394,7 +394,7 @@ def test_cost_accepts_a_shape_name_or_a_config(checkpoint, capsys):
             "600",
         ]
     )
-    assert "Neither pays" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Neither pays off" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "cannot load the config of 'no/such'" in fails(
         capsys, "cost", "--model", "no/such", "--schedule", "fixed:1"
     )
@@ -490,7 +490,7 @@ def test_cost_accepts_the_bundled_reasoner(capsys):
             "400",
         ]
     )
-    assert "Neither pays" in capsys.readouterr().out
+    assert "Neither pays off" in capsys.readouterr().out
 
 
 def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path):

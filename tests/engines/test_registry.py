@@ -86,6 +86,6 @@ def test_one_registry_entry_makes_an_engine_available_to_all_commands(echo):
     assert loading.prompt_room(100, "echo:longest=50", 20) == 30
     with pytest.raises(ConfigError, match="or echo, echo:option=value"):
         parse_engine("other")
-    with pytest.raises(ConfigError, match="engine is 'echo', but mode 'auto' needs"):
+    with pytest.raises(ConfigError, match="engine is 'echo', but mode 'auto' works only"):
         rollout = RolloutConfig(mode="auto")
         TrainOptions(model="reasoner", task="trace", rollout=rollout, engine="echo", tau=0.9)

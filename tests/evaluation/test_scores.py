@@ -47,7 +47,7 @@ def test_the_interval_covers_the_mean_and_narrows_with_more_problems():
     )
     half = mean_at_k([[0.0], [1.0]] * 800)  # 1.96 standard errors of 0.5 / sqrt(1600) to each side
     assert (half.low, half.high) == pytest.approx((0.5 - 0.0245, 0.5 + 0.0245), abs=0.0012)
-    with pytest.raises(ValueError, match="finite table"):
+    with pytest.raises(ValueError, match="must be finite"):
         mean_at_k([[float("nan")]])
 
 

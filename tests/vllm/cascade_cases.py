@@ -349,7 +349,7 @@ def test_the_self_check_covers_passes_over_guesses(made, monkeypatch):
             return out.mul_(1.01) if tokens > 1 else out
 
         monkeypatch.setattr(attention, "paged_decode", decode)
-        refused = pytest.raises(ConfigError, match="when it decodes 4 new tokens in each of 1 rows")
+        refused = pytest.raises(ConfigError, match=r"\(new tokens per row: 4, rows: 1, ")
         with torch.inference_mode(), refused:
             selfcheck.check_layers(
                 selfcheck.layers_of(worker.vllm_config), runtime, worker.vllm_config.model_config

@@ -138,7 +138,7 @@ def test_the_cache_is_viewed_in_the_layout_expected_by_the_kernels():
     stored = padded[:, :-7].view(blocks, K, 2 * N * D)
     assert torch.equal(stored[..., : N * D].reshape(blocks, K, D, N), k.transpose(2, 3))
     assert torch.equal(stored[..., N * D :].reshape(blocks, K, N, D), v)
-    with pytest.raises(ConfigError, match="'amx' kernels"):
+    with pytest.raises(ConfigError, match="'amx' CPU kernels"):
         versions.cpu_key_value(cache, "amx")
 
 
@@ -521,7 +521,7 @@ def vllm_config(model=None, **parts):
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])),
-            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
+            "a KV cache with more than one dtype; leave kv_cache_dtype_skip_layers out",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)),
@@ -533,7 +533,7 @@ def vllm_config(model=None, **parts):
                     cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"]
                 )
             ),
-            "a KV cache of several dtypes; leave kv_cache_dtype_skip_layers out",
+            "a KV cache with more than one dtype; leave kv_cache_dtype_skip_layers out",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
@@ -656,7 +656,7 @@ def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
         monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
         control.check(worker.vllm_config)
         assert said[0].endswith(
-            "of the KV cache, which is in fp8_e4m3 (scales by layer and kv head)"
+            "of the KV cache, which is in fp8_e4m3 (scales per layer and kv head)"
         )
         made.cache.fp8, made.cache.in_8_bits = None, None
         control.check(worker.vllm_config)
@@ -664,7 +664,7 @@ def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
         made.cache.in_8_bits = torch.int8
         control.check(worker.vllm_config)
         assert said[2].endswith(
-            "of the KV cache, which is in int8_per_token_head (scales by token and kv head)"
+            "of the KV cache, which is in int8_per_token_head (scales per token and kv head)"
         )
 
 
@@ -727,7 +727,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
         monkeypatch.setattr(config, "requested", lambda of: decoding)
         control.check(worker.vllm_config)
         assert (
-            "verifies them; samples follow the policy with a KV cache in fp8_e4m3; logits"
+            "verifies them; samples follow the policy with a KV cache in fp8_e4m3. Draft logits"
             in said[0]
         )
 
@@ -746,7 +746,7 @@ def test_a_meter_schedule_is_logged_at_start(monkeypatch):
         SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     )
     assert (
-        "In one of every 7 cycles" in said[0]
+        "Once every 7 cycles" in said[0]
         and "(dense layers: [0]; top-k pages per bin of 64 tokens: [3, 5])" in said[0]
     )
 

@@ -106,7 +106,7 @@ def test_landmarks_in_the_wrong_block_fail_the_self_check(worker, monkeypatch):
 
     monkeypatch.setattr(backend.attention, "update_landmarks", one_block_off)
     with pytest.raises(
-        ConfigError, match=r"self-check fails in vLLM .*layers\.\d.* the best pages kept, but "
+        ConfigError, match=r"self-check fails in vLLM .*layers\.\d.* the best pages kept\), but "
     ):
         check(worker)
 
@@ -178,7 +178,7 @@ def test_views_of_a_replaced_cache_fail_the_self_check(worker, monkeypatch):
     check(worker)
     for layer in selfcheck.layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
-    with pytest.raises(ConfigError, match="with the best pages kept, but "):
+    with pytest.raises(ConfigError, match=r"with the best pages kept\), but "):
         check(worker)
 
 

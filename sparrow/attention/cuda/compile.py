@@ -78,7 +78,7 @@ def compiled(
     file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str
 ) -> tuple[bytes, str]:
     """Compile ``file`` for ``target`` (such as ``sm_90``). Return the machine code and the compiler
-    log. No GPU needed.
+    log. This doesn't need a GPU.
     """
     _, nvrtc = _bindings()
     folder = Path(__file__).parent

@@ -50,7 +50,7 @@ static_assert(NEW_TOKENS == 1 || WARPS >= 2, "two warps begin with the two newes
 static_assert(WARPS * (QUERIES * D + 2 * COLUMNS) * 4 <= WARPS * STAGES * SLOT + 4 * BINS,
               "the warps' results take the place of the ring and the bins");
 
-// Queries, as the right-hand sides of products, and a factor for the products.
+// Queries, laid out as the right-hand side of products, and a factor to apply to the products.
 template <int COUNT> struct Queries {
   static constexpr int TILES = (COUNT + 7) / 8;
   QueryTiles<TILES> q;
@@ -119,11 +119,11 @@ DEVICE Queries<COUNT> load_queries(const Program& p) {
   else return load_queries_for_16_bits<COUNT>(p);
 }
 
-// Extremes of the scores that a thread computed.
+// Extremes of the scores that a thread has computed.
 struct Seen {
   float low;
   float high;
-  int best;  // page of the highest score
+  int best;  // page with the highest score
   int best_block;
 };
 
@@ -151,7 +151,7 @@ DEVICE void stage_blocks(const Program& p) {
   __syncwarp();
 }
 
-// Replaces blocks by scores. The tiles of 16 landmarks are divided among the warps, and each warp
+// Replaces blocks with scores. The tiles of 16 landmarks are divided among the warps, and each warp
 // has TILES_IN_FLIGHT tiles in flight.
 DEVICE Seen score_pages(const Program& p, const Queries<G>& queries) {
   constexpr int TILES = Queries<G>::TILES;
@@ -223,8 +223,8 @@ struct Prefetch {
 };
 
 // Fetches a warp's share of the always-kept pages, the newest first, and then the pages with the
-// highest scores in the warp. If every part of the row ranks, the parts take turns at fetching
-// these pages, which are the same in every part.
+// highest scores in the warp. If every part of the row ranks, the parts take turns fetching these
+// pages, which are the same in every part.
 DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
   Prefetch fetched = {0, -1, infinity()};
   u32 key = seen.high > -infinity() ? order_of(seen.high) : 0u;
@@ -266,7 +266,7 @@ DEVICE Prefetch prefetch(const Program& p, const Seen& seen) {
 }
 
 // Shares the list with the row's other parts, and returns how many of its entries this part attends
-// to itself. Together with the prefetched pages, these are as many pages as any other part has.
+// to itself. With the prefetched pages, that gives it as many pages as any other part.
 DEVICE int share_list(const Program& p, int listed) {
   const int all = ALWAYS + p.begun + p.budget;
   const int equal = (all + p.parts - 1) / p.parts;
@@ -456,7 +456,7 @@ struct Softmax {
     }
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
-      u32 x[4];  // each word: two adjacent dimensions of each of two tokens
+      u32 x[4];  // each word holds two adjacent dimensions of each of two tokens
       load_tiles_transposed(x, tile + swizzled<ROW>(row, j + chunk));
       prepare<CACHE>(x);
 #pragma unroll
@@ -541,7 +541,7 @@ DEVICE void attend_pages(
       const bool is_new =
           p.listed ? p.ranks && (!EACH_RANKS || p.part == 0) && p.warp == 0 && i == 0
                    : first + i * WARPS == p.pages - 1;
-#else  // new tokens are in the two newest pages, which are the first pages of two of a part's warps
+#else  // new tokens are in the two newest pages, which two of a part's warps read first
       const int age = p.listed ? p.warp : p.pages - 1 - (first + i * WARPS);
       const bool is_new =
           age < 2 && (!p.listed || (p.ranks && (!EACH_RANKS || p.part == 0) && i == 0));
@@ -704,7 +704,7 @@ attend(const __grid_constant__ Args a) {
       wait_for_all_but<0>();
       __syncthreads();
     }
-    if (a.rank_before_wait) wait_for_launch_before();  // it stores the newest tokens
+    if (a.rank_before_wait) wait_for_launch_before();  // that launch stores the newest tokens
     const Prefetch prefetched = prefetch(p, seen);
     fetched = prefetched.count;
     const float low = from_order(__reduce_min_sync(ALL, order_of(seen.low)));

@@ -30,8 +30,8 @@ from sparrow.attention.pages import FP8
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-# Max queries (group x new tokens) reading the same pages, by head dim. Limited by registers, which
-# hold each query's accumulator.
+# Maximum number of queries (group x new tokens) that read the same pages, by head dim. Registers
+# are the limit, because they hold each query's accumulator.
 MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
@@ -64,8 +64,8 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division to plan a step with. The first part of a row may rank pages for the
-        others. It starts before them and never waits for them, so there's no deadlock.
+        """Return the division that a step is planned with. The first part of a row may rank pages
+        for the others. It starts before them and never waits for them, so there's no deadlock.
         """
         if self.parts > 1:
             # Pretend that everything is resident, to get the smallest parts that the number of
@@ -101,8 +101,8 @@ def choose_config(
         # With 1 to 1.5 items per SM, a third of the SMs would be idle unless rows are split.
         parts = 4 if items <= 1.5 * limits.multiprocessors else 1
         config = CudaConfig(warps=4, stages=3, resident=2, parts=parts)
-    # More stages for smaller elements and fewer warps for larger heads, to keep the bytes in flight
-    # constant.
+    # Use more stages for smaller elements and fewer warps for larger heads, to keep the bytes in
+    # flight constant.
     config = replace(config, stages=config.stages * 2 // dtype.itemsize)
     if head_dim * dtype.itemsize > 256:
         config = replace(config, warps=config.warps // 2)

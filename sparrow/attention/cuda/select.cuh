@@ -91,8 +91,8 @@ DEVICE Bin find_bin(const float* scores, int* bins, int begin, int end, int budg
       if (first + i * THREADS < end) atomicAdd(&bins[its[i]], 1);
   }
   __syncthreads();
-  // Every warp does this independently: each lane adds 32 bins, then the lanes take one bin each of the 32 in which
-  // the running sum reaches the budget.
+  // Every warp does this independently. Each lane sums 32 bins. Where the running sum reaches the budget, the lanes
+  // then look at those 32 bins, one bin each.
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < BINS / 128; ++i) {

@@ -150,7 +150,7 @@ DEVICE void prepare(u32* words) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = biased(words[i]);
 }
-template <int TILES> using QueryTiles = u32[TILES][2 * STEPS];  // queries as right-hand sides of products
+template <int TILES> using QueryTiles = u32[TILES][2 * STEPS];  // queries as the right-hand side of products
 template <int TILES> using Sums = float[TILES][4];              // results of products with queries
 // Multiplies the 16 rows of a 16-bit tile by queries. Even and odd steps have separate sums, so that they do not
 // wait for each other, unless registers are short.

@@ -33,7 +33,7 @@ def landmark_kernel(
     """Recompute the mean keys of one layer's pages whose last slot is among this program's
     ``SLOTS`` slots.
 
-    ``scales`` is only for int8 keys; None for other dtypes.
+    ``scales`` is for int8 keys, and None for other dtypes.
     """
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2)
@@ -184,7 +184,7 @@ def _write_mean(
     DP: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Store the mean key of one page in a block. If there are scales, the block's start at
+    """Store the mean key of one page in a block. The block's scales, if any, start at
     ``first_scale``.
     """
     token = page * P + tl.arange(0, P)

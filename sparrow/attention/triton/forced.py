@@ -22,9 +22,9 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 MAX_PAGES = 16384
 SCORE_BYTES = 2**27  # scratch memory for one chunk's page scores, in bytes
-# Tile sizes for heads of 256 bytes. FORWARD_TILES (output) and QUERY_TILES (query gradients) are
-# keys per loop iteration, warps and pipeline stages. KEY_TILES (key and value gradients) is query
-# rows per iteration, keys per program, warps and stages.
+# Tile sizes for heads of 256 bytes. FORWARD_TILES (output) and QUERY_TILES (query gradients) list
+# keys per loop iteration, warps and pipeline stages. KEY_TILES (key and value gradients) lists
+# query rows per iteration, keys per program, warps and stages.
 FORWARD_TILES = (64, 4, 3)
 QUERY_TILES = (64, 4, 2)
 KEY_TILES = (32, 64, 4, 3)
@@ -42,7 +42,7 @@ class Selection(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Results for reuse by a repeated call."""
+    """Results that a repeated call can reuse."""
 
     selection: Selection
     out: Tensor

@@ -4,7 +4,7 @@ selected by ``forced_select``.
 Queries are split into tiles of BT consecutive positions times the G heads of a group. For each page
 and tile, a bit mask says which positions keep the page (``masks``: bit i is the tile's i-th
 position). Each tile has a list of the pages kept by any of its positions, and the tile's program
-reads just those. For the key and value gradients, the same bits are turned around: each run of
+reads just those. The key and value gradients look at the same bits the other way round: each run of
 adjacent pages gets a list of the positions that keep any of them, and one program per run reads
 just those. There are no atomic adds, so results are bitwise deterministic.
 

@@ -33,7 +33,7 @@ FLOAT_STEPS = tl.constexpr(12)
 
 @triton.jit
 def _split_work(work, split, used, TILE: tl.constexpr):
-    """Return one split's range of ``work``, in whole tiles, out of ``used`` splits."""
+    """Divide ``work`` into ``used`` ranges of whole tiles, and return the range of one split."""
     size = (work + TILE * used - 1) // (TILE * used) * TILE
     begin = tl.minimum(split * size, work)
     return begin, tl.minimum(begin + size, work)
@@ -195,8 +195,8 @@ def _select(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Call ``_select_block`` with a width to fit the row, to keep short rows cheap even in a wide
-    table.
+    """Call ``_select_block`` with a width that fits the row, which keeps short rows cheap even in a
+    wide table.
     """
     if (BLOCK > 256) & (pages <= 256):
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
@@ -217,7 +217,7 @@ def _queries(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Load an item's queries, the first new token's first."""
+    """Load an item's queries, starting with the first new token's."""
     c = tl.arange(0, CP)
     d = tl.arange(0, DP)
     return tl.load(
@@ -255,10 +255,10 @@ def _attend(
     """Compute softmax attention over the kept tokens ``begin .. end - 1`` of ``tokens``. Return the
     unnormalised output, and each query's softmax sum and maximum logit (in base 2).
 
-    ``ids`` are page ids if ``listed``, and otherwise (all pages kept) the block table's blocks.
-    ``begin`` must be the start of a page. e4m3 keys and values are cast to the query dtype without
-    applying their scales. int8 keys and values are multiplied by their scales first, which is exact
-    in the query dtype.
+    ``ids`` are page ids if ``listed``. Otherwise, all pages are kept, and ``ids`` are the block
+    table's blocks. ``begin`` must be the start of a page. e4m3 keys and values are cast to the
+    query dtype without applying their scales. int8 keys and values are multiplied by their scales
+    first, which is exact in the query dtype.
     """
     maximum = tl.full((CP,), -1e30, tl.float32)
     total = tl.zeros((CP,), tl.float32)
@@ -268,7 +268,7 @@ def _attend(
         inside = first + r < end  # tokens beyond the end may be NaN, and 0 * NaN is NaN
         if TILE % P == 0:
             n = first // P + r // P
-            token = r % P  # same in every tile, only the block changes
+            token = r % P  # the same in every tile; only the block changes
         else:
             n = (first + r) // P
             token = (first + r) % P
@@ -384,8 +384,7 @@ def rank_kernel(
     """Score each item's pages in several programs; the last one to finish selects the pages.
 
     With ``rank_before_wait``, ranking doesn't wait for the previous launch, which must then do
-    nothing but store the newest tokens. ``key_scales`` is only for int8 keys; None for other
-    dtypes.
+    nothing but store the newest tokens. ``key_scales`` is for int8 keys, and None for other dtypes.
     """
     if PDL:
         if rank_before_wait == 0:

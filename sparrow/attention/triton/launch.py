@@ -1,5 +1,5 @@
-"""Launchers for the Triton kernels: check whatever can be checked without a device sync, choose
-tile sizes, and launch.
+"""Launchers for the Triton kernels. They check whatever can be checked without a device sync,
+choose tile sizes, and launch.
 
 Shapes: as in ``attention/decode.py``; in ``store_tokens``, T is the number of tokens to store.
 """
@@ -171,7 +171,7 @@ class Launches:
             **self.constants,
             **self.options,
             num_warps=c.attend_warps,
-            # page ids are loaded one step before their tile
+            # Page ids are loaded one step before their tile.
             num_stages=2 * c.attend_stages + 1,
             maxnreg=c.registers,
         )

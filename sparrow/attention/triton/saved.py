@@ -90,7 +90,7 @@ class Target:
 
     @property
     def path(self) -> Path:
-        """Where this target's results are saved."""
+        """The file this target's results are saved in."""
         shape = f"{self.kv_heads}-{self.group}-{self.head_dim}-{self.cache_dtype}"
         name = f"{self.gpu}-{shape}-pages{self.page_size}-triton{self.triton}"
         return cache_folder() / "tuned" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.json"
@@ -123,8 +123,8 @@ class Choices:
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences: the one tuned for the nearest batch
-        size by ratio. Ties go to the smaller size.
+        """Return the variant for a batch of ``rows`` sequences: the one tuned for the batch size
+        whose ratio to ``rows`` is closest to 1. Ties go to the smaller size.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 
@@ -179,7 +179,7 @@ def _cell(record: Mapping[str, Any]) -> Cell:
 
 
 def _variant(record: Mapping[str, Any]) -> Variant:
-    """Parse a variant. Only accepts values that ``sparrow tune`` tries, because the kernels don't
+    """Parse a variant. Accept only values that ``sparrow tune`` tries, because the kernels don't
     check their launch parameters.
 
     Raises ValueError, KeyError or TypeError if the record is malformed.

@@ -45,7 +45,7 @@ POOL_BYTES = 2**31  # size of the keys and values, many times larger than any L2
 STEP_BYTES = 2**29
 MOST_STEPS = 16
 MARGIN = 0.01  # a variant must be faster by more than this fraction to replace another
-REPEATS = 3  # alternating final measurements of the chosen and the shipped configuration
+REPEATS = 3  # how often the chosen and the shipped configuration are measured at the end
 CHECKED_ROWS = 3
 INT8_EXPONENT = 120  # a scale of 2^-7, so that codes span -1 to 1
 FP8_SCALE = 0.25
@@ -56,7 +56,7 @@ Times = Sequence[float]
 
 
 class WrongResult(Exception):
-    """Raised if a configuration's result is off from the reference by more than rounding."""
+    """Raised if a configuration differs from the reference by more than rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def check_target(target: Target, grid: Grid, device: torch.device) -> None:
     most = pages - layout.sink_pages - layout.recent_pages - 1
     if pages >= MAX_PAGES or max(grid.pages) > most:
         raise ConfigError(
-            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size}, but "
-            f"there must be fewer than {MAX_PAGES}, and at most {most} can be kept by score, got "
+            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} tokens; "
+            f"there must be fewer than {MAX_PAGES}, and at most {most} can be kept by score, not "
             f"{max(grid.pages)}; change tokens or pages"
         )
 
@@ -115,7 +115,7 @@ def tune(
             results.
         pool_bytes: size of the keys and values in memory.
 
-    Raises ConfigError if the shape or the sequence length isn't supported, or the shipped
+    Raises ConfigError if the shape or the sequence length isn't supported, or if the shipped
     configuration doesn't run on this GPU or gives wrong results.
     """
     check_target(target, grid, device)
@@ -185,7 +185,7 @@ def fastest(times: Callable[[Variant], Times | None]) -> Variant:
 def measured_again(
     times: Callable[[Variant], Times | None], variant: Variant
 ) -> tuple[list[float], list[float]]:
-    """Measure the shipped configuration and ``variant`` in alternation, and return both median
+    """Measure the shipped configuration and ``variant`` alternately, and return both median
     times.
     """
     taken: dict[Variant, list[Times]] = {Variant(): [], variant: []}
@@ -365,7 +365,7 @@ class Problem:
 class Bench:
     """Times variants on all problems with the same batch size, and checks their results.
 
-    Skips variants that don't run on this GPU, or give wrong results. The latter are reported.
+    Skips variants that don't run on this GPU. Reports and skips those that give wrong results.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class Bench:
         except (OutOfResources, PTXASError):  # not enough shared memory or registers
             pass
         except WrongResult as error:
-            self._note(f"{len(problem.q)} sequences: left out {variant}, as {error}")
+            self._note(f"{len(problem.q)} sequences: left out {variant}, because {error}")
         self._refused.add(config)
         return None
 

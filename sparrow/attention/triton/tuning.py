@@ -67,8 +67,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many extra programs to launch for additional parts of rows, on top of one per
-    item: one per SM without an item or, with more items than SMs, about two per SM.
+    """Return how many programs to launch for additional parts of rows, on top of one per item.
+    That's one per SM without an item or, if there are more items than SMs, about two per SM.
 
     More wouldn't help: a grid too large to run all at once is spread unevenly over the SMs, even if
     most of its programs have nothing to do.
@@ -115,8 +115,8 @@ def choose(
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
     """Return an upper bound on an attention program's shared memory, in bytes: keys and values in
-    flight, queries, one tile's weights, and page ids. Allows at least 16 KiB for everything other
-    than keys and values.
+    flight, queries, one tile's weights, and page ids. It allows at least 16 KiB for everything
+    other than keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2

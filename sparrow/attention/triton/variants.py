@@ -34,8 +34,8 @@ class RankTile:
     warps: int  # warps per program
 
 
-# From few programs with many bytes in flight each, to many programs with few. The last entries need
-# the least shared memory.
+# Ordered from few programs with many bytes in flight each to many programs with few bytes each. The
+# last entries need the least shared memory.
 ATTEND = (
     AttendTile(128, 2, 4, 1),
     AttendTile(128, 3, 4, 1),
@@ -65,7 +65,7 @@ class Variant:
     attend: AttendTile | None = None
     rank: RankTile | None = None
     extra: float = 1.0  # multiplier for the extra programs, which compute additional parts of rows
-    splits: float = 1.0  # multiplier for the programs ranking an item
+    splits: float = 1.0  # multiplier for the programs that rank an item
 
     def __str__(self) -> str:
         parts = []
@@ -119,8 +119,8 @@ class Variant:
 
 
 def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
-    """Return whether the tiles in flight fit in shared memory. Even if so, the compiled kernel may
-    turn out to need too much.
+    """Return whether the tiles in flight fit in shared memory. Even if they do, the compiled kernel
+    may turn out to need too much.
     """
     attend = config.attend_stages * config.attend_tokens * 2 * head_bytes
     score = config.score_stages * config.score_pages * head_bytes

@@ -90,8 +90,8 @@ class Client(ABC):
         self.drop_prefixes()
 
     def _forget_cached(self) -> None:
-        """Drop cached prefixes after loading new weights, and let the next prompts set any fp8 KV
-        cache scales again.
+        """Drop cached prefixes after loading new weights. If there are fp8 KV cache scales, let the
+        next prompts set them again.
         """
         self.drop_prefixes()
         if "kv_scales" in self._described[0]:
@@ -218,7 +218,7 @@ def rollout(
         raise EngineError(
             f"vLLM ended a response after {len(tokens)} tokens with {end!r} instead of 'stop' or "
             "'length', so the response is not a sample from the actor; continue with --resume, and "
-            "during a run, do not abort requests, and do not pause or stop vLLM"
+            "do not abort requests or pause or stop vLLM during a run"
         )
     return Rollout(
         prompt_ids=prompt,

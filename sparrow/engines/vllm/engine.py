@@ -43,9 +43,9 @@ class VLLMEngine(Client):
             ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
             There is also ``adapter``, the folder of a LoRA adapter to use for all requests.
 
-    Raises ConfigError or UnsupportedModel if vLLM is missing, too old, or cannot decode this model
-    under a schedule, or EngineError if vLLM does not start, for example because there isn't enough
-    memory.
+    Raises ConfigError or UnsupportedModel if vLLM is missing, is too old or cannot decode this
+    model under a schedule. Raises EngineError if vLLM does not start, for example because there
+    isn't enough memory.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
@@ -142,7 +142,7 @@ class VLLMEngine(Client):
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(
-                "this vLLM engine has a fixed number of drafts, so it cannot repeat recorded choices; "
+                "this vLLM engine has a fixed number of drafts, so it cannot replay recorded choices; "
                 "start it with adapt_draft_tokens=true"
             )
         self._scheduler.replay(choices)
@@ -179,8 +179,8 @@ class VLLMEngine(Client):
             raise
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``. Moves the weights to host memory and drops the KV cache. A no-op on
-        a CPU.
+        """See ``Engine.sleep``. Moves the weights to host memory and drops the KV cache. Does
+        nothing on a CPU.
         """
         if self._has_memory and not self._asleep:
             self.llm.sleep(level=1)

@@ -1,4 +1,5 @@
-"""``VLLMServer`` runs the sparse actor in a ``vllm serve`` process, sending it token ids over HTTP.
+"""``VLLMServer`` runs the sparse actor in a ``vllm serve`` process, and sends it token ids over
+HTTP.
 
 Shapes: T response tokens, n top-n list entries.
 """
@@ -53,8 +54,8 @@ class VLLMServer(Client):
         controls: whether this client sets the server's schedule and weights. If processes share a
             server, exactly one of them should do so.
 
-    Raises EngineError if no server answers, or ConfigError if the server does not run Sparrow, runs
-    in another mode or with other lossless settings, or cannot be controlled.
+    Raises EngineError if no server answers. Raises ConfigError if the server does not run Sparrow,
+    runs in another mode or with other lossless settings, or cannot be controlled.
     """
 
     _prompts_path = "/inference/v1/generate"

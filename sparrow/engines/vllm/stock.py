@@ -183,7 +183,7 @@ def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
 
 def _no_schedule() -> ConfigError:
     return ConfigError(
-        "stock vLLM cannot follow a schedule; use the engine vllm, or audit without a schedule"
+        "stock vLLM cannot follow a schedule; use engine vllm, or audit without a schedule"
     )
 
 

@@ -22,8 +22,8 @@ from sparrow.errors import ConfigError
 
 BY_TOKEN = ("token_lora_mapping", "token_indices_sorted_by_lora_ids")
 BY_ADAPTER = ("num_tokens_per_lora", "lora_token_start_loc", "active_lora_ids")
-"""The tensors in a mapping (vLLM's ``LoRAKernelMeta``) with one entry per token, and those with one
-entry per active adapter.
+"""Names of the tensors in a mapping (vLLM's ``LoRAKernelMeta``): those with one entry per token,
+and those with one entry per active adapter.
 """
 
 
@@ -80,8 +80,8 @@ class DraftAdapters:
 
     @contextmanager
     def captured(self, with_adapters: bool) -> Iterator[None]:
-        """Capture CUDA graphs inside the context, either for batches with any number of adapters or
-        without LoRA. No row has an adapter during capture.
+        """Prepare to capture CUDA graphs inside the context, either for batches with any number of
+        adapters or without LoRA. No row has an adapter during capture.
         """
         mappings = (self._of_tokens, self._of_sequences)
         for mapping in mappings:

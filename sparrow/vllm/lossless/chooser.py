@@ -17,8 +17,8 @@ from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
 
 
 class DraftChooser:
-    """Chooses how each cycle drafts (``DraftLength``) and the draft budget (``DraftBudget``), based
-    on measurements from earlier cycles (``Measured``).
+    """Chooses the draft length (``DraftLength``) and the draft budget (``DraftBudget``) of each
+    cycle, based on measurements from earlier cycles (``Measured``).
 
     Args:
         choices: draft lengths to choose from, with or without guesses, including 0 (no drafting).
@@ -50,7 +50,7 @@ class DraftChooser:
 
     @property
     def repeats(self) -> int:
-        """How many more cycles to run without drafts before choosing again, as long as the batch
+        """Number of cycles left to run without drafts before choosing again, as long as the batch
         size doesn't change.
         """
         return self.draft_length.repeats
@@ -66,7 +66,7 @@ class DraftChooser:
     def plan(self, rows: int, length: float, repeated: int = 0) -> DraftPlan:
         """Plan the next cycle's drafts; see ``choose`` and ``choose_budget``.
 
-        A cycle without drafts needs no budget. Its time counts towards the current one.
+        A cycle without drafts needs no budget. Its time counts towards the current budget.
         """
         choice = self.choose(rows, length, repeated)
         budget = self.choose_budget(rows, length, choice) if choice else self._budget
@@ -103,14 +103,14 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Record the measurements from a cycle with ``rows`` sequences, all drafting according to
-        ``choice``.
+        """Record the measurements from a cycle with ``rows`` sequences, all of which drafted as
+        ``choice`` says.
 
         Args:
             seconds: time for drafting and verification.
             accepted: number of accepted drafts.
-            judged: number of drafts judged: in each sequence, those up to and including the first
-                rejected one.
+            judged: number of judged drafts, which in each sequence are those up to and including
+                the first rejected one.
             first: whether the previous cycle had a different choice or draft budget. The host may
                 have seen that cycle end late, so this one may look too short. Its time can
                 therefore rule out a choice, but not support it.

@@ -24,9 +24,9 @@ TRY_BUDGETS = 48
 times as many, and so on. These never coincide with the cycles that re-time dense steps.
 """
 BUDGET_PROBES = 5
-"""How many cycles in a row to try another budget for. The first one is not timed."""
+"""Another budget is tried for this many cycles in a row. The first one is not timed."""
 BUDGET_LEAD = 0.02
-"""How much faster, relatively, another budget must be to replace the current one."""
+"""To replace the current budget, another one must be faster by at least this fraction."""
 
 
 class DraftBudget:

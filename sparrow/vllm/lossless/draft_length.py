@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft, and whether to use guesses from history, by picking what gave
-the most tokens per second in similar batches.
+"""Choose how many tokens to draft, and whether to use guesses from history, by picking whatever
+gave the most tokens per second in similar batches.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sparrow.vllm.lossless.setup import passes_of
 
 THINK_EVERY = 8
 THINK_DENSE = 32
-"""How many cycles apart to compare speeds: ``THINK_EVERY`` while drafting, and ``THINK_DENSE``
+"""Speeds are compared once in this many cycles: ``THINK_EVERY`` while drafting, and ``THINK_DENSE``
 otherwise. Comparisons cost host time, so they are rare.
 """
 WATCHED = 2
-"""How many cycles to time after a comparison when not drafting. The rest are not timed, because
-timing costs host time too.
+"""When not drafting, only this many cycles are timed after a comparison, because timing costs host
+time too.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
@@ -34,8 +34,8 @@ eventually every ``TRY_AGAIN_MOST`` cycles, because acceptance may have changed 
 drafted. A trial costs about 30 ms for one sequence, so it can't happen often.
 """
 RETIME = 320
-"""How often, in cycles, to re-time a draft length that nearly won. A batch's first times are the
-least reliable.
+"""A draft length that nearly won is timed again after this many cycles, because a batch's first
+times are the least reliable.
 """
 DENSE_AGAIN = 8
 """Dense steps are timed again after this many cycles with drafts, twice as many, four times as
@@ -55,7 +55,7 @@ class DraftLength:
     """Chooses the draft length for each cycle, and whether to use guesses.
 
     Args:
-        choices: what to choose from, including 0 (no drafting).
+        choices: the options, including 0 (no drafting).
         measured: the times and acceptance rates to base choices on.
     """
 
@@ -70,7 +70,7 @@ class DraftLength:
             self._kinds.append([0, *guessed])
         self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
         self.is_watching = True  # whether to time the latest cycle
-        # how many more cycles to run without drafts before choosing again, as long as the batch
+        # number of cycles left to run without drafts before choosing again, as long as the batch
         # size doesn't change
         self.repeats = 0
         self._repeated_case: Case | None = None  # the case ``repeats`` applies to
@@ -168,7 +168,7 @@ class DraftLength:
 
     def _promising(self, case: Case) -> list[Choice]:
         """List the choices worth timing, fastest first. For each kind, the smallest number of
-        drafts that was never timed comes at the end, if it is worth a try.
+        drafts that was never timed comes at the end, if it is worth trying.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -204,7 +204,7 @@ class DraftLength:
         """
         drafts = drafts_of(choice)
         if len(alike) >= 2:
-            # assumes that each draft takes the same time
+            # This assumes that each draft takes the same time.
             times = sorted((drafts_of(k), seconds) for k, seconds in alike.items())
             (a, at_a), (b, at_b) = times[-2:]
             predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)

@@ -27,7 +27,7 @@ from sparrow.errors import UnsupportedModel
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# same as in vLLM's kernel; keeps the scale valid for rows of zeros
+# This is the same as in vLLM's kernel. It keeps the scale valid for rows of zeros.
 SMALLEST_SCALE = 1 / (512 * LARGEST)
 ALIGNED = 16  # both sides of the kernel's matrices must be multiples of this
 
@@ -154,7 +154,7 @@ class DraftWeights:
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the weights again, in place, if they may have changed. Called before drafting."""
+        """Copy the weights again, in place, if they may have changed. Call this before drafting."""
         if self.is_stale:
             for layer, method in self._copies:
                 method.scales.copy_(quantize(layer.weight, method.values))

@@ -34,9 +34,9 @@ their times to come in, so as not to keep using it if it turns out to be slow. O
 enough, because it may be slow by chance.
 """
 DENSE_LEAD = 0.06
-"""How much faster than dense decoding, relatively, drafting must be to be chosen. When steps are
-host-bound, times vary by about this much, and a wrong choice would make lossless decoding slower
-than dense decoding.
+"""To be chosen, drafting must be faster than dense decoding by at least this fraction. When steps
+are host-bound, times vary by about this much, and a wrong choice would make lossless decoding
+slower than dense decoding.
 """
 GIVE_UP = 0.85
 """Stop timing a draft length early if even its fastest cycle so far is below this share of the
@@ -45,31 +45,31 @@ dense speed.
 PRIOR = (9.0, 10.0)
 """Accepted and judged drafts to assume before there are any measurements."""
 BUDGET_PRIOR = 500.0
-"""Weight, in judged drafts, of the expected acceptance for a budget not tried yet. It is large
-because a five-cycle trial judges few drafts.
+"""The acceptance expected for a budget that hasn't been tried counts as much as this many judged
+drafts. The weight is large because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
-"""Weights, in single-sequence cycles, of the expected number of accepted drafts for a choice with
-guesses not yet tried at some length. ``GUESSED_NEAR`` applies if it was tried at another length.
-With guesses, a whole cycle is one observation, because acceptance depends on the position in the
-text.
+"""If a choice with guesses has not been tried at some length, its number of accepted drafts starts
+as an estimate with this weight, in single-sequence cycles. ``GUESSED_NEAR`` applies if it has been
+tried at another length. With guesses, a whole cycle is one observation, because acceptance depends
+on the position in the text.
 """
 GUESSED_CYCLES = 100.0
-"""Weight at which the number of accepted drafts with guesses is always known well enough."""
+"""With this weight, the number of accepted drafts with guesses always counts as known."""
 GUESSED_SCATTER = 0.5
 """Standard deviation of tokens per cycle with guesses, relative to the mean."""
 FEW_ROWS = 8
 """In smaller batches, measurements with guesses are forgotten more slowly."""
 REACH = 2
-"""How far away, in steps, a case may be for a new case to copy its times."""
+"""A new case copies the times of another one at most this many steps away."""
 FORGET = 0.98
-"""Decay per cycle for the counts of accepted and judged drafts."""
+"""In each cycle, the counts of accepted and judged drafts decay by this factor."""
 KEPT = 12
-"""How many of the latest times to keep per choice."""
+"""Number of recent times to keep per choice."""
 
 Batch = tuple[int, int]
-"""Batch size and mean length, both on a log scale with steps of sqrt(2)."""
+"""Batch size and mean length, both as steps on a log scale with base sqrt(2)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +112,8 @@ class Measured:
         self.cases: dict[tuple[Batch, int], Case] = {}
         # accepted and judged drafts, by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
-        # with guesses: accepted drafts and cycles, summed over sequences, by length, budget and
-        # choice
+        # for drafts with guesses: accepted drafts and cycles, summed over sequences, by length,
+        # budget and choice
         self._yields: dict[tuple[int, int, Guessed], list[float]] = {}
 
     def find(self, batch: Batch, budget: int) -> Case | None:
@@ -186,8 +186,8 @@ class Measured:
                 counts[:] = GUESSED_PRIOR * counts[0] / counts[1], GUESSED_PRIOR
 
     def known(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle, by choice. Choices timed often enough in this case have
-        their measured time. For the others, the time is estimated from the ones this case copied.
+        """Return the seconds per cycle, by choice. For choices timed often enough in this case,
+        this is the measured time. For others, it is estimated from the times this case copied.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -293,12 +293,12 @@ class Measured:
         return [weight * min(max(expected - 1, 0.0), choice.drafts), weight]
 
     def _without_guesses(self, length: int, budget: int, drafts: int) -> float:
-        """Return the expected number of tokens per cycle and sequence without guesses."""
+        """Return the expected number of tokens per sequence per cycle without guesses."""
         accepted, judged = self.judged(length, budget)
         return tokens_per_cycle(accepted / judged, drafts)
 
     def tokens(self, case: Case, choice: Choice) -> float:
-        """Return the expected number of tokens per cycle and sequence."""
+        """Return the expected number of tokens per sequence per cycle."""
         length = case.batch[1]
         if isinstance(choice, Guessed):
             accepted, cycles = self.yielded(length, case.budget, choice)
@@ -306,14 +306,14 @@ class Measured:
         return self._without_guesses(length, case.budget, choice)
 
     def speed(self, case: Case, choice: Choice, seconds: float) -> float:
-        """Return the tokens per second and sequence with this choice. Dense decoding gets a head
+        """Return the tokens per second per sequence with this choice. Dense decoding gets a head
         start of ``DENSE_LEAD``.
         """
         lead = 1.0 if choice else 1 + DENSE_LEAD
         return lead * self.tokens(case, choice) / seconds
 
     def speeds(self, case: Case) -> dict[Choice, float]:
-        """Return the tokens per second and sequence for each choice timed in this case."""
+        """Return the tokens per second per sequence for each choice timed in this case."""
         return {
             k: self.speed(case, k, typical(of))
             for k, of in case.seconds.items()
@@ -321,12 +321,12 @@ class Measured:
         }
 
     def expected_speeds(self, case: Case) -> dict[Choice, float]:
-        """Return the tokens per second and sequence by choice, as measured or expected."""
+        """Return the measured or expected tokens per second per sequence for each choice."""
         return {k: self.speed(case, k, seconds) for k, seconds in self.known(case).items()}
 
 
 def tokens_per_cycle(acceptance: float, drafts: int) -> float:
-    """Return the expected number of tokens per cycle and sequence if each draft is accepted with
+    """Return the expected number of tokens per sequence per cycle if each draft is accepted with
     this probability (arXiv 2211.17192, eq. 1).
     """
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
@@ -342,7 +342,7 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def steps_of(value: float) -> int:
-    """Put a number of sequences or tokens on a log scale with steps of sqrt(2)."""
+    """Round a number of sequences or tokens to a step on a log scale with base sqrt(2)."""
     return round(2 * math.log2(max(value, 1.0)))
 
 

@@ -122,7 +122,7 @@ class Tally:
     """Draft acceptance by length, counted on the device until ``settle`` is called.
 
     Args:
-        bin_tokens: length bin width.
+        bin_tokens: width of the length bins, in tokens.
         max_length: maximum sequence length, in tokens.
     """
 
@@ -161,11 +161,11 @@ class Metered:
 
     Args:
         schedule: the schedule, with the same page layout as the drafts.
-        every: run the extra step once every this many cycles with drafts.
+        every: run one extra step per this many cycles with drafts.
         table: the schedule's page counts by length (see ``PageTables.of``).
         logits_SV: a buffer for the extra steps' logits, with one row per sequence the worker can
             hold, plus a last row (index -1) for batch rows without drafts.
-        tally: where to count the acceptance under this schedule.
+        tally: counts the acceptance under this schedule.
     """
 
     def __init__(

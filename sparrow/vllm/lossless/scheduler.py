@@ -93,7 +93,7 @@ class LosslessScheduler(AsyncScheduler):
         """Return the choices since the last call, in step order, and end any replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
-                "Some recorded draft choices were not repeated, because this run differs from the "
+                "Some recorded draft choices were not replayed, because this run differs from the "
                 "recorded one"
             )
         taken = self._choices
@@ -105,8 +105,7 @@ class LosslessScheduler(AsyncScheduler):
         """Replay these choices from the next step on, until they run out or ``take_choices`` is
         called.
 
-        Raises ConfigError if a number of drafts, a budget or a number of guesses is not one that
-        this engine can choose.
+        Raises ConfigError if this engine cannot make one of these choices.
         """
         choices = list(choices)
         budgets = self.chooser.budgets
@@ -114,10 +113,10 @@ class LosslessScheduler(AsyncScheduler):
         for drafts, multiple, guessed, _ in choices:
             if drafts not in self._tables or multiple not in budgets or guessed not in guesses:
                 raise ConfigError(
-                    f"cannot repeat a step with {drafts} drafts that read {multiple} times the "
-                    f"draft schedule, with {guessed} guesses per pass; for these three numbers, "
-                    f"this engine chooses among {tuple(self._tables)}, {budgets} and {guesses}; "
-                    "start it with the settings of the recorded engine"
+                    f"cannot replay a step with {drafts} drafts, budget {multiple} and {guessed} "
+                    f"guesses per pass: this engine drafts {tuple(self._tables)} tokens with "
+                    f"budgets {budgets} and {guesses} guesses; start it with the recorded engine's "
+                    "settings"
                 )
         self._replayed = (
             DraftPlan(drafts, budgets.index(multiple), guessed > 0)
@@ -131,7 +130,7 @@ class LosslessScheduler(AsyncScheduler):
         return tokens, self.chooser.budgets[budget], self._guess_tokens if has_guesses else 0
 
     def _choose(self, rows: int) -> None:
-        """Choose the drafts for the next step. If there are none, that may hold for a few more
+        """Choose the drafts for the next step. A choice of no drafts may hold for a few more
         steps.
         """
         length = sum([request.num_computed_tokens for request in self.running]) / rows
@@ -146,7 +145,7 @@ class LosslessScheduler(AsyncScheduler):
         if choice is None:
             self._replayed = None
             self._logger.warning(
-                "There are no recorded draft choices left to repeat, because this run differs from "
+                "There are no recorded draft choices left to replay, because this run differs from "
                 "the recorded one"
             )
         else:

@@ -181,7 +181,7 @@ def _advance_kernel(
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
     tl.debug_barrier()  # all warps must have read ``step`` before it changes
-    # modulo K, because the warm-up before capture runs more than K steps
+    # This wraps around at K, because the warm-up before capture runs more than K steps.
     tl.store(step, (now + 1) % K)
     _set_up(
         row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS
@@ -286,7 +286,7 @@ class SparseDrafter:
         )
 
     def _metered(self, runtime: Runtime) -> Metered | None:
-        """Set up measuring ``meter_schedule``. Return None if it is not set."""
+        """Prepare to measure ``meter_schedule``. Return None if it is not set."""
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
             return None
@@ -313,7 +313,7 @@ class SparseDrafter:
         tensors["the block table"] = self._blocks_SM
         tensors["the page counts by length"] = pages.at_length
         tensors["the page counts of a step"] = pages.top_k
-        tensors["the logits of drafts"] = self.logits
+        tensors["the tensor of draft logits"] = self.logits
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def capture(self) -> None:
@@ -432,7 +432,7 @@ class SparseDrafter:
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:
-        """Describe a sparse step with this many rows to the layers."""
+        """Build the metadata that the layers receive for a sparse step with this many rows."""
         return Step(
             rows=rows,
             lengths=self._vllm.input_buffers.seq_lens[:rows],

@@ -499,14 +499,14 @@ def test_a_page_filled_by_any_new_token_gets_a_landmark(config, length):
 def test_too_many_new_tokens_are_refused():
     case = make_case([64, 64], [1, 1], tokens=4)
     with pytest.raises(
-        ValueError, match="each sequence has 4 new tokens, but the workspace is for 1"
+        ValueError, match="each sequence has 4 new tokens, but the workspace allows 1"
     ):
         decode(ONE, case.batch(), make_workspace(replace(case, tokens=1)))
     nine = make_case([64], [1], layout=PageLayout(page_size=8), tokens=9)
-    with pytest.raises(ValueError, match=r"has 9 new tokens.*pages have 8 tokens"):
+    with pytest.raises(ValueError, match=r"has 9 new tokens.*page size allows 8"):
         decode(ONE, nine.batch(), make_workspace(nine))
     wide = make_case([64], [1], G=16, tokens=5)
-    with pytest.raises(ValueError, match="a group of 16 may have up to 4; decode fewer tokens"):
+    with pytest.raises(ValueError, match="a group of 16 allows 4; decode fewer tokens"):
         decode(ONE, wide.batch(), make_workspace(wide))
     with pytest.raises(ValueError, match="expected one query per new token"):
         decode(ONE, replace(case, tokens=3).batch(), make_workspace(case))

@@ -176,10 +176,10 @@ def test_auto_mode_is_refused_if_verification_cannot_stop_mid_response(
         code=2,
     )
     assert (
-        f"engine is '{engine}', but mode 'auto' needs" in message
+        f"engine is '{engine}', but mode 'auto' works only" in message
         and "vLLM verifies either all of a response" in message
     )
-    with pytest.raises(ConfigError, match="mode 'auto' needs sparrow train with its engine hf"):
+    with pytest.raises(ConfigError, match="mode 'auto' works only in sparrow train with engine hf"):
         Decoding.load(Decoding("auto", SparsitySchedule.fixed(1)))
 
 

@@ -339,7 +339,7 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
 
 @pytest.mark.parametrize(
     ("steps", "warning"),
-    [(1, "no recorded draft choices left"), (9, "were not repeated"), (6, None)],
+    [(1, "no recorded draft choices left"), (9, "were not replayed"), (6, None)],
 )
 def test_a_replay_of_the_wrong_length_is_reported(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
@@ -355,7 +355,7 @@ def test_choices_that_an_engine_does_not_offer_cannot_be_replayed(make):
     for choice in ((3, 1.0, 0, 1), (2, 0.5, 0, 1), (2, 1.0, 3, 1)):
         with pytest.raises(
             ConfigError,
-            match=r"cannot repeat .* among \(0, 2, 4\), \(1.0,\) and \(0,\); start it with",
+            match=r"cannot replay .* drafts \(0, 2, 4\) tokens with budgets \(1.0,\) and \(0,\) guesses;",
         ):
             make().replay([choice])
 
