@@ -1,4 +1,4 @@
-"""Tests of the settings with which users choose how to decode."""
+"""Test the settings that users choose a way to decode with."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests that a wheel installed in a fresh environment runs outside the repository, and that the
+"""Test that a wheel installed in a fresh environment runs outside the repository, and that the
 requirements of the extras are compatible.
 """
 

@@ -1,5 +1,5 @@
-"""Tests of sparsity schedules: published tables and their bin edges, JSON, refusals, and the table
-in which engines look up page counts.
+"""Test sparsity schedules: published tables and their bin edges, JSON, refusals, and the table that
+engines look up page counts in.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Tests of the int8 format with one exponent per vector, which is compared with its definition in
-float64.
-"""
+"""Compare the int8 format, which has one exponent per vector, with its definition in float64."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Tests of the audit's statistics against hand calculations and on samples from known
-distributions.
-"""
+"""Test the audit's statistics against hand calculations and on samples from known distributions."""
 
 import json
 
@@ -119,7 +117,7 @@ def test_exact_tokens_pass_the_audit():
 
 
 def test_the_false_positive_rate_does_not_exceed_the_significance_level():
-    """At a level of 5 %, the number of failures among 150 audits of exact tokens is compatible with
+    """At a level of 5 %, the number of failures among 150 audits of exact tokens is consistent with
     chance.
     """
     called = sum(
@@ -141,7 +139,7 @@ def test_a_different_temperature_is_detected():
 
 
 def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power():
-    """Tokens are moved to more likely ones by exactly the detectable share."""
+    """Exactly the detectable share of tokens is replaced with more likely ones."""
     share = audit(drawn(1, 200), drawn(2, 200)).detectable
 
     def likelier(p):

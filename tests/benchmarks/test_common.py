@@ -1,4 +1,4 @@
-"""Code that the benchmark scripts share."""
+"""Test the code that the benchmark scripts share."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_the_committed_result_files_are_small(common):
     assert sum(path.stat().st_size for path in files) < 1.5e6
 
 
-def test_a_run_is_added_to_those_on_the_same_shape_only(common, tmp_path):
+def test_a_run_is_only_added_to_runs_with_the_same_shape(common, tmp_path):
     path = tmp_path / "new" / "result.json"
     assert common.earlier_runs(path, "name", "qwen3-8b") == (
         path,

@@ -1,4 +1,4 @@
-"""Tests that docs/performance.md matches the benchmarks' JSON files, and that the rollout traces
+"""Test that docs/performance.md matches the benchmarks' JSON files, and that the rollout traces
 match its description.
 """
 

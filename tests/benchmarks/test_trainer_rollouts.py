@@ -1,5 +1,5 @@
-"""Tests of how the script that drives other trainers evaluates their responses and counters. No
-trainer is started.
+"""Test how the script that drives other trainers evaluates their responses and counters. No trainer
+is started.
 """
 
 import importlib

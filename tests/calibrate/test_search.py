@@ -1,4 +1,4 @@
-"""Tests of the search, with simulated engines whose acceptance tail is known."""
+"""Test the search with simulated engines whose acceptance tail is known."""
 
 import math
 import shutil
@@ -19,8 +19,8 @@ LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
 
 
 def world(lengths, needed, calls=None, noise=0.0):
-    """Simulate acceptance that falls linearly with the pages by which top_k falls short of
-    ``needed(bin)``, and that is the same for all tokens except for noise.
+    """Simulate acceptance that falls linearly with the number of pages that top_k is short of
+    ``needed(bin)``. Except for noise, it's the same for all tokens.
     """
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -155,8 +155,8 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
     # In the last bin, 33 would be enough, but interpolation predicts 34.
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)
-    # Lengths beyond the schedule were sampled densely, and are tried with the budget of the
-    # previous bin.
+    # Lengths beyond the schedule were sampled densely, and are tried with the previous bin's
+    # budget.
     calls.clear()
     shorter = LAYOUT.replace(top_k=(9, 9, 9, ALL_PAGES))
     longer = calibrate(world([640] * 30, lambda b: 12 + 0 * b, calls), [shorter], 0.8999)
@@ -264,8 +264,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round also has a dense pass, but no pass under the schedule with which its responses
-    # were sampled (in the first round, the largest budget).
+    # Every round also has a dense pass, but no pass under the schedule that its responses were
+    # sampled with (in the first round, the largest budget).
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -414,9 +414,9 @@ def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeyp
 
 class TwoPrograms:
     """A scorer, or a sampler with noisy logits, for a model whose logits depend only on prompt and
-    position. The fewer pages are read, the larger is the change in the logits. All ``V`` tokens are
-    listed. The noise is either the same under all schedules or drawn ``anew`` for each, as if sums
-    were rounded differently.
+    position. The fewer pages are read, the more the logits change. All ``V`` tokens are listed. The
+    noise is either the same under all schedules or drawn ``anew`` for each, as if sums were rounded
+    differently.
     """
 
     V, T = 16, 320
@@ -524,7 +524,7 @@ def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # The reported p5 is always the sampler's, even for schedules under which nothing was sampled.
+    # The reported p5 is always the sampler's, even for schedules that nothing was sampled under.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

@@ -1,5 +1,5 @@
-"""Tests of plans for a cluster: memory and seconds against hand calculations, plans that do not
-fit, and the published 14B run.
+"""Test plans for a cluster: memory and seconds against hand calculations, plans that do not fit,
+and the published 14B run.
 """
 
 import importlib
@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_memory_matches_a_hand_calculation():
-    # Between steps 12 bytes of each of 1e6 parameters, over 4 GPUs; gradients 4; 32 wide, two
-    # layers.
+    # Between steps, each of 1e6 parameters takes 12 bytes, spread over 4 GPUs; gradients take 4.
+    # The model is 32 wide and has two layers.
     found = fit(TINY, Cluster(GPU, 4, tensor_parallel=2), longest=1000, token_budget=5000)
     assert (found.state, found.gradients, found.engine_weights) == (3e6, 1e6, 1e6)
     assert found.activations == 5000 * 32 * (4 + 34) + 7.5e9 + 3e6
-    # An engine on two GPUs: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of
-    # 2 bytes per token.
+    # An engine on two GPUs can use 170e9 bytes, less 2 x 3e6 of state and 2e6 of weights. A token
+    # takes 64 elements of 2 bytes.
     held = int((0.85 * 200e9 - 6e6 - 2e6) // 128)
     assert found.kv == held * 128 / 2 and found.full_responses == held // 1000
     apart = fit(
@@ -46,14 +46,14 @@ def test_memory_matches_a_hand_calculation():
     assert apart.kv > found.kv
 
 
-def test_engines_of_more_gpus_than_kv_heads_cache_each_head_several_times():
+def test_engines_with_more_gpus_than_kv_heads_cache_each_head_several_times():
     schedule = SparsitySchedule.fixed(2, dense_layers=(), landmark_dtype="fp8_e4m3")
     few, many = ((TINY, Cluster(GPU, 4, n)) for n in (2, 4))
     # Four GPUs hold two kv heads each on two GPUs, so the cache holds 64 x 2 elements per token.
     memory = fit(*many, longest=1000, token_budget=5000)
     held = int((0.85 * 400e9 - 4 * 3e6 - 2e6) // 256)
     assert memory.full_responses == held // 1000 and memory.kv == held * 256 / 4
-    # A GPU reads as many bytes as one of two.
+    # Each GPU reads as many bytes as with an engine of two GPUs.
     single, twice = (cluster.engine_shape(*engine) for engine in (few, many))
     one, two = (decode_step(shape, GPU, [5000], schedule) for shape in (single, twice))
     assert (two.kv_bytes, two.landmark_bytes) == (2 * one.kv_bytes, 2 * one.landmark_bytes)

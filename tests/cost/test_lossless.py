@@ -1,4 +1,4 @@
-"""Tests of the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
+"""Test the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
 weights, and recommendations.
 """
 

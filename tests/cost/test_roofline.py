@@ -1,5 +1,5 @@
-"""Tests of the cost model against hand calculations, measured steps and simulated batches, and of
-its verdicts.
+"""Test the cost model against hand calculations, measured steps and simulated batches, and test its
+verdicts.
 """
 
 import importlib
@@ -238,7 +238,7 @@ def test_predictions_are_within_15_percent_of_measured_dense_and_sparse_steps(sc
 def test_the_shipped_constants_equal_the_fit_and_predict_held_out_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
-    # Its steps of less than 3 ms wait for the host, unlike those of the other shapes.
+    # Its steps of less than 3 ms wait for the host, unlike the other shapes'.
     assert max(abs(held_out) for p, _, _, held_out in table if p.seconds > 3e-3) < 0.2
 
 

@@ -1,5 +1,5 @@
-"""Tests that ``sparrow eval`` gives the same table however often it is interrupted, and never that
-of a different model.
+"""Test that ``sparrow eval`` gives the same table however often it is interrupted, and never a
+different model's.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests of generation with transformers and of compiled models: what counts as prefill or as a
-decode step, and what is refused.
+"""Test generation with transformers and with compiled models: what counts as prefill or as a decode
+step, and what is refused.
 """
 
 import copy

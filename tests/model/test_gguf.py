@@ -1,5 +1,5 @@
-"""Tests that a GGUF file is converted back to the checkpoint from which it was written, with the
-same logits and token ids.
+"""Test that a GGUF file is converted back to the checkpoint it was written from, with the same
+logits and token ids.
 """
 
 import json

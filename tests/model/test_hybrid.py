@@ -1,5 +1,5 @@
-"""Tests of hybrid models: their full-attention layers are sparse, their linear layers are
-unchanged, and everything else is refused by name.
+"""Test hybrid models: their full-attention layers are sparse, their linear layers are unchanged,
+and everything else is refused by name.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of chunked log-probs against the model's own logits, and of packing sequences into
+"""Test chunked log-probs against the model's own logits, and how sequences are packed into
 micro-batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.

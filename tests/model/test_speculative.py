@@ -1,4 +1,4 @@
-"""Tests of lossless decoding in transformers, whose samples must follow the dense policy, whatever
+"""Test lossless decoding in transformers, whose samples must follow the dense policy, whatever
 drafts read.
 """
 

@@ -1,4 +1,4 @@
-"""Tests that programs are judged correctly by each kind of unit test, and cannot influence their
+"""Test that programs are judged correctly by each kind of unit test, and cannot influence their
 verdicts.
 """
 

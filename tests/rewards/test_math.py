@@ -1,4 +1,4 @@
-"""Tests that answers are extracted from responses and compared correctly, according to public
+"""Test that answers are extracted from responses and compared correctly, according to public
 labels, and always within the time limit.
 """
 

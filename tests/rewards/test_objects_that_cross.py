@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Tests of objects that are passed between tests and program: honest objects are judged as in a
-single process, objects of the program never decide a comparison, and objects that cannot be passed
-are refused rather than judged wrong.
+"""Test objects that are passed between tests and program: honest objects are judged as in a single
+process, the program's objects never decide a comparison, and objects that cannot be passed are
+refused rather than judged wrong.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests of the control study on a small scale: its reward against hand calculations, its engine
-against the reference, and an end-to-end run.
+"""Test the control study on a small scale: its reward against hand calculations, its engine against
+the reference, and an end-to-end run.
 """
 
 import json

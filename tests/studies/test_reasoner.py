@@ -1,4 +1,4 @@
-"""Tests of the stability study's engine against the reference, and of its statistics against hand
+"""Test the stability study's engine against the reference, and its statistics against hand
 calculations.
 """
 

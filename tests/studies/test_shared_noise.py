@@ -1,5 +1,5 @@
-"""Tests of the probability that two distributions draw the same token with shared Gumbel noise, and
-of statistics based on it.
+"""Test the probability that two distributions draw the same token with shared Gumbel noise, and the
+statistics based on it.
 """
 
 import json

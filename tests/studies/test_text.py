@@ -1,4 +1,4 @@
-"""Tests of the study of a text model on a small scale: corpus, training, checkpoint, acceptance of
+"""Test the study of a text model on a small scale: corpus, training, checkpoint, acceptance of
 drafts, and tables.
 """
 
@@ -32,8 +32,8 @@ CONTEXT, PAGES = 512, 16
 
 @pytest.fixture(scope="module")
 def trained(study, tmp_path_factory):
-    """Return folder, model and card of a two-layer model trained for a second on this package, with
-    ``attention`` held out.
+    """Return the folder, the model and the card of a two-layer model trained on this package for a
+    second, with ``attention`` held out.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     options = [
@@ -397,7 +397,7 @@ def test_every_step_except_the_first_and_the_last_is_one_cycle(study, monkeypatc
     assert found == [([5] * 3 + [7] * 16, [(3, 9), (12, 2)]), ([6] + [7] * 4, [])]
 
 
-def test_the_mean_acceptance_over_tokens_of_the_policy_equals_the_acceptance_rate(study, sharp):
+def test_acceptance_averaged_over_the_policys_tokens_is_the_acceptance_rate(study, sharp):
     """Averaged over the dense policy's distribution, min(1, q/p) is the acceptance rate."""
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)

@@ -1,4 +1,4 @@
-"""Tests of drafts whose bytes are distributed unevenly over layers, kv heads and pages: totals,
+"""Test drafts whose bytes are distributed unevenly over layers, kv heads and pages: totals,
 selections, calibration, and comparison.
 """
 
@@ -28,8 +28,8 @@ def sharp(study):
 
 @pytest.fixture(scope="module")
 def calibration(study):
-    """Return a calibration of 4 layers and 2 heads, in which the missed mass is largest in head 1
-    of layer 2 and halves with every unit.
+    """Return a calibration of 4 layers and 2 heads. The missed mass is largest in head 1 of layer
+    2, and halves with every unit.
     """
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])

@@ -1,5 +1,5 @@
-"""Tests of the study of reward against wall-clock time on a small scale: the widened model computes
-the same function, and each arm runs in vLLM.
+"""Test the study of reward against wall-clock time on a small scale: the widened model computes the
+same function, and each arm runs in vLLM.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tests of how a question is turned into a prompt: templates, special tokens, and text that the
+"""Test how a question is turned into a prompt: templates, special tokens, and text that the
 tokenizer cannot read.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of tasks: problems are a pure function of (index, seed), solutions are accepted, and text
+"""Test tasks: problems are a pure function of (index, seed), solutions are accepted, and text
 survives the tokenizer.
 """
 

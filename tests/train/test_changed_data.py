@@ -1,4 +1,4 @@
-"""Tests that a run resumes only with the problems with which it began."""
+"""Test that a run only resumes with the problems it began with."""
 
 import json
 

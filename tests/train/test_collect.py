@@ -1,5 +1,5 @@
-"""Tests of collecting the experience of a step: the parts of a reward, which groups are replaced,
-and that processes agree.
+"""Test how a step's experience is collected: the parts of a reward, which groups are replaced, and
+that processes agree.
 """
 
 import json

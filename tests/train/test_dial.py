@@ -1,4 +1,4 @@
-"""Tests of the dial against hand calculations, and with an overoptimistic meter."""
+"""Test the dial against hand calculations, and with an overoptimistic meter."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests of DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
+"""Test DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
 
 import json
 from dataclasses import replace
@@ -309,7 +309,9 @@ def test_invalid_distillation_settings_are_refused_in_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
 
 
-def test_an_adapter_is_accepted_for_its_further_trained_base_but_not_for_another_model(tmp_path):
+def test_an_adapter_is_accepted_after_further_training_of_its_base_but_not_for_another_model(
+    tmp_path,
+):
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     adapter.save(tmp_path, adapter.adapter_weights())

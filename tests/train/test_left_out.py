@@ -1,5 +1,5 @@
-"""Tests that responses excluded from the loss are also excluded from its denominators. Gradients
-are compared with a calculation that follows the definitions, one response at a time.
+"""Test that responses excluded from the loss are also excluded from its denominators. Gradients are
+compared with a calculation that follows the definitions, one response at a time.
 """
 
 import math

@@ -1,5 +1,4 @@
-"""Tests of the policy loss against hand calculations, and that it is exact under gradient
-accumulation.
+"""Test the policy loss against hand calculations, and that it is exact under gradient accumulation.
 
 Shapes: B sequences, T response tokens.
 """

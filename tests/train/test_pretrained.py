@@ -1,5 +1,5 @@
-"""Tests that models are saved in folders like those from which they were loaded, for use by other
-programs.
+"""Test that models are saved in folders like the ones they were loaded from, so that other programs
+can use them.
 """
 
 import json

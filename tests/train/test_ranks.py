@@ -1,4 +1,4 @@
-"""Tests that several processes train like one, report the same error if something fails, and detect
+"""Test that several processes train like one, report the same error if something fails, and detect
 a dead process.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of the controllers of the schedule: the closed loop on simulated engines, each controller
+"""Test everything that adjusts the schedule: the closed loop on simulated engines, each mover
 against hand calculations, and all of them in the trainer.
 """
 

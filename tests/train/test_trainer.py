@@ -1,4 +1,4 @@
-"""Tests that the training loop learns, resumes with the same numbers, and loses no finished step if
+"""Test that the training loop learns, resumes with the same numbers, and loses no finished step if
 an error occurs.
 """
 
@@ -122,8 +122,8 @@ def test_acceptance_is_logged_only_for_samples_of_a_sparse_actor(tmp_path, sched
 
 
 def test_tied_embeddings_are_saved_once_even_if_the_weights_are_copies(tmp_path, monkeypatch):
-    # Copies, for example from shards or from a GPU, no longer share memory with the tensors to
-    # which they are tied.
+    # Copies, for example from shards or from a GPU, no longer share memory with the tensors they
+    # are tied to.
     monkeypatch.setattr(
         saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights)
     )

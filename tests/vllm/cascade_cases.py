@@ -1,5 +1,5 @@
-"""Tests of lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this
-file in its own process.
+"""Test lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this file
+in its own process.
 """
 
 import pytest
@@ -26,7 +26,7 @@ lossless = cases.lossless
 
 
 def in_turn(monkeypatch, seed=0):
-    """Let every step draft differently: a random one of the engine's choices."""
+    """Make every step use one of the engine's draft choices at random."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(
         DraftChooser, "choose", lambda self, *_: self.choices[rng.integers(len(self.choices))]
@@ -170,7 +170,7 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
 
 
 def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
-    """The chooser chooses by the clock, which means little in the interpreter."""
+    """The chooser goes by the clock, which means little in the interpreter."""
     folder, model = made
     said, init = [], logger.init_logger
     ours = SimpleNamespace(
@@ -218,7 +218,7 @@ def test_replayed_stages_reproduce_samples(made, monkeypatch):
 
 
 def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
-    """Drafts that read everything are all accepted, and no draft is unjudged without guesses."""
+    """Drafts that read everything are all accepted, and without guesses, every draft is judged."""
     folder, _ = made
     in_turn(monkeypatch)
     decoding = lossless(6, adapt=True, pages=1000, guess_tokens=2)

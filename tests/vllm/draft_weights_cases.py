@@ -1,4 +1,4 @@
-"""Tests of drafts that use an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
+"""Test drafts that use an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
-EVERYTHING = 40  # pages; so drafts differ from the policy only by their weights
+EVERYTHING = 40  # pages; drafts then differ from the policy only in their weights
 
 
 @pytest.fixture

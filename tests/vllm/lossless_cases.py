@@ -1,5 +1,5 @@
-"""Tests of lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file
-in its own processes.
+"""Test lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in
+its own processes.
 """
 
 import contextlib

@@ -1,6 +1,4 @@
-"""Tests of events in the life of an engine in lossless mode, in a real vLLM; see
-``test_lossless.py``.
-"""
+"""Test events in an engine's life in lossless mode, in a real vLLM; see ``test_lossless.py``."""
 
 import gc
 import weakref

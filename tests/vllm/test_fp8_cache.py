@@ -1,6 +1,4 @@
-"""Tests of the scales of an fp8 KV cache, and of weights that vLLM quantises, in real vLLM engines
-on a CPU.
-"""
+"""Test an fp8 KV cache's scales, and weights that vLLM quantises, in real vLLM engines on a CPU."""
 
 import contextlib
 from types import SimpleNamespace

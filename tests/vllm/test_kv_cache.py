@@ -1,4 +1,4 @@
-"""Tests of an 8-bit KV cache in real vLLM engines on a CPU, against transformers with all keys and
+"""Test an 8-bit KV cache in real vLLM engines on a CPU, against transformers with all keys and
 values rounded in the same way.
 """
 
@@ -32,7 +32,7 @@ def is_far_from(rollouts, exact, name):
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """Record the groups of rows into which each prefill is divided."""
+    """Record the groups of rows that each prefill is divided into."""
     seen, groups = [], kv_cache.groups
     monkeypatch.setattr(
         "sparrow.vllm.backend.groups",

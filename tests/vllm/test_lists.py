@@ -1,4 +1,4 @@
-"""Tests that lists stored as arrays have the same contents as vLLM's own lists, in a tenth of the
+"""Test that lists stored as arrays have the same contents as vLLM's own lists, in a tenth of the
 memory.
 """
 

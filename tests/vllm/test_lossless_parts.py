@@ -1,6 +1,4 @@
-"""Tests of vLLM's configuration in lossless mode before a model is loaded, and of what is refused
-by name.
-"""
+"""Test vLLM's configuration in lossless mode before a model is loaded, and what is refused by name."""
 
 import contextlib
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tests of the plugin's parts in isolation. Only tests that are marked accordingly need vLLM."""
+"""Test the plugin's parts in isolation. Only tests that are marked accordingly need vLLM."""
 
 import contextlib
 import importlib
@@ -234,7 +234,7 @@ def test_counters_match_a_hand_calculation():
 
 
 def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
-    made = runtime()  # 2 + 3 pages, from a length of 49 on 4 + 3
+    made = runtime()  # 2 + 3 pages, and 4 + 3 from a length of 49 on
     assert made.pages.whole_up_to == 7 * 16
     assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
     assert not made.reads_everything(lengths(20, 113))
@@ -582,7 +582,7 @@ def guessing(adapt_draft_tokens=False, **changes):
         (guessing(), dict(max_num_seqs=512), "reads 2048 tokens, more than .* lower max_num_seqs"),
     ],
 )
-def test_guesses_are_refused_with_what_was_not_tested(decoding, change, message):
+def test_settings_that_do_not_work_with_guesses_are_refused_by_name(decoding, change, message):
     values = dict(tensor_parallel_size=1, cache_dtype="auto", method="standard", heads=16) | change
     made = SimpleNamespace(
         model_config=SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Tests of timing launches in a CUDA graph, with a simulated clock."""
+"""Test how launches in a CUDA graph are timed, with a simulated clock."""
 
 import contextlib
 

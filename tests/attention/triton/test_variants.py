@@ -1,4 +1,4 @@
-"""Tests that variants of the shipped launch configurations suit the kernels, the workspace and the
+"""Test that variants of the shipped launch configurations suit the kernels, the workspace and the
 device. Nothing is launched.
 """
 
@@ -43,7 +43,7 @@ def test_every_variant_suits_the_tensor_cores_and_the_workspace(kv_heads, rows, 
         assert made.registers * 32 * made.attend_warps <= 65536
 
 
-def test_a_workspace_has_room_for_the_most_extra_programs():
+def test_a_workspace_has_room_for_the_maximum_number_of_extra_programs():
     for rows in (1, 5, 64):
         workspace = DecodeWorkspace(rows, 8, 2, 64, 100, "cpu")  # without a GPU, an H200's limits
         config = shipped_tables.choose(rows * 8, 8, 256, H200)

@@ -1,4 +1,4 @@
-"""Tests of how commands interpret ``mode``, and of what they refuse."""
+"""Test how commands interpret ``mode``, and what they refuse."""
 
 import json
 from dataclasses import fields

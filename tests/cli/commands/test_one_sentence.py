@@ -1,5 +1,5 @@
-"""Tests of bad inputs that used to be ignored, hang, or end with an error message of another
-program. Each must be reported in one sentence.
+"""Test bad inputs that used to be ignored, to hang, or to end with another program's error message.
+Each must be reported in one sentence.
 """
 
 import json

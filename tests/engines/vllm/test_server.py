@@ -1,4 +1,4 @@
-"""Tests with a vLLM server that dies, refuses or stalls, simulated by a few lines of HTTP."""
+"""Test a vLLM server that dies, refuses or stalls, simulated by a small HTTP server."""
 
 import asyncio
 import contextlib
@@ -100,7 +100,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a local server is not reached through a proxy
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # must not be used for a local server
         monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)

@@ -1,7 +1,8 @@
-"""Tests that control groups are found if available, limited, entered from the start, and removed
-with their contents. Writing limits is tested on a copy of the kernel's file layout. If this process
-may create groups, entering, killing and removing are tested with the kernel itself. If groups may
-also limit memory and tasks, so is the effect of these limits.
+"""Test that control groups are found if available, that they are limited and entered from the
+start, and that they are removed with their contents. Writing limits is tested on a copy of the
+kernel's file layout. If this process may create groups, the kernel itself is used to test entering,
+killing and removing them. If groups may also limit memory and tasks, these limits' effects are
+tested too.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Tests that reading any reply, even a hostile one, leads cheaply to a verdict and never to an
+"""Test that reading any reply, even a hostile one, is cheap and ends in a verdict, never in an
 exception that stops a run.
 """
 
@@ -20,7 +20,7 @@ PRIME = 2**61 - 1  # integers that differ by this number have the same hash
 
 
 class Said(Child):
-    """A child process that has replied, without a real process."""
+    """A stand-in for a child process that has already replied."""
 
     def __init__(self, said: bytes) -> None:
         self._unread = bytearray(said)
@@ -198,7 +198,7 @@ def test_many_keys_with_the_same_hash_are_refused(kind, inside):
     assert len(unpack({kind: content[:16]})) == 16
 
 
-def test_instances_of_subclasses_of_complex_are_received_as_plain_complex_numbers():
+def test_instances_of_a_complex_subclass_arrive_as_plain_complex_numbers():
     class Sly(complex):
         real = 10**400
 

@@ -1,5 +1,5 @@
-"""Tests that programs which attack the sandbox, the harness or the machine neither escape, nor
-pass, nor leave anything behind.
+"""Test that programs that attack the sandbox, the harness or the machine don't escape, don't pass,
+and leave nothing behind.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""Tests of what is counted while a program runs, what the kernel counts, what is removed
-afterwards, and retries of a failed start.
+"""Test what is counted while a program runs, what the kernel counts, what is removed afterwards,
+and that failed starts are retried.
 """
 
 import logging

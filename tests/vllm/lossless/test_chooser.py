@@ -1,4 +1,4 @@
-"""Tests of the choice of how many tokens to draft, with simulated times and without vLLM."""
+"""Test the choice of how many tokens to draft, with simulated times and without vLLM."""
 
 from collections import Counter
 from functools import cache
@@ -470,7 +470,7 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
 
 def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
     """At 320 tokens, four drafts are a seventh slower than none. For longer sequences, dense steps
-    are timed first, from which it follows that four drafts are slower there as well.
+    are timed first, and those times imply that four drafts are slower there too.
     """
     chooser, drafted = DraftChooser(CHOICES), []
     for length in range(320, 1344):
@@ -575,8 +575,8 @@ def test_the_fastest_stage_is_found_at_a_cost_below_two_percent(rows, text, mach
     ("text", "machine"), [(REPETITIVE, MEDIUM), (UNSURE, MEDIUM), (NOVEL, LONG), (HARD, MEDIUM)]
 )
 def test_stages_of_one_sequence_are_compared_although_few_drafts_are_judged(text, machine):
-    """The number of accepted drafts of a cycle scatters by half its mean, so many cycles are needed
-    to tell stages apart; they are worth it only if the stages are about as fast.
+    """The number of accepted drafts varies between cycles by half its mean, so it takes many cycles
+    to tell stages apart. That's only worth it if the stages are about equally fast.
     """
     shares = [
         with_stages(DraftChooser(STAGES), 3000, text, machine, rows=1, seed=seed)[1]
@@ -615,8 +615,10 @@ def test_guesses_are_not_tried_where_even_perfect_guesses_would_lose():
     assert not any(isinstance(choice, Guessed) for choice in chosen)
 
 
-def test_tokens_with_guesses_are_those_of_their_own_cycles():
-    """Acceptance depends on the place of a draft, so it does not carry over to other numbers."""
+def test_tokens_per_cycle_with_guesses_are_measured_for_each_number_of_drafts():
+    """Acceptance depends on a draft's place in the cycle, so it doesn't carry over to other numbers
+    of drafts.
+    """
     chooser = DraftChooser(STAGES)
     measured_ = chooser.measured
     for _ in range(300):
@@ -630,7 +632,8 @@ def test_tokens_with_guesses_are_those_of_their_own_cycles():
     assert measured_.tokens(case, Guessed(12)) > 4.0  # expected from eight drafts
     assert chooser.observe(64, 20_000, Guessed(4), 0.04, 2 * 64, 128) is None
     longer = measured_.find((12, 29), 0)
-    assert 2.2 < measured_.tokens(longer, Guessed(4)) < 2.8  # begins with that of the other length
+    # begins with the other length's estimate
+    assert 2.2 < measured_.tokens(longer, Guessed(4)) < 2.8
 
 
 # --- the draft budget ---

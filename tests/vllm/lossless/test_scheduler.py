@@ -1,5 +1,5 @@
-"""Tests of what the scheduler of lossless mode chooses and records for each step, without vLLM's
-own part.
+"""Test what lossless mode's scheduler chooses and records for each step, without vLLM's own part of
+it.
 """
 
 import pickle
@@ -70,8 +70,8 @@ def run(scheduler, lengths):
 
 
 def step(scheduler, names, choice, emitted, seconds=0.01, budget=0):
-    """Run one step of these sequences, each with the drafts of this choice and budget, that yields
-    ``emitted`` tokens for each.
+    """Run one step of these sequences, with drafts of this choice and budget. The step yields
+    ``emitted`` tokens for each sequence.
     """
     drafts = drafts_of(choice)
     scheduler.clock.now += seconds
@@ -201,7 +201,7 @@ def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
     ]
 
 
-def test_drafts_with_guesses_are_choices_of_their_own(make, observed):
+def test_drafting_with_guesses_is_a_separate_choice(make, observed):
     """With guesses, acceptance is recorded per cycle. The first step after a change is marked, even
     if only the use of guesses has changed.
     """
