@@ -25,7 +25,7 @@ def test_scales_are_the_smallest_powers_of_two_and_codes_are_rounded_to_nearest(
 
 
 @DTYPES
-def test_codes_are_dequantised_exactly_in_the_dtype_of_the_model(dtype):
+def test_codes_are_dequantised_exactly_in_the_models_dtype(dtype):
     """Check every code with every possible scale. Storing the result again must change nothing."""
     least, most = exponent_limits(dtype)
     exponent = torch.arange(least + 127, most + 128, dtype=torch.uint8)

@@ -173,7 +173,7 @@ def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 2, ALL_PAGES])
 @pytest.mark.parametrize("T", [2, 4, 9])
-def test_several_new_tokens_read_the_pages_selected_by_the_first_of_them(heads, top_k, T):
+def test_several_new_tokens_read_the_pages_that_the_first_one_selects(heads, top_k, T):
     H, K = HEADS[heads]
     layout, D = PageLayout(page_size=8), 8
     length = torch.tensor([T, 15, 16, 17, 47, 48, 49, 130])

@@ -193,9 +193,7 @@ def while_drafting(monkeypatch):
 
 
 def a_stale_key_after_a_rejection(monkeypatch):
-    """Keep the keys and values of a rejected draft in the cache in place of those of its
-    replacement.
-    """
+    """Leave a rejected draft's keys and values in the cache instead of its replacement's."""
     keep = CachedSequences.keep
     select = CachedSequences.select
     drafting = while_drafting(monkeypatch)

@@ -227,7 +227,7 @@ def test_wrong_reported_log_probs_are_detected_but_rounding_is_tolerated():
     assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
 
 
-def test_a_bias_at_one_position_of_the_cycle_is_traced_to_that_position():
+def test_a_bias_at_one_position_in_the_cycle_is_traced_to_that_position():
     place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
     clean = drawn(1, place=place)
     assert audit(clean, drawn(2)).status == "exact"

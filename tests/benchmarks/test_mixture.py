@@ -63,7 +63,7 @@ class Child:
         pass
 
 
-def test_each_invocation_appends_a_run_with_the_size_of_its_model(scripts, tmp_path, monkeypatch):
+def test_each_invocation_appends_a_run_with_its_models_size(scripts, tmp_path, monkeypatch):
     pytest.importorskip("vllm.version")
     script, _ = scripts
     monkeypatch.setattr(script, "Child", Child)

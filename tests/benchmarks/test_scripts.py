@@ -1,6 +1,4 @@
-"""Test that every script starts on any machine, and that measured shapes match those of the cost
-model.
-"""
+"""Test that every script starts on any machine, and that measured shapes match the cost model's."""
 
 import json
 import os
@@ -83,7 +81,7 @@ WITH_A_CACHE_IN_ALL_LAYERS = [name for name in SHAPES if SHAPES[name].attention_
 
 
 @pytest.mark.parametrize("name", WITH_A_CACHE_IN_ALL_LAYERS)
-def test_measured_shapes_match_those_of_the_cost_model(name, monkeypatch):
+def test_measured_shapes_match_the_cost_models(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3
 

@@ -96,7 +96,7 @@ def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_are_sufficient():
     assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
 
 
-def test_budgets_below_that_of_a_shorter_bin_are_not_tried():
+def test_budgets_below_a_shorter_bins_budget_are_not_tried():
     calls: list = []
     found = calibrate(
         world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls),

@@ -140,7 +140,7 @@ def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path,
 
 
 @pytest.mark.slow
-def test_reported_counters_are_those_of_the_last_sampling_pass(
+def test_reported_counters_cover_only_the_last_sampling_pass(
     checkpoint, tmp_path, passes, monkeypatch
 ):
     from sparrow.engines.base import Counters

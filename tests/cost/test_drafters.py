@@ -16,7 +16,7 @@ SMALL = ModelShape("small", 10, 1, 1, 1, 120, output=20)
 SLOW = Machine("slow", 100.0, 100.0, 1000.0, 1e9)
 
 
-def test_the_break_even_point_of_a_drafter_matches_a_hand_calculation():
+def test_a_drafters_break_even_point_matches_a_hand_calculation():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
     # Dense: 240 bytes of weights and 5 x 40 of cache. A pass: 60 of weights and 5 x 8 of cache.
     # Verifying three drafts: 2 x 120 x 3 FLOPs, at half the peak.

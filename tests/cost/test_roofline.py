@@ -211,9 +211,7 @@ def test_the_bytes_of_a_step_match_a_hand_calculation():
         (128, 4000, 61, 130),
     ],
 )
-def test_the_predicted_time_of_a_sparse_layer_equals_the_kernels_read_limit(
-    batch, length, top_k, us
-):
+def test_a_sparse_layers_predicted_time_equals_the_kernels_read_limit(batch, length, top_k, us):
     layer = ModelShape("layer", 1, 16, 8, 128, weights=0)
     step = decode_step(
         layer, H200, [length] * batch, SparsitySchedule.fixed(top_k, dense_layers=()), FREE
@@ -268,9 +266,7 @@ def test_the_fit_recovers_the_constants_of_simulated_steps(script):
     st.integers(0, 2000),
     st.sampled_from([8, 16, 64]),
 )
-def test_bytes_add_up_over_sequences_and_never_exceed_those_of_a_dense_step(
-    lengths, top_k, page_size
-):
+def test_bytes_add_up_over_sequences_and_never_exceed_a_dense_steps(lengths, top_k, page_size):
     shape, schedule = SHAPES["qwen3-1.7b"], SparsitySchedule.fixed(top_k, page_size=page_size)
     whole = decode_step(shape, H200, lengths, schedule)
     single = [decode_step(shape, H200, length, schedule) for length in lengths]

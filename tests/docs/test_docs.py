@@ -100,7 +100,7 @@ def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
     )
 
 
-def test_the_command_line_page_matches_the_help_of_the_commands():
+def test_the_command_line_page_matches_the_commands_help():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "tune", "audit", "report"]

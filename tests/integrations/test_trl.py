@@ -101,7 +101,7 @@ def sparse_only():
     return nullcontext(False)
 
 
-def test_prompts_of_the_first_batch_are_sampled_densely_as_well():
+def test_the_first_batchs_prompts_are_also_sampled_densely():
     """Outside the context, the schedule is unchanged, and TRL receives its own rollout's responses."""
     inner, told = Generation(), []
 

@@ -182,7 +182,7 @@ def test_greedy_tokens_match_dense_decoding(k, m):
 # --- sampling ---
 
 
-def test_drafter_invariant_sampling_yields_the_tokens_of_dense_decoding():
+def test_drafter_invariant_sampling_yields_the_same_tokens_as_dense_decoding():
     model = tiny_model()
     sampling = Sampling(24, temperature=0.7, top_n=2, seed=3)
     dense = HFEngine(model, SparsitySchedule.dense(), []).generate(grouped(), sampling)

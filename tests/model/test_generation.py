@@ -112,7 +112,7 @@ def test_decoding_is_still_sparse_after_a_failed_generation(model):
     assert sparse_calls(model) - calls == LAYERS - 1
 
 
-# --- options under which decoding would be dense ---
+# --- options that would make decoding dense ---
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_padded_rows_decode_as_they_would_alone(model, name, static):
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_teacher_forced_outputs_and_gradients_of_padded_rows_match_those_of_single_rows(
+def test_teacher_forcing_gives_padded_rows_the_same_outputs_and_gradients_as_single_rows(
     model, name
 ):
     rows, ids, mask = arrangements()[name]

@@ -112,7 +112,7 @@ def priced_at_once(monkeypatch):
     monkeypatch.setattr(cluster, "plan", fit)
 
 
-def test_the_recipe_lists_all_training_runs_of_every_model():
+def test_the_recipe_lists_every_models_training_runs():
     assert len(RUNS) == 4 * len(MODELS) - 1 + 3
     assert {run[run.index("--schedule") + 1] for run in RUNS if "--schedule" in run} == {
         *(f"qwen3-{m.lower()}-0.86" for m in MODELS),
@@ -335,7 +335,7 @@ def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
     ]  # the first of its solutions is wrong
 
 
-def test_the_verl_config_matches_the_settings_of_sparrows_trainer(monkeypatch):
+def test_the_verl_config_matches_the_settings_for_sparrows_trainer(monkeypatch):
     monkeypatch.chdir(ROOT)
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
     ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
@@ -362,7 +362,7 @@ def test_the_verl_config_matches_the_settings_of_sparrows_trainer(monkeypatch):
     assert gpus.gpus == 32 and memory.full_responses >= 8
 
 
-def test_verl_uses_the_prompts_and_verifier_of_sparrow():
+def test_verl_uses_sparrows_prompts_and_verifier():
     verl = recipe("verl_math")
     rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]

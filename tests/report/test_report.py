@@ -900,7 +900,7 @@ def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     names = [figure.title for figure in figures.figures([log])["Schedule"]]
     assert names == ["What a sparse layer reads", "Schedule by step"]
     read = [line.get_ydata() for line in drawn(figures.draw_pages, log, log=log).lines]
-    # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
+    # Of 90 tokens, (2 + 3) and (4 + 3) pages of 10 are read; of 190 tokens, (6 + 3) pages.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
     # If length bins are wider than the schedule's bins, a bin may end in a different bin of the
@@ -1014,7 +1014,7 @@ def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path,
     assert ["mode", DENSE[1]] in found.tables["run"] and "bins" not in found.tables
 
 
-def test_acceptance_of_a_sparse_actor_is_shown_with_its_bounds(page_of):
+def test_a_sparse_actors_acceptance_is_shown_with_its_bounds(page_of):
     found, log = page_of("lossy")
     assert [row[:3] for row in found.tables["bins"][1:]] == [
         ["0-100", "between 0.600 and 0.990", "undecided"],

@@ -463,7 +463,7 @@ def _output(code, tests, given, expected):
         ("taco", 8, []),
     ],
 )
-def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, not_told):
+def test_mutants_are_judged_as_in_a_single_process(verifier, name, number, not_told):
     """All mutants fail, except those that the tests cannot detect, which also pass in a single
     process.
     """

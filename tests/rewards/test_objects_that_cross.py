@@ -150,7 +150,7 @@ def verifier():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_objects_get_the_verdicts_of_a_single_process(verifier, name):
+def test_honest_objects_are_judged_as_in_a_single_process(verifier, name):
     test, right, wrong = HONEST[name]
     exec(f"{right}\n{test}", {"__name__": "here"})
     judgement = verifier.judge(right, {"test": test})

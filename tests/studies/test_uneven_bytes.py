@@ -123,7 +123,7 @@ def test_bytes_match_a_hand_calculation(study):
 # --- selections ---
 
 
-def test_the_even_allocation_matches_the_schedule_of_other_studies(study, sharp, calibration):
+def test_the_even_allocation_matches_the_other_studies_schedule(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -172,7 +172,7 @@ def test_two_level_selection_with_every_group_equals_one_level_selection(study, 
     )
 
 
-def test_pages_of_low_scoring_groups_are_skipped_except_in_the_newest_group(study, calibration):
+def test_pages_in_low_scoring_groups_are_skipped_except_in_the_newest_group(study, calibration):
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", 80, candidates=2)
     marks = torch.zeros(

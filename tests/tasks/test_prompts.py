@@ -183,7 +183,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_character_of_several_tokens_is_shown_with_the_first_of_them():
+def test_a_character_that_spans_several_tokens_is_shown_with_the_first_one():
     tokenizer = byte_level()
     ids = tokenizer("a\u4f60 \U0001f600!").input_ids
     texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]

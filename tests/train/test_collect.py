@@ -260,7 +260,7 @@ def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_every_process_receives_the_batch_of_a_single_process(ranks):
+def test_every_process_gets_the_same_batch_as_a_single_process(ranks):
     found, engines = collected(ranks)
     (alone,), (engine,) = collected(1)
     for one in found:

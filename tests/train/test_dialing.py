@@ -60,7 +60,7 @@ def test_verified_and_unverified_tokens_are_separated():
     ]  # at 11, 30 and 31 cached tokens
 
 
-def test_metrics_of_the_dial_match_a_hand_calculation():
+def test_the_dials_metrics_match_a_hand_calculation():
     """Twelve responses of 16 tokens begin at length 16. Half of each is verified, because the dial
     was at 24.
     """

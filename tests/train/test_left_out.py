@@ -171,7 +171,7 @@ def test_the_correction_ignores_excluded_responses(tmp_path, monkeypatch):
     assert masks[0].sum(1).tolist() == expected
 
 
-def test_the_policy_loss_of_the_adapter_is_normalized_by_included_tokens(monkeypatch, tmp_path):
+def test_the_adapters_policy_loss_is_normalized_by_included_tokens(monkeypatch, tmp_path):
     from sparrow.train import distill
     from sparrow.train.config import DistillConfig
     from tests.train.test_learner import trainer_of

@@ -525,7 +525,7 @@ def test_a_run_can_use_the_closed_loop_together_with_the_guard(tmp_path):
     )
     made.train()
     assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
-    # The loop received the schedule's own bins of 32 tokens rather than those of the report.
+    # The loop received the schedule's own bins of 32 tokens rather than the report's.
     assert len(made.movers.state()["closed_loop"]["floor"]) == 2
 
 

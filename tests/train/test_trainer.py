@@ -101,7 +101,7 @@ def metrics_of(run_dir) -> list[dict]:
         (SCHEDULE, "lossless", None),
     ],
 )
-def test_acceptance_is_logged_only_for_samples_of_a_sparse_actor(tmp_path, schedule, mode, up_to):
+def test_acceptance_is_logged_only_for_samples_from_a_sparse_actor(tmp_path, schedule, mode, up_to):
     made = make_trainer(tmp_path, steps=1, logged_rollouts=16)
     made.config = replace(made.config, rollout=replace(made.config.rollout, mode=mode))
     made.set_schedule(schedule)

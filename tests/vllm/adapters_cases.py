@@ -264,7 +264,7 @@ def test_drafts_with_8_bit_weights_use_the_adapters(made):
     )
 
 
-def test_drafts_use_adapters_of_the_embedding(made, tmp_path):
+def test_drafts_use_adapters_on_the_embedding(made, tmp_path):
     folder, _ = made
     for number in (1, 2):
         adapter_of(tmp_path / f"adapter-{number}", folder, number, ["embed_tokens", "o_proj"])
@@ -277,7 +277,7 @@ def test_drafts_use_adapters_of_the_embedding(made, tmp_path):
     assert found[0] == found[1]
 
 
-def test_adapters_of_the_output_layer_are_refused(made, tmp_path):
+def test_adapters_on_the_output_layer_are_refused(made, tmp_path):
     folder, _ = made
     adapter_of(tmp_path, folder, 1, ["lm_head", "o_proj"])
     asked = LoRARequest("outputs", 1, str(tmp_path))

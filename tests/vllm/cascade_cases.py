@@ -54,7 +54,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("at_once", [16, 256])
-def test_guesses_equal_those_of_the_reference(at_once):
+def test_guesses_match_the_reference(at_once):
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, words, length) for words in (2, 3, 50) for length in (1, 2, 9, 77, 200)]
     N, m, B = 256, 5, len(rows)
@@ -378,8 +378,8 @@ def test_a_seed_reproduces_samples_with_dense_log_probs(made):
 SAMPLES = {
     "exact": 20_000,
     "any stage": 20_000,
-    "guesses are drafted unjudged": 4_000,
-    "filled places keep the distribution of an earlier pass": 4_000,
+    "guesses become drafts without being judged": 4_000,
+    "guesses used as drafts keep an earlier pass's distribution": 4_000,
     "rejected drafts are kept": 4_000,
 }
 
@@ -420,9 +420,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         in_turn(monkeypatch)
     phrase = np.random.default_rng(1).integers(0, V, 30)
     prompt = np.tile(phrase, 5).tolist()
-    if variant == "guesses are drafted unjudged":
+    if variant == "guesses become drafts without being judged":
         drafting_guesses(monkeypatch)
-    elif variant == "filled places keep the distribution of an earlier pass":
+    elif variant == "guesses used as drafts keep an earlier pass's distribution":
         monkeypatch.setattr(cascade_kernels, "one_hot_kernel", NoKernel())
     elif variant == "rejected drafts are kept":
         cases.keep_rejected(monkeypatch)
@@ -435,7 +435,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = cases.counters(llm)
-    if variant != "guesses are drafted unjudged":  # so all drafts come from passes
+    if variant != "guesses become drafts without being judged":  # so all drafts come from passes
         assert 0 < counts["guessed"] < counts["drafted"]
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))

@@ -80,8 +80,8 @@ def rounding(model, rounds=True):
 @torch.no_grad()
 def gap(cached_by, model, found, written, rounds=True):
     """Return the mean total variation distance between vLLM's drafts and those of a model with
-    rounded weights. Each cycle starts with a cache written by ``cached_by``, to which drafts add
-    their keys and values.
+    rounded weights. Each cycle starts with a cache written by ``cached_by``, and drafts add their
+    keys and values to it.
     """
     gaps = []
     for i, own in by_sequence(found, written).items():

@@ -360,7 +360,7 @@ def run(self, *args, grid, warmup, **kwargs):
 
 
 def _at_once(fn, given, programs):
-    """Run these programs and return their changes, in the order of each program."""
+    """Run these programs, and return the changes that each one makes, in order."""
     language.program, language.programs, language.later = (
         programs[:, :, None],
         programs.shape[1],

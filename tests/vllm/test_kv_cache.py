@@ -140,7 +140,7 @@ def test_an_int8_cache_works_with_new_weights_without_new_scales(tmp_path, folde
     with engine(folder, SMALL, kv_cache_dtype=INT8) as sparrow:
         assert (
             len(sparrow.generate([[7]], SAMPLED)[0]) == 24
-        )  # one token, from which fp8 cannot set scales
+        )  # only one token, too few to set fp8 scales from
         first = sparrow.generate(PROMPTS, SAMPLED)
         assert logprob_gap(first, expected) > 1e-2
         sparrow.update_weights(louder.named_parameters())

@@ -263,7 +263,7 @@ def test_dense_steps_and_their_rows_are_counted():
     assert counts["tokens_read"] == counts["tokens_held"] == 4 * 140
 
 
-def test_counters_use_the_budget_of_the_drafts():
+def test_counters_use_the_drafts_budget():
     decoding = Decoding.lossless(
         SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True
     )
@@ -320,7 +320,7 @@ def test_counters_are_averaged_over_heads():
     assert counts["pages_read"] == int(3 * np.mean(kept)) and counts["dense_rows_short"] == 0
 
 
-def test_the_head_budgets_of_a_running_engine_cannot_change():
+def test_a_running_engines_head_budgets_cannot_change():
     made = runtime(UNEVEN)
     made.set_schedule(UNEVEN.replace(top_k=(7,)))
     made.set_schedule(SparsitySchedule.dense())
@@ -339,7 +339,7 @@ def test_the_head_budgets_of_a_running_engine_cannot_change():
         made.check_metered(SCHEDULE)
 
 
-def test_each_worker_uses_the_budgets_of_its_heads():
+def test_each_worker_uses_its_own_heads_budgets():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
     assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
@@ -786,7 +786,7 @@ def test_layers_with_unsupported_attention_are_refused(wrong, message):
         config.check_layer(plain | wrong)
 
 
-def test_the_runtime_is_found_in_the_layers_of_a_model():
+def test_the_runtime_is_found_in_a_models_layers():
     made = runtime()
     layers = {
         "a": object(),

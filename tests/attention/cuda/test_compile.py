@@ -223,7 +223,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_the_shared_memory_size_covers_every_buffer_of_the_kernel():
+def test_the_shared_memory_size_covers_all_of_the_kernels_buffers():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

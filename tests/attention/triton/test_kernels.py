@@ -188,7 +188,7 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """Assign ``to[at] = values``, also for float8, for which torch has no kernel."""
+    """Assign ``to[at] = values``, even for float8, which torch has no kernel for."""
     if to.itemsize == 1:
         to, values = to.view(torch.uint8), values.view(torch.uint8)
     to[at] = values
@@ -461,7 +461,7 @@ def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(confi
     ],
     ids=["16-bit cache", "fp8 cache", "int8 cache", "fp8 landmarks"],
 )
-def test_the_queries_of_later_tokens_do_not_change_what_a_token_reads(config, louder, stored):
+def test_later_tokens_queries_do_not_change_what_a_token_reads(config, louder, stored):
     case = make_case([517, 200], [3, 2], tokens=4, **stored)
     out = run(case, config).unflatten(0, (2, 4))
     q = case.q.unflatten(0, (2, 4)).clone()

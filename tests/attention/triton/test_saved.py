@@ -156,7 +156,7 @@ def test_the_kernels_name_says_that_they_are_tuned():
 
 
 def damaged(change) -> str:
-    """Change the record in the file, and return why it is refused when an engine starts."""
+    """Change the record in the file, start an engine, and return why it refuses the file."""
     path = CHOICES.save()
     record = json.loads(path.read_text())
     changed = change(record)

@@ -43,7 +43,7 @@ def greediest(model, rollout):
     return float((log_p.amax(1) - own).max())
 
 
-def test_both_ranks_draft_and_sample_the_greedy_tokens_of_the_dense_model(tmp_path):
+def test_both_ranks_draft_and_sample_the_dense_models_greedy_tokens(tmp_path):
     model = checkpoint(tmp_path / "model", num_hidden_layers=2)
     decoding = Decoding.lossless(DRAFTS, draft_tokens=4)  # the number of drafts adapts
     asked = prompts(*[60, 40, 90, 33] * 3, seed=6)

@@ -220,9 +220,7 @@ def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
         ({}, None),  # omitted settings keep the server's values
     ],
 )
-def test_lossless_settings_that_differ_from_those_of_the_server_are_refused(
-    pretender, asked, message
-):
+def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, asked, message):
     url, state = pretender
     state["described"] = {
         "mode": "lossless",

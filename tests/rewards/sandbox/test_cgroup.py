@@ -81,7 +81,7 @@ def test_no_groups_are_created_without_version_2(tmp_path, monkeypatch):
     assert cgroup.parent() is None
 
 
-def test_a_group_enforces_the_limits_of_its_program(tmp_path):
+def test_a_group_enforces_its_programs_limits(tmp_path):
     limits = Limits(memory_bytes=1 << 30, files_bytes=64 << 20, output_bytes=8 << 20, tasks=100)
     made = cgroup.make(tmp_path, limits)
     assert (made / "pids.max").read_text() == "116"
@@ -151,7 +151,7 @@ def kernel_s() -> Path:
     return group
 
 
-def test_the_kernel_limits_the_tasks_of_a_group(kernel_s):
+def test_the_kernel_limits_a_groups_tasks(kernel_s):
     group = cgroup.make(kernel_s, Limits(tasks=10))
     forks = "for i in $(seq 40); do sleep 60 & done; wait"
     with subprocess.Popen(
@@ -166,7 +166,7 @@ def test_the_kernel_limits_the_tasks_of_a_group(kernel_s):
     assert not group.exists()
 
 
-def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
+def test_the_kernel_limits_a_groups_memory(kernel_s, monkeypatch):
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", 0)
     group = cgroup.make(kernel_s, Limits(memory_bytes=64 << 20, files_bytes=1, output_bytes=1))
     try:
@@ -178,7 +178,7 @@ def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_exceeding_the_memory_limit_of_a_group_does_not_affect_the_next_program(
+def test_a_program_that_exceeds_its_groups_memory_limit_does_not_affect_the_next_one(
     kernel_s, monkeypatch, mode
 ):
     """The group's limit is lower than that on the address space, which would otherwise take effect

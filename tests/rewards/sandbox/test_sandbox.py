@@ -220,7 +220,7 @@ def test_a_program_sees_only_its_private_environment(bwrap):
     assert seen.passed, seen.detail
 
 
-def test_programs_cannot_see_the_files_of_other_programs(mode):
+def test_programs_cannot_see_each_others_files(mode):
     verifier = CodeVerifier(LIMITS, mode)
     tests = {"inputs": [""], "outputs": ["[]\n"]}
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w').write('x')"

@@ -92,7 +92,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.parametrize("tests", [ONE, CALL], ids=["stdio", "call"])
-def test_the_tasks_and_files_of_a_program_are_limited(tests, mode):
+def test_a_programs_tasks_and_files_are_limited(tests, mode):
     tail = "print(1)" if tests is ONE else "def f(x): return x"
     verifier = CodeVerifier(Limits(tasks=20, files=30), mode)
     assert verifier.judge(THREADS.format(15) + tail, tests).passed

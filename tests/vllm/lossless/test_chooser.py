@@ -200,8 +200,8 @@ def test_growing_sequences_reuse_timings_from_shorter_lengths(acceptance):
 def test_noisy_timings_do_not_cause_drafting_with_little_benefit(
     rows, length, dense, draft, acceptance
 ):
-    """With short contexts on an H200, drafts gain or lose a few percent, which is less than the
-    variation of dense step times.
+    """With short contexts on an H200, drafts gain or lose a few percent, less than dense step times
+    vary by.
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
@@ -440,8 +440,8 @@ def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(
 
 
 def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
-    """The times are those of the 4B model in milliseconds, for 48 sequences and then for 21 longer
-    ones. These start with four drafts, although eight are 7 % faster.
+    """The times are the 4B model's in milliseconds, for 48 sequences and then for 21 longer ones.
+    These start with four drafts, although eight are 7 % faster.
     """
     chooser = DraftChooser(CHOICES)
     many, few = (
@@ -468,7 +468,7 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
     assert chosen[30:].count(0) >= 26
 
 
-def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
+def test_timings_at_new_lengths_are_scaled_by_dense_step_timings():
     """At 320 tokens, four drafts are a seventh slower than none. For longer sequences, dense steps
     are timed first, and those times imply that four drafts are slower there too.
     """
@@ -520,8 +520,8 @@ def tokens_of_stages(text):
 
 
 def with_stages(chooser, cycles, text, machine, rows=64, length=15_000, seed=0, grows=False):
-    """Return the choices, and the speed relative to that of the best choice in each cycle. The
-    measurements of a cycle are known two cycles later.
+    """Return the choices, and the speed relative to the best choice's in each cycle. A cycle's
+    measurements are known two cycles later.
     """
     rng, under_way, chosen = np.random.default_rng(seed), [], []
     tokens, seconds, ideal, last = tokens_of_stages(tuple(text.items())), 0.0, 0.0, None

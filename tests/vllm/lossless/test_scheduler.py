@@ -133,7 +133,7 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
     ids=["short", "long"],
 )
-def test_the_time_of_a_dense_step_excludes_launching_drafts_of_the_next_step(
+def test_a_dense_steps_time_excludes_launching_the_next_steps_drafts(
     make, dense, verified, draft, drafts
 ):
     """The host launches a step before the previous one ends, and takes twice as long if the step
@@ -186,7 +186,7 @@ def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
     ]
 
 
-def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
+def test_steps_are_recorded_with_their_drafts_budget(make, observed):
     """Drafts are made in the previous step. Dense steps read everything, whatever drafts read."""
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
