@@ -181,8 +181,8 @@ class Bench:
             **more,
         )
         self.engine: VLLMEngine | None = None
-        # Connectors without landmarks are refused, but this one creates them. The self-check's
-        # steps would not be announced to it.
+        # Connectors without landmarks are refused, but this one creates them. It wouldn't be told
+        # about the self-check's steps.
         plugin_config.check_supported = lambda *_: None
         selfcheck.run = lambda *_: None
         if variant == "stock":

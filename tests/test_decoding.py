@@ -1,4 +1,4 @@
-"""Test the settings that users choose a way to decode with."""
+"""Test the settings that say how to decode."""
 
 import json
 

@@ -136,7 +136,7 @@ def outcome(*argv: str) -> tuple[int, str]:
 
 
 def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
-    """Run all cases, and name those that ended in any other way."""
+    """Run all cases, and fail with the names of those that ended in any other way."""
     wrong, codes = [], []
     for name, argv in cases:
         try:

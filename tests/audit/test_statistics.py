@@ -144,7 +144,7 @@ def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power(
 
     def likelier(p):
         before = p.cumsum(1) - p
-        mean_h = np.sqrt(3) * (2 * before + p - 1)  # of the first polynomial, over the cell of u
+        mean_h = np.sqrt(3) * (2 * before + p - 1)  # mean of the first polynomial over u's cell
         return p * np.maximum(1 - share / MOVED[0] * -mean_h, 0)
 
     name = "u1 (likely tokens)"

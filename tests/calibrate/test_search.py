@@ -61,8 +61,8 @@ def test_each_bin_gets_the_cheapest_budget_by_bisection_and_interpolation():
 
 def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(4, 12, 24), 0.8999, refine=0)
-    # 0.87 at 12 and 0.95 at 24 (from 20 on): 13 * (25 / 13) ** (3 / 8) - 1 = 15.6 where 15 would
-    # do.
+    # p5 is 0.87 at 12 and 0.95 at 24 (from 20 on), which gives 13 * (25 / 13) ** (3 / 8) - 1 =
+    # 15.6, although 15 would do.
     p5 = 0.87 + 0.08 * math.log(17 / 13) / math.log(25 / 13)
     assert found.schedule.top_k == (16, 16, ALL_PAGES) and found.bins[0].p5 == pytest.approx(p5)
     assert (
@@ -151,7 +151,7 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # A quarter fewer pages or a third more; if fewer are sufficient, fewer still.
+    # A quarter fewer pages or a third more are tried, and even fewer if fewer are enough.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
     # In the last bin, 33 would be enough, but interpolation predicts 34.
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)

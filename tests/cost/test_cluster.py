@@ -49,7 +49,8 @@ def test_memory_matches_a_hand_calculation():
 def test_engines_with_more_gpus_than_kv_heads_cache_each_head_several_times():
     schedule = SparsitySchedule.fixed(2, dense_layers=(), landmark_dtype="fp8_e4m3")
     few, many = ((TINY, Cluster(GPU, 4, n)) for n in (2, 4))
-    # Four GPUs hold two kv heads each on two GPUs, so the cache holds 64 x 2 elements per token.
+    # On four GPUs, each of the two kv heads is stored twice, so the cache holds 64 x 2 elements per
+    # token.
     memory = fit(*many, longest=1000, token_budget=5000)
     held = int((0.85 * 400e9 - 4 * 3e6 - 2e6) // 256)
     assert memory.full_responses == held // 1000 and memory.kv == held * 256 / 4
@@ -69,8 +70,8 @@ def test_engines_with_more_gpus_than_kv_heads_cache_each_head_several_times():
 
 
 def test_training_time_matches_a_hand_calculation():
-    # Two sequences of 100 and 300 tokens: forward 2 x 1e6 x 400, and 64 x 2 x (1e4 + 9e4) of
-    # attention.
+    # For two sequences of 100 and 300 tokens, the forward pass takes 2 x 1e6 x 400 FLOPs, plus 64 x
+    # 2 x (1e4 + 9e4) for attention.
     forward = 2e6 * 400 + 128 * 1e5
     alone = train_seconds(TINY, Cluster(GPU, 1), [100, 300])
     assert alone == pytest.approx((forward / 0.24e9, 4 * forward / 0.28e9))

@@ -244,7 +244,7 @@ def cluster():
 
 
 def replica(answers=()):
-    """Create a stand-in for ``vLLMReplica``. As in verl, its server passes on errors but no
+    """Create a stand-in for ``vLLMReplica``. As in verl, its server passes on errors but not
     results. The workers of its engine reply with ``answers[method]``.
     """
 
@@ -331,9 +331,7 @@ def test_a_replica_in_a_different_mode_is_refused(cluster):
 
 
 def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
-    """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the worker of the policy
-    replaced.
-    """
+    """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the policy's worker replaced."""
     import transfer_queue as tq
     from omegaconf import OmegaConf
     from tensordict import TensorDict

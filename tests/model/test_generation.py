@@ -155,7 +155,7 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Such passes would silently be dense, for whatever reason ``generate`` runs them."""
+    """Such passes would silently be dense, whatever ``generate`` runs them for."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):

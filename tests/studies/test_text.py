@@ -173,8 +173,8 @@ def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
 def test_drafts_of_a_cycle_match_the_teacher_forced_actor(study, sharp, dense_layers, budgets):
-    """With pages selected at every step (reuse 1), cycles match the teacher-forced actor of the
-    package with all earlier tokens as prompt.
+    """With pages selected at every step (reuse 1), cycles match the package's teacher-forced actor
+    with all earlier tokens as its prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)

@@ -158,9 +158,7 @@ def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, as GPT-2's uses for text without longer
-    tokens.
-    """
+    """Return a tokenizer with one token per byte, like GPT-2's on text without longer tokens."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

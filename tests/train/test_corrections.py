@@ -1,5 +1,5 @@
-"""Test mismatch corrections against hand calculations, and of properties that all batches must
-have.
+"""Test mismatch corrections against hand calculations, and check properties that hold for any
+batch.
 
 Shapes: B sequences, T response tokens, V vocabulary.
 """

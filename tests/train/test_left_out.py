@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 def step_of(tmp_path, monkeypatch, **changes):
-    """Return experience and assessment of a first step, the trainer, and the gradient by name."""
+    """Return a first step's experience and assessment, the trainer, and the gradient by name."""
     seen = {}
     made = make_trainer(tmp_path, rollout=ROLLOUT, optimizer=OPTIMIZER, **changes)
     # The reference must differ from the policy, or the KL would have no gradient.

@@ -1,4 +1,5 @@
-"""Test the policy loss against hand calculations, and that it is exact under gradient accumulation.
+"""Test the policy loss against hand calculations, and check that it is exact under gradient
+accumulation.
 
 Shapes: B sequences, T response tokens.
 """

@@ -672,8 +672,8 @@ def seeded(llm, asked, tokens=24):
 
 
 def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
-    """With ``drafter_invariant``, any number of drafts, any pages and any batches are allowed, even
-    if the number of drafts changes.
+    """With ``drafter_invariant``, this holds for any number of drafts, any pages and any batches,
+    even if the number of drafts changes.
     """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
     asked = prompts(*FEW, seed=13)

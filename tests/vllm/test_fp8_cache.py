@@ -135,7 +135,7 @@ def test_only_tokens_stored_in_the_same_step_may_be_read():
     ):
         cache.begin_step(0, table, np.array(computed), 16)
         assert cache.reads_beyond(slots) == beyond
-    # a sequence that continues in a block which an earlier step has partly filled
+    # a sequence that continues in a block that an earlier step has partly filled
     cache.begin_step(0, table[:1], np.array([5]), 16)
     assert cache.reads_beyond(torch.tensor([53]))
 

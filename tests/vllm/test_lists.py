@@ -1,5 +1,5 @@
-"""Test that lists stored as arrays have the same contents as vLLM's own lists, in a tenth of the
-memory.
+"""Test that lists stored as arrays have the same contents as vLLM's own lists, but take a tenth of
+the memory.
 """
 
 import tracemalloc

@@ -989,8 +989,8 @@ def test_patching_a_missing_name_fails_with_an_error_that_names_it(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
-    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and do not
-    belong to a user, and the engine checks itself only after them.
+    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and belong to
+    no user, and the engine only checks itself after them.
     """
     from sparrow.vllm import patches, selfcheck
 

@@ -53,7 +53,7 @@ def test_a_workspace_has_room_for_the_maximum_number_of_extra_programs():
         assert len(workspace.plan) >= rows + extra // 8
 
 
-def test_some_variants_fit_the_smallest_shared_memory_and_the_widest_heads():
+def test_some_variants_fit_the_smallest_shared_memory_with_the_widest_heads():
     l40s = DeviceLimits(142, 99 * 1024)
     config = shipped_tables.choose(64, 8, 512, l40s)
     sizes = [Variant(attend=tile).of(config, 8, 512, l40s) for tile in ATTEND]

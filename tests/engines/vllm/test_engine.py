@@ -224,8 +224,8 @@ def test_preemption_is_counted_and_does_not_change_recorded_tokens(folder, model
     with engine(folder, enable_prefix_caching=False) as sparrow:
         undisturbed = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions == 0
-    # The latest request is preempted first, and the first one never. Preempted requests keep their
-    # sampled tokens.
+    # The latest request is preempted first, and the first one is never preempted. Preempted
+    # requests keep their sampled tokens.
     assert (
         same_tokens(rollouts[:1], undisturbed[:1])
         and logprob_gap(rollouts[:1], undisturbed[:1]) < 1e-5

@@ -1,4 +1,4 @@
-"""A judging process to attack, which is checked from outside."""
+"""A judging process to attack, checked from outside."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def test_the_kernel_limits_a_groups_memory(kernel_s, monkeypatch):
 def test_a_program_that_exceeds_its_groups_memory_limit_does_not_affect_the_next_one(
     kernel_s, monkeypatch, mode
 ):
-    """The group's limit is lower than that on the address space, which would otherwise take effect
-    first.
+    """The group's limit is lower than the limit on the address space, which would otherwise take
+    effect first.
     """
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
     before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())

@@ -96,7 +96,7 @@ def test_any_json_object_results_in_a_verdict(reply, expected):
         and isinstance(detail, str)
         and len(detail) < 1000
     )
-    if found == "pass":  # only a reply that reports a pass
+    if found == "pass":  # a pass must be deserved
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
 
@@ -238,7 +238,7 @@ def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing memory makes reading several times as slow
+    )  # tracing memory slows down reading several times
 
 
 def test_comparing_words_does_not_store_all_of_them():

@@ -51,7 +51,7 @@ DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
 
-# name -> program and acceptable verdicts; PARENT is replaced by the process id of the parent
+# name -> program and acceptable verdicts; PARENT is replaced with the parent's process id
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", {"error"}),
     "fork bomb in assembly's place": (

@@ -169,7 +169,7 @@ def test_files_that_cannot_be_removed_are_reported_without_an_error(tmp_path, ca
 
 
 def test_a_failed_start_is_retried(monkeypatch, caplog):
-    require("session")  # isolation is detected by a separate start, before starts fail
+    require("session")  # detecting the isolation takes a start, so do it before starts fail
     real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
 
     def start(self, *args, **kwargs):

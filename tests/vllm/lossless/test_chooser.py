@@ -299,7 +299,7 @@ def test_the_fastest_draft_count_is_used_even_if_its_timings_arrive_late():
 
 
 def test_the_first_timing_after_a_change_never_favours_the_new_draft_count():
-    """The first cycle after a change of the number of drafts may seem too short."""
+    """The first cycle after the number of drafts changes may seem too short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
     for _ in range(measured.DENSE_PROBES):
@@ -485,8 +485,8 @@ def test_timings_at_new_lengths_are_scaled_by_dense_step_timings():
 GUESSES = 3
 NUMBERS = (0, 4, 8, 12)
 STAGES = (*NUMBERS, *(Guessed(k) for k in NUMBERS if k))
-# Probability that a guess is kept, and that a draft is accepted: one without guesses, one drawn in a
-# pass over guesses, and a guess that fills a place.
+# The probabilities that a guess is kept, and that a draft is accepted: a draft without guesses, one
+# drawn in a pass over guesses, and a guess used as a draft.
 REPETITIVE = dict(kept=0.75, plain=0.945, drawn=0.921, filled=0.3)
 NOVEL = dict(kept=0.1, plain=0.945, drawn=0.921, filled=0.05)
 UNSURE = dict(kept=0.4, plain=0.7, drawn=0.65, filled=0.2)

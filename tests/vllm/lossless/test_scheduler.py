@@ -137,8 +137,8 @@ def test_a_dense_steps_time_excludes_launching_the_next_steps_drafts(
     make, dense, verified, draft, drafts
 ):
     """The host launches a step before the previous one ends, and takes twice as long if the step
-    has drafts. Times are milliseconds of the GPU. With short contexts, dense steps wait for the
-    host, and drafts yield fewer tokens.
+    has drafts. Times are in GPU milliseconds. With short contexts, dense steps wait for the host,
+    and drafts yield fewer tokens.
     """
     scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
     run(scheduler, dict.fromkeys(names, 320))
@@ -424,6 +424,6 @@ def test_the_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch
         scheduler.schedule()
         drafts = scheduler.dynamic_sd_lookup[1]
         step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
-    # At first in every cycle, because checking is free while no choice is in use, and then only
-    # once in this many cycles.
+    # Choices are checked in every cycle at first, because that's free while none is in use, and
+    # then only once in this many cycles.
     assert len(asked) <= 30 and said == [({"1 x 91": 0}, "")]
