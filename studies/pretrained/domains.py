@@ -154,7 +154,7 @@ def load_model(name: str, **options: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def at_temperature(model: PreTrainedModel, temperature: float) -> Iterator[None]:
-    """Within a context, divide the model's logits by ``temperature``."""
+    """Context that divides the model's logits by ``temperature``."""
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, inputs, logits: logits / temperature)
     try:

@@ -40,7 +40,7 @@ CHUNK = 2048  # positions to compute logits for at once
 
 
 def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
-    """Load the model in float32 for ``context`` tokens of context, with a different rotary base
+    """Load the model in float32 for a context of ``context`` tokens, with a different rotary base
     unless ``base`` is None.
     """
     config = AutoConfig.from_pretrained(path)

@@ -129,7 +129,7 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         # 30 tokens in pages of 4: eight pages, the last half full; the sink and the recent two take
         # no slot.
         (30, 0, {}, {0, 6, 7}),
-        (30, 1, {}, {0, 2, 6, 7}),  # pages 2 and 4 tie: the earlier
+        (30, 1, {}, {0, 2, 6, 7}),  # pages 2 and 4 tie, and the earlier one wins
         (30, 2, {}, {0, 2, 4, 6, 7}),
         (30, 3, {}, {0, 2, 3, 4, 6, 7}),
         (30, 4, {}, {0, 2, 3, 4, 5, 6, 7}),

@@ -101,7 +101,9 @@ def test_a_mixture_draws_from_each_task_in_order_and_in_proportion_to_its_weight
 
 @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, 0.5), ()])
 def test_a_mixture_requires_one_integer_weight_per_task(weights):
-    with pytest.raises(ConfigError, match="needs a weight for each of its 2 tasks, a whole number"):
+    with pytest.raises(
+        ConfigError, match="one weight per task, a whole number of at least 1, got 2 tasks"
+    ):
         Mixture([Named("a"), Named("b")], weights)
 
 

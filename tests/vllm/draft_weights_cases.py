@@ -249,7 +249,7 @@ def negated(model):
     return other
 
 
-def test_the_weight_copy_is_updated_by_every_way_of_loading_weights(old_and_new, cycles):
+def test_the_weight_copy_is_updated_however_weights_are_loaded(old_and_new, cycles):
     folder, old, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         model, written = old, answered(llm, cycles)
