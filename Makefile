@@ -1,4 +1,4 @@
-# Developer targets; each works after README's test command has set up .venv.
+# Targets for developers. Run the README's test command first, which sets up .venv.
 .PHONY: test test-all lint types format site
 
 test:

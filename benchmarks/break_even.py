@@ -1,4 +1,5 @@
-"""Cost per cycle of each drafter: its cycle time divided by the time of a dense step in stock vLLM.
+"""Measure each drafter's cost per cycle: its cycle time divided by the time of a dense step in
+stock vLLM.
 
     python benchmarks/break_even.py --shape qwen3-1.7b    # writes results/break_even_qwen3-1.7b.json
     python benchmarks/break_even.py --shape qwen3-8b --drafters sparse dspark --points 32x4096 8x15000
@@ -139,7 +140,7 @@ class Rival:
 
     method: str
     drafts: int
-    config: Callable[[str], dict[str, Any]] | None = None  # its checkpoint's; None: no checkpoint
+    config: Callable[[str], dict[str, Any]] | None = None  # of its checkpoint, if it has one
     sampling: str = "probabilistic"  # how it samples drafts, at temperature 1
 
     def speculative_config(self, shape: str, folder: Path) -> dict[str, Any]:
@@ -310,7 +311,7 @@ def measure(arguments: argparse.Namespace) -> None:
     done = finished(result)
     wanted = [name for name in arguments.drafters if name not in done and name != "none"]
     if not wanted and "none" in done:
-        print(f"{out} has all of them")
+        print(f"{out} already has results for all of these drafters")
         return
     engines: dict[str, Any] = {}
     result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
@@ -337,11 +338,19 @@ def main() -> None:
     )
     options.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     options.add_argument(
-        "--points", nargs="+", type=pair, default=POINTS, help="sequences x tokens, as 32x15000"
+        "--points",
+        nargs="+",
+        type=pair,
+        default=POINTS,
+        help="sequences x tokens, such as 32x15000",
     )
-    options.add_argument("--deadline", type=float, default=3600.0, help="seconds of the whole run")
     options.add_argument(
-        "--out", type=Path, help="JSON, results/break_even_SHAPE.json by default; runs are added"
+        "--deadline", type=float, default=3600.0, help="time limit for the whole run, in seconds"
+    )
+    options.add_argument(
+        "--out",
+        type=Path,
+        help="the JSON file to add the run to, results/break_even_SHAPE.json by default",
     )
     options.add_argument("--child", choices=DRAFTERS, help=argparse.SUPPRESS)
     arguments = options.parse_args()

@@ -465,8 +465,12 @@ def main() -> None:
     parts = options.add_subparsers(dest="part", required=True)
     for part in RUN:
         each = parts.add_parser(part)
-        each.add_argument("--arms", nargs="+", help="the engines, in this order; all by default")
-        each.add_argument("--deadline", type=float, default=280.0, help="seconds of the whole run")
+        each.add_argument(
+            "--arms", nargs="+", help="the engines to run, in this order; by default, all"
+        )
+        each.add_argument(
+            "--deadline", type=float, default=280.0, help="time limit for the whole run, in seconds"
+        )
         each.add_argument("--out", type=Path, help="the JSON file to write")
         each.add_argument("--child", help=argparse.SUPPRESS)
         if part == "synthetic":
@@ -483,9 +487,9 @@ def main() -> None:
         )
         each.add_argument("--temperatures", type=float, nargs="+", default=[0.7])
         each.add_argument("--sequences", type=int, default=32)
-        each.add_argument("--context", type=int, default=2048, help="tokens of a text's prompt")
+        each.add_argument("--context", type=int, default=2048, help="tokens per prompt, for a text")
         each.add_argument("--max-new-tokens", type=int, default=1024)
-        each.add_argument("--options", default="{}", help="further options of vLLM, in JSON")
+        each.add_argument("--options", default="{}", help="further vLLM options, as JSON")
     arguments = options.parse_args()
 
     if arguments.child is None:

@@ -692,7 +692,7 @@ def main() -> None:
         "--caches",
         nargs="*",
         choices=CACHES,
-        help="only 16-bit and 8-bit keys and values, or the given formats",
+        help="measure only 16-bit and 8-bit keys and values, or the given formats",
     )
     options.add_argument(
         "--head-budgets",

@@ -376,13 +376,15 @@ def main() -> None:
     command.add_argument("--tensor-parallel", type=int, default=1)
     add_draft_weights(command)
     command.add_argument(
-        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, for equal"
+        "--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache (for equal)"
     )
     command.add_argument(
-        "--mixture", action="store_true", help="a mixture of experts, for equal and invariant"
+        "--mixture",
+        action="store_true",
+        help="check a mixture of experts (for equal and invariant)",
     )
     command.add_argument(
-        "--guess-tokens", type=int, default=0, help="guesses per pass, for equal and samples"
+        "--guess-tokens", type=int, default=0, help="guesses per pass (for equal and samples)"
     )
     command.add_argument(
         "--vary",
@@ -395,7 +397,7 @@ def main() -> None:
         "--processes",
         type=int,
         default=8,
-        help="processes that sample, each with its own engine on the same GPU",
+        help="number of processes to sample in, each with its own engine on the same GPU",
     )
     command.add_argument("--out", type=Path, required=True)
     arguments = command.parse_args()

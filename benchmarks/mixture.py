@@ -279,7 +279,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shape", choices=EXPERTS, default=next(iter(EXPERTS)))
     options.add_argument("--experts", type=int, help="experts per layer; by default, all")
-    options.add_argument("--layers", type=int, help="layers; by default, all")
+    options.add_argument("--layers", type=int, help="number of layers; by default, all")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument(
@@ -295,15 +295,17 @@ def main() -> None:
         default=SLOTS,
         help="maximum number of concurrent sequences in the trace",
     )
-    options.add_argument("--states", type=int, default=STATES, help="strata of the trace")
+    options.add_argument(
+        "--states", type=int, default=STATES, help="number of strata to divide the trace into"
+    )
     options.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     options.add_argument(
-        "--deadline", type=float, default=3600.0, help="maximum seconds for the whole run"
+        "--deadline", type=float, default=3600.0, help="time limit for the whole run, in seconds"
     )
     options.add_argument(
         "--out",
         type=Path,
-        help="JSON file to add the run to, results/mixture_SHAPE.json by default",
+        help="the JSON file to add the run to, results/mixture_SHAPE.json by default",
     )
     options.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     arguments = options.parse_args()

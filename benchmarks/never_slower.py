@@ -269,17 +269,26 @@ def options() -> argparse.Namespace:
     asked = parser(__doc__ or "")
     asked.add_argument("--shape", choices=CELLS, default="smollm2-135m")
     asked.add_argument("--model", help="a checkpoint of this shape; by default, weights are random")
-    asked.add_argument("--tokenizer", help="for detokenisation; by default that of --model")
-    asked.add_argument("--schedule", help="the schedule of lossy mode")
-    asked.add_argument("--cells", type=Cell.parse, nargs="+", help="REQUESTSxPROMPT+NEW")
+    asked.add_argument(
+        "--tokenizer", help="the tokenizer for detokenisation; by default, that of --model"
+    )
+    asked.add_argument("--schedule", help="the schedule for lossy mode")
+    asked.add_argument(
+        "--cells",
+        type=Cell.parse,
+        nargs="+",
+        help="batches to measure, each as REQUESTSxPROMPT+NEW",
+    )
     asked.add_argument("--engines", choices=ENGINES, nargs="+", default=ENGINES[:3])
     asked.add_argument(
         "--before", type=Path, metavar="TREE", help="source tree of the engine 'before'"
     )
     asked.add_argument("--detokenize", choices=("yes", "no"), nargs="+", default=("yes", "no"))
     asked.add_argument("--rounds", type=int, default=3, help="number of rounds to run")
-    asked.add_argument("--sleep", action="store_true", help="engines sleep between their turns")
-    asked.add_argument("--deadline", type=float, default=float("inf"), help="seconds")
+    asked.add_argument(
+        "--sleep", action="store_true", help="make engines sleep between their turns"
+    )
+    asked.add_argument("--deadline", type=float, default=float("inf"), help="time limit in seconds")
     asked.add_argument(
         "--out", type=Path, help="the JSON file, results/never_slower_SHAPE.json by default"
     )
@@ -370,7 +379,7 @@ def prepared(given: argparse.Namespace, folder: str) -> tuple[Any, dict[str, Any
         "max_num_seqs": max(cell.requests for cell in given.cells),
         "max_num_batched_tokens": BATCHED_TOKENS,
         "kv_cache_memory_bytes": cache_bytes(model, given.cells),
-        # Only has to be free at the start: the cache size is set above.
+        # This much memory has to be free at the start. The cache size is set above.
         "gpu_memory_utilization": 0.05,
         "enable_sleep_mode": given.sleep,
     }

@@ -181,8 +181,8 @@ class Bench:
             **more,
         )
         self.engine: VLLMEngine | None = None
-        # Connectors without landmarks are refused, but this one creates them. The self-check's
-        # steps would not be announced to it.
+        # Connectors without landmarks are refused, but this one creates them. It wouldn't be told
+        # about the self-check's steps.
         plugin_config.check_supported = lambda *_: None
         selfcheck.run = lambda *_: None
         if variant == "stock":
@@ -467,7 +467,9 @@ def main() -> None:
         default="points,trace,validate",
         help="any of points, trace, validate and profile, separated by commas",
     )
-    options.add_argument("--states", type=int, default=16, help="strata of the trace")
+    options.add_argument(
+        "--states", type=int, default=16, help="number of strata to divide the trace into"
+    )
     options.add_argument(
         "--requests",
         type=int,
@@ -476,7 +478,7 @@ def main() -> None:
         help="number of requests in each trace",
     )
     options.add_argument(
-        "--out", required=True, help="JSON file to write; parts that are not measured now are kept"
+        "--out", required=True, help="the JSON file to write; its results for other parts are kept"
     )
     measure(options.parse_args())
 

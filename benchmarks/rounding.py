@@ -34,8 +34,8 @@ def through_int8(x: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
-    """Within a context, replace keys after the rotary embedding ``[B, K, T, D]`` and values ``[B,
-    T, K, D]`` with the results of two functions, each called with the layer number and the tensor.
+    """Context that replaces keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T, K,
+    D]`` with the results of two functions, each called with the layer number and the tensor.
     """
     layer_now, modeling = [0], sys.modules[type(model).__module__]
     stock = modeling.apply_rotary_pos_emb
@@ -99,9 +99,8 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Within a context, round the layers' weights to e4m3 with one scale per output, and their
-    inputs with one scale per token, like vLLM's ``quantization="fp8_per_channel"``. Products are
-    exact.
+    """Context that rounds the layers' weights to e4m3 with one scale per output, and their inputs
+    with one scale per token, like vLLM's ``quantization="fp8_per_channel"``. Products are exact.
     """
 
     def per_row(x: Tensor) -> Tensor:

@@ -188,7 +188,11 @@ def main() -> None:
     options = parser(__doc__, "same_run")
     runs = [*RUNS, "killed", "killed_fsdp2", "server"]
     options.add_argument(
-        "--runs", nargs="+", choices=runs, default=runs, help="other runs in the file are kept"
+        "--runs",
+        nargs="+",
+        choices=runs,
+        default=runs,
+        help="the runs to do; the file's results for other runs are kept",
     )
     arguments = options.parse_args()
     results: dict[str, Any] = (

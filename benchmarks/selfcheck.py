@@ -264,7 +264,9 @@ def measure(out: Path, words: list[str], jobs: int) -> list[str]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--out", type=Path, help="JSON file to write; its other cases are kept")
+    options.add_argument(
+        "--out", type=Path, help="the JSON file to write; its results for other cases are kept"
+    )
     options.add_argument(
         "--only",
         nargs="+",

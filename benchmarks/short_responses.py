@@ -178,11 +178,11 @@ def watch_host() -> dict[str, float]:
 
     watched(Scheduler, "schedule", SCHEDULER)
     watched(Scheduler, "update_from_output", SCHEDULER)
-    assert "schedule" not in vars(AsyncScheduler), "it would be counted twice"
+    assert "schedule" not in vars(AsyncScheduler), "its time would be counted twice"
     watched(OutputProcessor, "process_outputs", OUTPUT)
     watched(
         engine, "rollout_of" if hasattr(engine, "rollout_of") else "_rollout", READING
-    )  # what it used to be called
+    )  # its former name
     watched(Lists, "read", READING)
     return spent
 
@@ -193,9 +193,9 @@ def main() -> None:
         "--before",
         type=Path,
         metavar="TREE",
-        help="folder with an earlier source tree to measure as well",
+        help="the folder of an earlier source tree to measure as well",
     )
-    options.add_argument("--rounds", type=int, default=2, help="turns of each variant")
+    options.add_argument("--rounds", type=int, default=2, help="number of turns per variant")
     arguments = options.parse_args()
     trees = {"stock": ROOT, "now": ROOT}
     if arguments.before:

@@ -94,10 +94,10 @@ def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "old", type=Path, help="folder with the source tree to compare this one with"
+        "old", type=Path, help="the folder with the source tree to compare this one with"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each tree")
-    parser.add_argument("--out", type=Path, help="a JSON file for the measurements")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns per tree")
+    parser.add_argument("--out", type=Path, help="the JSON file to write the measurements to")
     parser.add_argument(
         "--cuda", action="store_true", help="leave out rows that only Triton supports"
     )

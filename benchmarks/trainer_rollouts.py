@@ -618,8 +618,12 @@ def judged(
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("trainer", choices=TRAINERS)
-    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="stock first")
-    options.add_argument("--out", type=Path, help="the JSON file, results/TRAINER_rollouts.json")
+    options.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="the modes to run, stock first"
+    )
+    options.add_argument(
+        "--out", type=Path, help="the JSON file to write, results/TRAINER_rollouts.json by default"
+    )
     options.add_argument("--inside", choices=MODES, help="internal: the mode of this process")
     options.add_argument("--folder", type=Path, help="internal: the folder with the checkpoints")
     given = options.parse_args()

@@ -266,9 +266,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--mixture", action="store_true", help="check a mixture of experts")
-    options.add_argument("--batch", type=int, default=64, help="number of sequences for speed")
+    options.add_argument(
+        "--batch", type=int, default=64, help="number of sequences in the part speed"
+    )
     options.add_argument("--variant", choices=VARIANTS, help="time this variant, in this process")
-    options.add_argument("--out", type=Path, required=True, help="JSON; other parts in it are kept")
+    options.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="the JSON file to write; its results for other parts are kept",
+    )
     arguments = options.parse_args()
 
     if arguments.variant is None:

@@ -23,7 +23,7 @@ NotNegative = Annotated[Finite, Field(ge=0)]
 Share = Annotated[Finite, Field(gt=0, le=1)]  # a fraction of a whole, above 0
 Probability = Annotated[Finite, Field(gt=0, lt=1)]  # a probability strictly between 0 and 1
 Count = Annotated[int, Field(ge=1)]
-Many = Annotated[int, Field(ge=1, le=10**6)]  # how many of something that all has to fit in memory
+Many = Annotated[int, Field(ge=1, le=10**6)]  # a count of things that all have to fit in memory
 Name = Annotated[str, Field(min_length=1)]  # a file or folder name
 CountOrZero = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator accepts

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 LIMIT_S = 30.0
-"""Tests without the mark ``slow`` fail above this many seconds of processor time. The limit is
-three times the time of the slowest one, so that none fails on a slow machine.
+"""A test that is not marked ``slow`` fails if it takes more than this many seconds of processor
+time. That's three times what the slowest one takes, so that none fails on a slow machine.
 """
 
 ROOT = Path(__file__).parents[1]
@@ -89,8 +89,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test that should be marked slow. Its processor time (including child processes) is
-    measured, because it does not depend on how busy the machine is unless threads busy-wait for
+    """Fail a test that should be marked slow. We measure its processor time (including child
+    processes), because that doesn't depend on how busy the machine is, unless threads busy-wait for
     each other.
     """
     before = sum(os.times()[:4])

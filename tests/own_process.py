@@ -1,6 +1,6 @@
-"""Runs test files in separate pytest processes, two at a time. This is for libraries whose
-behaviour is fixed when they are imported, such as Triton with its interpreter, because another test
-of the same process may already have imported them.
+"""Run test files in separate pytest processes, two at a time. This is for libraries whose behaviour
+is fixed when they are imported, such as Triton with its interpreter, because another test in the
+same process may already have imported them.
 """
 
 import os

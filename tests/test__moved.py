@@ -1,4 +1,4 @@
-"""Tests that import paths of the last release still work, with a warning."""
+"""Test that import paths of the last release still work, with a warning."""
 
 import importlib
 import pickle

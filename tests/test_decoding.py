@@ -1,4 +1,4 @@
-"""Tests of the settings with which users choose how to decode."""
+"""Test the settings that say how to decode."""
 
 import json
 
@@ -11,7 +11,7 @@ from sparrow.errors import ConfigError
 TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 
-def test_a_mode_name_selects_the_defaults_of_that_mode():
+def test_a_mode_name_selects_that_modes_defaults():
     lossless = Decoding.load("lossless")
     assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == (
         "lossless",

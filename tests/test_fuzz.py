@@ -1,6 +1,6 @@
-"""Tests with seeded random input for every command: settings, schedules, damaged files, and faults
-while writing. Each case must end with the command's usual output, or with one sentence and an exit
-code, but never with a traceback.
+"""Feed every command seeded random input: settings, schedules, damaged files, and faults while
+writing. Each case must end with the command's usual output, or with one sentence and an exit code,
+but never with a traceback.
 """
 
 import contextlib
@@ -126,7 +126,8 @@ def outcome(*argv: str) -> tuple[int, str]:
         assert out.getvalue().strip(), "the command succeeded but printed nothing"
     else:
         said = [line for line in err.getvalue().splitlines() if line.startswith("sparrow: ")]
-        boxed = code == 2 and "For full helptext" in err.getvalue()  # tyro's, on a few lines
+        # tyro's messages take several lines
+        boxed = code == 2 and "For full helptext" in err.getvalue()
         assert code in (1, 2) and (len(said) == 1 or boxed), (
             f"exit code {code}, stderr {err.getvalue()!r}"
         )
@@ -135,7 +136,7 @@ def outcome(*argv: str) -> tuple[int, str]:
 
 
 def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
-    """Run all cases, and name those that ended in any other way."""
+    """Run all cases, and fail with the names of those that ended in any other way."""
     wrong, codes = [], []
     for name, argv in cases:
         try:

@@ -1,4 +1,4 @@
-"""Tests that packages import only what a table allows, both in the sources and in fresh
+"""Test that packages import only what a table allows, both in the sources and in fresh
 interpreters.
 """
 
@@ -17,7 +17,7 @@ PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
 # What each part may import from other parts, besides ``errors`` and the package itself. A module
-# belongs to the part with the longest matching name, within which it may import anything.
+# belongs to the part with the longest matching name, and may import anything within that part.
 ALLOWED = {
     "audit": ["audit.statistics", "engines.base", "mismatch", "rollout", "schedule"],
     "audit.statistics": [],

@@ -1,4 +1,4 @@
-"""Tests that a wheel installed in a fresh environment runs outside the repository, and that the
+"""Test that a wheel installed in a fresh environment runs outside the repository, and that the
 requirements of the extras are compatible.
 """
 
@@ -90,7 +90,7 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
     )
     (site,) = (env / "lib").glob("python*/site-packages")
     # If the tests run in a virtual environment, use its packages rather than the system's, but not
-    # its .pth files, which may include that of an editable Sparrow.
+    # its .pth files, since an editable Sparrow may have added one.
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = run(env / "bin" / "python", "-c", "import sparrow; print(sparrow.__file__)", cwd=away)
     assert where.startswith(f"{site}/") and (site / "sparrow" / "py.typed").exists()

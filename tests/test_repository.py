@@ -1,5 +1,5 @@
-"""Tests of the repository: there is a single version number, CI runs the command in the README, and
-the paths of tests match those of modules.
+"""Test the repository: there is a single version number, CI runs the command in the README, and
+tests' paths match the modules'.
 """
 
 import re

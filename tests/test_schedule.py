@@ -1,5 +1,5 @@
-"""Tests of sparsity schedules: published tables and their bin edges, JSON, refusals, and the table
-in which engines look up page counts.
+"""Test sparsity schedules: published tables and their bin edges, JSON, refusals, and the table that
+engines look up page counts in.
 """
 
 import json
@@ -300,14 +300,14 @@ def test_dense_bins_are_written_as_all_in_json_and_defaults_may_be_omitted():
         ),
     ],
 )
-def test_invalid_values_of_a_schedule_are_refused(fields, message):
+def test_invalid_schedule_values_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule(**fields)
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule.from_dict(fields)
 
 
-def test_a_changed_copy_of_a_schedule_is_validated_as_well():
+def test_a_changed_copy_of_a_schedule_is_validated_too():
     schedule = SparsitySchedule(top_k=(1, 2))
     assert schedule.replace(page_size=8).page_size == 8 and schedule.page_size == 16
     with pytest.raises(ConfigError, match="falls from 2 in bin 0 to 1 in bin 1"):
@@ -536,7 +536,7 @@ def test_head_budgets_on_the_device_match_the_schedule(top_k, relative, length):
     assert schedule.tokens_read(length) == np.minimum(length, (kept.numpy() + 2) * 16).mean()
 
 
-# --- the table in which an engine looks up pages ---
+# --- the table that an engine looks up pages in ---
 
 
 @settings(deadline=None, max_examples=50)

@@ -1,4 +1,4 @@
-"""Tests that types and ranges of settings are checked for every style of annotation."""
+"""Test that types and ranges of settings are checked for every style of annotation."""
 
 import math
 import sys

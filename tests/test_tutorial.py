@@ -1,4 +1,4 @@
-"""Tests that the tutorial runs from top to bottom and is stored without output."""
+"""Test that the tutorial runs from top to bottom and is stored without output."""
 
 import os
 

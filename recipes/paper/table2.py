@@ -87,14 +87,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--schedule")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument(
-        "--benchmark", default="aime24", help="as in sparrow eval, such as aime24:path=aime24.jsonl"
+        "--benchmark",
+        default="aime24",
+        help="the benchmark, as in sparrow eval, such as aime24:path=aime24.jsonl",
     )
-    parser.add_argument("--samples", type=int, default=8, help="responses to each")
+    parser.add_argument("--samples", type=int, default=8, help="responses per problem")
     parser.add_argument("--max-new-tokens", type=int, default=32768)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--table", type=Path, nargs="+", help="print these results and measure nothing"
+        "--table", type=Path, nargs="+", help="only print these results, without measuring anything"
     )
     arguments = parser.parse_args(argv)
     if arguments.table:

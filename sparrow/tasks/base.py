@@ -106,8 +106,9 @@ class Mixture:
         valid = all(type(weight) is int and weight >= 1 for weight in self.weights)
         if not self.tasks or len(self.tasks) != len(self.weights) or not valid:
             raise ConfigError(
-                f"a mixture needs a weight for each of its {len(self.tasks)} tasks, a whole number "
-                f"of at least 1, got {', '.join(map(str, self.weights)) or 'none'}"
+                "a mixture needs at least one task and one weight per task, a whole number of at "
+                f"least 1, got {len(self.tasks)} tasks and "
+                f"weights {', '.join(map(str, self.weights)) or 'none'}"
             )
 
     def problem(self, index: int, seed: int = 0) -> Problem:

@@ -226,8 +226,8 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """Identify a task's data, as plain JSON types, by problem count and a digest of the prompts and
-    answers in order.
+    """Return what identifies a task's data, as plain JSON types: the problem count, and a digest of
+    the prompts and answers in order.
 
     For a mixture, return the fingerprints of its parts; for an endless task, None.
     """
@@ -239,7 +239,7 @@ def fingerprint(task: Task) -> Any:
 
 
 def fingerprint_of(problems: Sequence[Problem]) -> Any:
-    """Identify a list of problems as ``fingerprint`` does."""
+    """Return what identifies a list of problems, as in ``fingerprint``."""
     content = hashlib.sha256()
     for problem in problems:
         content.update(_bytes(problem.prompt, problem.answer))

@@ -44,12 +44,12 @@ def rounded(x: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = domain_parser(__doc__, 40)
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--cycles", type=int, default=48, help="of each sequence")
+    parser.add_argument("--cycles", type=int, default=48, help="cycles per sequence")
     parser.add_argument(
         "--prompt",
         type=int,
         default=128,
-        help="tokens at the start that a lossy actor prefills densely",
+        help="number of tokens at the start that a lossy actor prefills densely",
     )
     args = parser.parse_args(argv)
 

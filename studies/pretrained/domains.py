@@ -121,12 +121,20 @@ def domain_parser(about: str, sequences: int) -> argparse.ArgumentParser:
     """Return a command line with the arguments shared by all scripts of this study."""
     made = parser(about)
     made.add_argument("--model", default="smollm2")
-    made.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
-    made.add_argument("--conversations", type=Path, required=True, help="by conversations.py")
+    made.add_argument("--texts", type=Path, required=True, help="the file that texts.py wrote")
+    made.add_argument(
+        "--conversations", type=Path, required=True, help="the file that conversations.py wrote"
+    )
     made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--sequences", type=int, default=sequences, help="maximum number per domain")
-    made.add_argument("--batch", type=int, default=4, help="sequences at a time")
-    made.add_argument("--edges", type=int, nargs="+", default=list(EDGES), help="of length bins")
+    made.add_argument(
+        "--sequences", type=int, default=sequences, help="maximum number of sequences per domain"
+    )
+    made.add_argument(
+        "--batch", type=int, default=4, help="number of sequences to process at a time"
+    )
+    made.add_argument(
+        "--edges", type=int, nargs="+", default=list(EDGES), help="edges of the length bins"
+    )
     made.add_argument(
         "--implementation",
         choices=("triton", "reference"),
@@ -146,7 +154,7 @@ def load_model(name: str, **options: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def at_temperature(model: PreTrainedModel, temperature: float) -> Iterator[None]:
-    """Within a context, divide the model's logits by ``temperature``."""
+    """Context that divides the model's logits by ``temperature``."""
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, inputs, logits: logits / temperature)
     try:

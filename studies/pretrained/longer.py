@@ -40,7 +40,7 @@ CHUNK = 2048  # positions to compute logits for at once
 
 
 def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
-    """Load the model in float32 for ``context`` tokens of context, with a different rotary base
+    """Load the model in float32 for a context of ``context`` tokens, with a different rotary base
     unless ``base`` is None.
     """
     config = AutoConfig.from_pretrained(path)
@@ -76,14 +76,28 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options.add_argument("out", type=Path)
     options.add_argument("--model", default="smollm2")
     options.add_argument("--context", type=int, default=32_768)
-    options.add_argument("--base", type=float, default=1_600_000.0, help="of the rotary embedding")
-    options.add_argument("--seconds", type=float, default=420.0, help="of training")
-    options.add_argument("--rate", type=float, default=2e-4, help="the highest learning rate")
-    options.add_argument("--batch", type=int, default=1, help="windows of a step")
-    options.add_argument("--tokens", type=int, default=30_000_000, help="to train on, at most")
-    options.add_argument("--windows", type=int, default=16, help="held-out windows")
-    options.add_argument("--text", type=Path, nargs="+", help="folders, not installed packages")
-    options.add_argument("--held-out", nargs="+", default=corpus.HELD_OUT, help="folders' names")
+    options.add_argument(
+        "--base", type=float, default=1_600_000.0, help="base of the rotary embedding"
+    )
+    options.add_argument("--seconds", type=float, default=420.0, help="seconds of training")
+    options.add_argument("--rate", type=float, default=2e-4, help="peak learning rate")
+    options.add_argument("--batch", type=int, default=1, help="windows per step")
+    options.add_argument(
+        "--tokens", type=int, default=30_000_000, help="maximum number of tokens to train on"
+    )
+    options.add_argument("--windows", type=int, default=16, help="number of held-out windows")
+    options.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        help="folders with text to train on; by default, installed packages",
+    )
+    options.add_argument(
+        "--held-out",
+        nargs="+",
+        default=corpus.HELD_OUT,
+        help="names of folders that are never trained on",
+    )
     options.add_argument("--no-compile", action="store_true")
     args = options.parse_args(argv)
 

@@ -117,15 +117,19 @@ def largest(schedules: Mapping[str, SparsitySchedule]) -> SparsitySchedule:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = domain_parser(__doc__, 40)
     parser.add_argument("--target", type=float, default=0.86)
-    parser.add_argument("--trials", type=int, nargs="+", default=[13, 29, 61, 125], help="pages")
+    parser.add_argument(
+        "--trials", type=int, nargs="+", default=[13, 29, 61, 125], help="page counts to try first"
+    )
     parser.add_argument("--refine", type=int, default=3)
-    parser.add_argument("--positions", type=int, default=1024, help="of each sequence")
-    parser.add_argument("--bin-tokens", type=int, default=1024, help="of the schedule")
+    parser.add_argument(
+        "--positions", type=int, default=1024, help="positions to measure per sequence"
+    )
+    parser.add_argument("--bin-tokens", type=int, default=1024, help="bin width of the schedule")
     parser.add_argument(
         "--prompt",
         type=int,
         default=128,
-        help="tokens at the start of each sequence that are prefilled densely",
+        help="number of tokens at the start of each sequence that are prefilled densely",
     )
     args = parser.parse_args(argv)
 

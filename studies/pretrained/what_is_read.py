@@ -62,16 +62,22 @@ def variants(layers: int, budgets: Sequence[int]) -> list[Variant]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = domain_parser(__doc__, 20)
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--cycles", type=int, default=32, help="of each sequence")
+    parser.add_argument("--cycles", type=int, default=32, help="cycles per sequence")
     parser.add_argument(
-        "--prompt", type=int, default=128, help="tokens from which a cache's scales are set"
+        "--prompt", type=int, default=128, help="how many tokens set a cache's scales"
     )
-    parser.add_argument("--cached", type=int, nargs="+", default=[1024], help="their budgets")
+    parser.add_argument(
+        "--cached",
+        type=int,
+        nargs="+",
+        default=[1024],
+        help="budgets for comparing 8-bit caches",
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=float("inf"),
-        help="seconds after which no further domain is started",
+        help="seconds after which no more domains are started",
     )
     args = parser.parse_args(argv)
 

@@ -43,7 +43,8 @@ class Options:
     out: Path  # The JSON file of results.
     models: tuple[str, ...] = ("reasoner",)  # Names or checkpoints.
     lines: tuple[int, ...] = (24,)  # Lines per program, for each model.
-    pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
+    # Budgets to measure: top-k at every length, in pages of four tokens.
+    pages: tuple[int, ...] = (8, 16, 24, 32)
     drafts: tuple[int, ...] = (4, 8)  # Drafts per cycle.
     problems: int = 128
     max_new_tokens: int = 400

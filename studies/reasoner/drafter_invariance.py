@@ -44,7 +44,8 @@ class Options:
     out: Path  # The JSON file of results.
     model: str = "reasoner"
     lines: int = 24  # Lines per program.
-    pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
+    # Budgets to measure: top-k at every length, in pages of four tokens.
+    pages: tuple[int, ...] = (8, 16, 24, 32)
     drafts: tuple[int, ...] = (4, 8)  # Drafts per cycle.
     problems: int = 128
     max_new_tokens: int = 400

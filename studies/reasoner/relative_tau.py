@@ -1,5 +1,5 @@
-"""Test whether the same tau takes the same number of pages for different pairs of engines, for an
-absolute tau and for a tau relative to the ceiling.
+"""Test whether different pairs of engines need the same number of pages to reach the same tau, both
+for an absolute tau and for one relative to the ceiling.
 
     python studies/reasoner/relative_tau.py  # on a CPU; a few minutes on two cores
 

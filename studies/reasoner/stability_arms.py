@@ -1,4 +1,4 @@
-"""The arms of the stability study, i.e. the ways in which its runs differ."""
+"""The arms of the stability study, i.e. how its runs differ."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Options:
     slots: tuple[int, ...] = (12,)  # Concurrent runs on each GPU, or on the CPU if there is none.
     model: Path | None = None  # Checkpoint to start from; by default, the bundled reasoner.
     adapter: Path | None = (
-        None  # Adapter with which the actor starts, and which is distilled further.
+        None  # Adapter that the actor starts with, and that is distilled further.
     )
     learning_rate: float = 5e-4  # Learning rate of AdamW.
     prompts: int = 24  # Prompts per step.

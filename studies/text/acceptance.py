@@ -345,19 +345,29 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--budgets", type=int, nargs="+", default=[128, 256, 384, 512, 768, 1024, 1536, 2048, 3072]
     )
-    parser.add_argument("--reuse", type=int, nargs="+", default=[2, 4, 8], help="besides 1")
+    parser.add_argument(
+        "--reuse",
+        type=int,
+        nargs="+",
+        default=[2, 4, 8],
+        help="how many steps share a selection, besides 1",
+    )
     parser.add_argument("--reuse-budgets", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[0, 1], help="measured with and without"
+        "--dense-layers",
+        type=int,
+        nargs="*",
+        default=[0, 1],
+        help="dense layers; every budget is measured with and without them",
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 12])
     parser.add_argument(
         "--prompt",
         type=int,
         default=128,
-        help="tokens at the start that a lossy actor prefills densely",
+        help="number of tokens at the start that a lossy actor prefills densely",
     )
-    parser.add_argument("--batch", type=int, default=4, help="texts at a time")
+    parser.add_argument("--batch", type=int, default=4, help="number of texts to process at a time")
     parser.add_argument(
         "--implementation",
         choices=("triton", "reference"),

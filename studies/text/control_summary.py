@@ -54,7 +54,7 @@ class Options:
     """Which runs to summarise."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]  # Folders with logs of runs.
-    checkpoint: Path  # Folder written by train.py, with the model from which the runs started.
+    checkpoint: Path  # Folder written by train.py, with the model that the runs started from.
     out: Path = Path("text_control.json")  # The JSON file of results.
 
 

@@ -297,7 +297,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         help="file with the policy's responses; they are sampled if it does not exist",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="result file; runs in it are skipped"
+        "--out",
+        type=Path,
+        required=True,
+        help="the JSON file of results; runs that are in it already are skipped",
     )
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument(
@@ -306,14 +309,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         default=256,
         help="number of tokens to keep at the end of the task's prompts",
     )
-    parser.add_argument("--tokens", type=int, default=384, help="tokens of each response")
-    parser.add_argument("--train", type=int, default=1024, help="responses to train on")
-    parser.add_argument("--held-out", type=int, default=128, help="responses to measure on")
+    parser.add_argument("--tokens", type=int, default=384, help="tokens per response")
+    parser.add_argument("--train", type=int, default=1024, help="number of responses to train on")
+    parser.add_argument(
+        "--held-out", type=int, default=128, help="number of held-out responses to measure on"
+    )
     parser.add_argument(
         "--calibration",
         type=int,
         default=16,
-        help="training responses for the choice of the schedule",
+        help="number of training responses to choose the schedule on",
     )
     parser.add_argument(
         "--pages",
@@ -322,17 +327,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         default=[4, 6, 8, 10, 12, 14, 16, 18],
         help="page counts to try",
     )
-    parser.add_argument("--target", type=float, default=0.80, help="p5 of the schedule")
+    parser.add_argument("--target", type=float, default=0.80, help="target p5 of the schedule")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
-        "--learning-rates", type=float, nargs="+", default=[1e-3], help="each with every loss"
+        "--learning-rates",
+        type=float,
+        nargs="+",
+        default=[1e-3],
+        help="learning rates, each tried with every loss",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the adapter")
-    parser.add_argument("--top-n", type=int, default=256, help="tokens of a list")
+    parser.add_argument("--seed", type=int, default=0, help="the adapter's seed")
+    parser.add_argument("--top-n", type=int, default=256, help="tokens per list")
     parser.add_argument("--update", type=int, default=4, help="responses per update")
     parser.add_argument(
-        "--measure-at", type=int, nargs="+", default=[64, 256, 1024], help="training responses seen"
+        "--measure-at",
+        type=int,
+        nargs="+",
+        default=[64, 256, 1024],
+        help="after how many training responses to measure",
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--cycles", type=int, default=16, help="cycles per held-out response")

@@ -63,10 +63,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--prompt",
         type=int,
         default=128,
-        help="tokens of each text from which the scales of the cache are set",
+        help="how many tokens at the start of each text set the cache's scales",
     )
     parser.add_argument(
-        "--rounded", nargs="+", choices=ROUNDED, default=list(ROUNDED), help="what actors round"
+        "--rounded",
+        nargs="+",
+        choices=ROUNDED,
+        default=list(ROUNDED),
+        help="what to round in the actors",
     )
     parser.add_argument("--bfloat16", action="store_true", help="run all actors in bfloat16")
     parser.add_argument(

@@ -144,7 +144,7 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 32, 24)
-    parser.add_argument("--batch", type=int, default=4, help="texts at a time")
+    parser.add_argument("--batch", type=int, default=4, help="number of texts to process at a time")
     parser.add_argument(
         "--studies", nargs="+", help="any of 'page size', landmarks, quest, ...; by default, all"
     )

@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     parser.add_argument("--size", choices=SIZES, default="28m")
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=12, help="windows of a step")
+    parser.add_argument("--batch", type=int, default=12, help="windows per step")
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument(
         "--tokens",
@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     parser.add_argument("--held-out-tokens", type=int, default=1_500_000)
     parser.add_argument(
-        "--text", type=Path, nargs="+", help="folders with text; by default, installed packages"
+        "--text",
+        type=Path,
+        nargs="+",
+        help="folders with text to train on; by default, installed packages",
     )
     parser.add_argument("--suffix", default=".py")
     parser.add_argument(

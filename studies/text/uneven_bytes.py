@@ -307,14 +307,18 @@ def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = study_parser(__doc__, 24, 16)
     parser.add_argument(
-        "--even", type=int, nargs="+", default=[256, 512, 768, 1024, 1536, 2048], help="budgets"
+        "--even",
+        type=int,
+        nargs="+",
+        default=[256, 512, 768, 1024, 1536, 2048],
+        help="budgets of the even schedule",
     )
     parser.add_argument(
         "--budgets",
         type=int,
         nargs="+",
         default=[512, 1024],
-        help="budgets of the variants that are compared with it",
+        help="budgets of the variants compared with the even schedule",
     )
     parser.add_argument(
         "--together",

@@ -39,7 +39,7 @@ class Options:
     """Which runs to summarise."""
 
     runs: tyro.conf.Positional[Path]  # Folder with logs of arms.
-    checkpoint: Path  # Folder written by train.py, with the model from which the runs started.
+    checkpoint: Path  # Folder written by train.py, with the model that the runs started from.
     out: Path = Path("text_wall_clock.json")  # The JSON file of results.
     earlier: Path | None = None  # The result of an earlier call, whose runs had other seeds.
 

@@ -1,5 +1,5 @@
-"""Tests that a decode implementation is chosen in one place, reported by name, and never used
-against an explicit request.
+"""Test that the decode implementation is chosen in one place, reported by name, and never
+contradicts an explicit request.
 """
 
 import pytest
@@ -126,9 +126,8 @@ def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
 
 
 def test_the_threshold_for_few_rows_depends_on_the_gpu():
-    assert (
-        cuda.few_rows(8, torch.device("cpu")) == 4
-    )  # without a GPU, the limit of an H200: 0.3 of 132 items
+    # without a GPU, an H200's limit applies: 0.3 of 132 items
+    assert cuda.few_rows(8, torch.device("cpu")) == 4
     assert cuda.few_rows(1, torch.device("cpu")) == 39
 
 

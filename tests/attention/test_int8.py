@@ -1,6 +1,4 @@
-"""Tests of the int8 format with one exponent per vector, which is compared with its definition in
-float64.
-"""
+"""Compare the int8 format, which has one exponent per vector, with its definition in float64."""
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ def test_scales_are_the_smallest_powers_of_two_and_codes_are_rounded_to_nearest(
 
 
 @DTYPES
-def test_codes_are_dequantised_exactly_in_the_dtype_of_the_model(dtype):
+def test_codes_are_dequantised_exactly_in_the_models_dtype(dtype):
     """Check every code with every possible scale. Storing the result again must change nothing."""
     least, most = exponent_limits(dtype)
     exponent = torch.arange(least + 127, most + 128, dtype=torch.uint8)

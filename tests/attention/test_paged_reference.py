@@ -1,5 +1,5 @@
-"""Tests of the paged reference, which specifies the kernels, against the contiguous reference and
-hand calculations.
+"""Test the paged reference, which specifies the kernels, against the contiguous reference and hand
+calculations.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
     k_cache, v_cache = (paged(x, table, B * M + 2, block_tokens) for x in (k, v))
-    # Everything beyond the length of a row is NaN.
+    # Everything past a row's length is NaN.
     for b, n in enumerate(lengths):
         for cache in (k_cache, v_cache):
             for i in range(M):
@@ -88,8 +88,8 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_int8_cache_gives_the_same_results_as_its_dequantised_copy(dtype, landmark_dtype):
-    """Compare storing, completing pages and decoding with a 16-bit cache of the dequantised
-    values.
+    """Store tokens, complete pages and decode, and compare the results with those of a 16-bit cache
+    of the dequantised values.
     """
     torch.manual_seed(0)
     layout = PageLayout(4, landmark_dtype=landmark_dtype)

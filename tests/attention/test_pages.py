@@ -1,5 +1,5 @@
-"""Tests of pages, landmarks, scores and selection against loops that follow the definition
-(Sparrow, arXiv 2606.08446, section 2).
+"""Test pages, landmarks, scores and selection against loops that follow the definition (Sparrow,
+arXiv 2606.08446, section 2).
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
 N pages.
@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
     """Apply the definition to one query token and kv head: the sink and recent pages, and the best
-    of the other pages, where ties go to the earlier page.
+    of the rest, with ties going to the earlier page.
     """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
@@ -129,7 +129,7 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         # 30 tokens in pages of 4: eight pages, the last half full; the sink and the recent two take
         # no slot.
         (30, 0, {}, {0, 6, 7}),
-        (30, 1, {}, {0, 2, 6, 7}),  # pages 2 and 4 tie: the earlier
+        (30, 1, {}, {0, 2, 6, 7}),  # pages 2 and 4 tie, and the earlier one wins
         (30, 2, {}, {0, 2, 4, 6, 7}),
         (30, 3, {}, {0, 2, 3, 4, 6, 7}),
         (30, 4, {}, {0, 2, 3, 4, 5, 6, 7}),

@@ -1,8 +1,8 @@
-"""Tests of the reference attention against a loop over rows, heads and tokens, and of its two forms
+"""Test the reference attention against a loop over rows, heads and tokens, and its two forms
 against each other.
 
-Queries and keys are small multiples of 1/2, and page and group sizes are powers of two. Page scores
-are therefore exact in float32, so no selection depends on rounding, and ties are common.
+Queries and keys are small multiples of 1/2, and page and group sizes are powers of two. So page
+scores are exact in float32, no selection depends on rounding, and ties are common.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -43,7 +43,7 @@ def cache(B, H, K, S, D, seed=0):
 
 
 def poison(tensors, start_B, length_B, value=POISON):
-    """Overwrite everything outside the sequence of each row."""
+    """Overwrite everything outside each row's sequence."""
     column_S = torch.arange(tensors[0].shape[2])
     outside_BS = (column_S < start_B[:, None]) | (column_S >= (start_B + length_B)[:, None])
     return [t.masked_fill(outside_BS[:, None, :, None], value) for t in tensors]
@@ -55,7 +55,7 @@ def dot(x, y):
 
 def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
     """Apply section 2 of the paper to the newest token of one sequence in plain Python floats, and
-    measure by how large a margin pages are selected.
+    measure the margin by which pages are selected.
 
     Returns: ``out[H][D]``, ``weights[H]`` (token -> weight), and the smallest difference in score
     between a selected page and one that is not selected.
@@ -155,7 +155,7 @@ def test_decoding_with_any_page_layout_matches_a_naive_loop(data):
 
 def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
     """Apply ``attend`` to the first of a sequence's T newest tokens. Each later token reads what
-    the first one read, and the tokens since then. Return ``[H, T, D]``.
+    the first one read, plus the tokens since then. Return ``[H, T, D]``.
     """
     H, T, D = q_HTD.shape
     G, first = H // len(k_KSD), k_KSD.shape[1] - T + 1
@@ -173,7 +173,7 @@ def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 2, ALL_PAGES])
 @pytest.mark.parametrize("T", [2, 4, 9])
-def test_several_new_tokens_read_the_pages_selected_by_the_first_of_them(heads, top_k, T):
+def test_several_new_tokens_read_the_pages_that_the_first_one_selects(heads, top_k, T):
     H, K = HEADS[heads]
     layout, D = PageLayout(page_size=8), 8
     length = torch.tensor([T, 15, 16, 17, 47, 48, 49, 130])
@@ -192,7 +192,7 @@ BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # budgets of zero and of 2.
 
 
 def by_kv_head(x, head):
-    """Return the query heads of one of two kv heads."""
+    """Pick the query heads that belong to one of two kv heads."""
     return x.unflatten(1, (2, -1))[:, head]
 
 
@@ -263,9 +263,9 @@ def test_cache_contents_outside_the_sequence_have_no_effect():
 
 def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
     """q, k, a logit, a weight, their sum and the output are each rounded at most once, with a
-    relative error of at most u = 2**-8. The error of a logit is then at most delta = 3 u scale
-    sum_d |q_d k_d|, a weight is wrong by a factor of at most exp(2 delta + 2 u), and the output by
-    another u.
+    relative error of at most u = 2**-8. A logit's error is then at most delta = 3 u scale sum_d
+    |q_d k_d|, a weight is off by a factor of at most exp(2 delta + 2 u), and the output by another
+    u.
     """
     u, D, layout = 2**-8, 8, PageLayout(page_size=8)
     length = torch.tensor([1, 7, 8, 49, 130])
@@ -325,7 +325,7 @@ START, LENGTH, PROMPT = (
 
 
 def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, budgets=None):
-    """Decode step by step: for every t, the t-th token of all rows that are long enough. Prompt
+    """Decode step by step; step t decodes token t of every row that is long enough. Prompt
     positions read everything.
     """
     out = torch.zeros_like(q_BHTD)

@@ -1,4 +1,4 @@
-"""Tests that the audit passes exact engines and detects injected defects."""
+"""Test that the audit passes exact engines and detects injected defects."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ DRAFTS = Decoding.lossless(
     SparsitySchedule.fixed(3, page_size=4, recent_pages=1, dense_layers=()), draft_tokens=3
 )
 SEQUENCES, LENGTH = 512, 24
-"""About 12,000 tokens per arm, with which a bias that affects 3 % of the tokens is detected."""
+"""About 12,000 tokens per arm, enough to detect a bias that affects 3 % of the tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def asked(sequences, prompts=32):
 
 
 def arm(model, decoding, seed, sequences=SEQUENCES, length=LENGTH, prompts=32, **sampling):
-    """Return the tokens of an engine, ranked densely, and the counters of the engine."""
+    """Return an engine's tokens, ranked densely, and its counters."""
     engine = HFEngine(model, decoding, eos_ids=[], batch_size=2048)
     wanted = Sampling(length, top_n=0, seed=seed, **sampling)
     rollouts = engine.generate(asked(sequences, prompts), wanted)
@@ -160,7 +160,7 @@ def top_p_on_the_target_alone(monkeypatch):
 
 
 def draw_drafts_from(monkeypatch, other):
-    """Draw drafts from distributions that verification does not assume."""
+    """Draw drafts from other distributions than verification assumes."""
     right = Shape.distribution
     draw_along = speculative.draw_along
     seen = []
@@ -193,9 +193,7 @@ def while_drafting(monkeypatch):
 
 
 def a_stale_key_after_a_rejection(monkeypatch):
-    """Keep the keys and values of a rejected draft in the cache in place of those of its
-    replacement.
-    """
+    """Leave a rejected draft's keys and values in the cache instead of its replacement's."""
     keep = CachedSequences.keep
     select = CachedSequences.select
     drafting = while_drafting(monkeypatch)
@@ -228,7 +226,7 @@ def a_stale_key_after_a_rejection(monkeypatch):
 
 
 def log_probs_of_the_draft(monkeypatch):
-    """Report accepted drafts with the log-probs of the drafter."""
+    """Report accepted drafts with the drafter's log-probs."""
     verify = speculative.verify
     speculate = hf.speculate
     q = []

@@ -1,5 +1,5 @@
-"""Tests of complete audits: what is sampled and how it is ranked, with full distributions and with
-top lists.
+"""Test complete audits: what is sampled and how it is ranked, with full distributions and with top
+lists.
 """
 
 from contextlib import contextmanager

@@ -1,6 +1,4 @@
-"""Tests of the audit's statistics against hand calculations and on samples from known
-distributions.
-"""
+"""Test the audit's statistics against hand calculations and on samples from known distributions."""
 
 import json
 
@@ -119,7 +117,7 @@ def test_exact_tokens_pass_the_audit():
 
 
 def test_the_false_positive_rate_does_not_exceed_the_significance_level():
-    """At a level of 5 %, the number of failures among 150 audits of exact tokens is compatible with
+    """At a level of 5 %, the number of failures among 150 audits of exact tokens is consistent with
     chance.
     """
     called = sum(
@@ -141,12 +139,12 @@ def test_a_different_temperature_is_detected():
 
 
 def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power():
-    """Tokens are moved to more likely ones by exactly the detectable share."""
+    """Exactly the detectable share of tokens is replaced with more likely ones."""
     share = audit(drawn(1, 200), drawn(2, 200)).detectable
 
     def likelier(p):
         before = p.cumsum(1) - p
-        mean_h = np.sqrt(3) * (2 * before + p - 1)  # of the first polynomial, over the cell of u
+        mean_h = np.sqrt(3) * (2 * before + p - 1)  # mean of the first polynomial over u's cell
         return p * np.maximum(1 - share / MOVED[0] * -mean_h, 0)
 
     name = "u1 (likely tokens)"
@@ -229,7 +227,7 @@ def test_wrong_reported_log_probs_are_detected_but_rounding_is_tolerated():
     assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
 
 
-def test_a_bias_at_one_position_of_the_cycle_is_traced_to_that_position():
+def test_a_bias_at_one_position_in_the_cycle_is_traced_to_that_position():
     place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
     clean = drawn(1, place=place)
     assert audit(clean, drawn(2)).status == "exact"

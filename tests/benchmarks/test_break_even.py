@@ -1,6 +1,4 @@
-"""Tests of the script that times a cycle of each drafter, and of the table made from its
-results.
-"""
+"""Test the script that times each drafter's cycle, and the table made from its results."""
 
 import importlib
 import json

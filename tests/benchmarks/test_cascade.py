@@ -1,4 +1,4 @@
-"""Tests of how ``benchmarks/cascade.py`` decides which guesses and drafts are kept, and of its
+"""Test how ``benchmarks/cascade.py`` decides which guesses and drafts are kept, and how it makes
 prompts.
 """
 
@@ -16,13 +16,13 @@ def cascade():
         yield importlib.import_module("cascade")
 
 
-def test_guesses_are_kept_so_often_that_a_pass_yields_the_given_number_of_drafts(cascade):
+def test_the_keep_rate_makes_a_pass_yield_the_given_number_of_drafts(cascade):
     assert cascade.keep_rate(1.5, 1) == pytest.approx(0.5)  # 1 + 0.5
     assert cascade.keep_rate(1.75, 2) == pytest.approx(0.5)  # 1 + 0.5 + 0.25
     assert cascade.keep_rate(1.0, 3) == pytest.approx(0.0)
 
 
-def test_places_that_no_pass_fills_are_rejected(cascade):
+def test_drafts_that_no_pass_has_made_are_rejected(cascade):
     # Each of two passes yields one or two drafts, so the third draft exists in three of four cases,
     # and the fourth in one of four.
     rates = cascade.acceptance_by_place(0.8, 0.5, guesses=1, passes=2, drafts=5)

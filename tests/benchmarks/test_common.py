@@ -1,4 +1,4 @@
-"""Code that the benchmark scripts share."""
+"""Test the code that the benchmark scripts share."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_the_committed_result_files_are_small(common):
     assert sum(path.stat().st_size for path in files) < 1.5e6
 
 
-def test_a_run_is_added_to_those_on_the_same_shape_only(common, tmp_path):
+def test_a_run_is_only_added_to_runs_with_the_same_shape(common, tmp_path):
     path = tmp_path / "new" / "result.json"
     assert common.earlier_runs(path, "name", "qwen3-8b") == (
         path,
@@ -105,13 +105,13 @@ def test_a_run_is_added_to_those_on_the_same_shape_only(common, tmp_path):
         common.earlier_runs(path, "name", "qwen3-4b")
 
 
-def test_without_a_path_runs_are_added_to_the_result_of_the_shape(common):
+def test_without_a_path_runs_are_added_to_the_shapes_result(common):
     path, _ = common.earlier_runs(None, "no_such", "qwen3-4b")
     assert path == common.RESULTS / "no_such_qwen3-4b.json"
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])
-def test_no_token_ends_a_response_of_the_small_model(common, is_mixture):
+def test_no_token_ends_the_small_models_responses(common, is_mixture):
     config = common.small_qwen3(is_mixture)
     assert config.vocab_size == common.SMALL_VOCAB and config.eos_token_id is None
     assert getattr(config, "num_experts", None) == (16 if is_mixture else None)

@@ -1,4 +1,4 @@
-"""Tests of the paper's formulas against hand calculations, the bytes and FLOPs of steps, and the
+"""Test the paper's formulas against hand calculations, the bytes and FLOPs of steps, and the
 paper's ideal speed-ups.
 """
 
@@ -13,7 +13,7 @@ from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
 PUBLISHED = {name: SHAPES[name] for name in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")}
-"""The shapes whose ideal speedups the paper gives."""
+"""The shapes for which the paper gives ideal speed-ups."""
 
 
 @pytest.fixture(scope="module")

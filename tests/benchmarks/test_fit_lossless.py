@@ -1,6 +1,4 @@
-"""Tests of the fit of lossless cycles, and of how well the shipped constants predict
-measurements.
-"""
+"""Test the fit of lossless cycles, and how well the shipped constants predict measurements."""
 
 import importlib
 import json
@@ -17,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]
 ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the measurements returned no lists
 MISSED = {("qwen3-4b", 24, 30_000), ("qwen3-8b", 24, 30_000)}
-"""States of the last run in which a dense step of stock vLLM took 9 % and 8 % longer than
+"""The states where, in the last run, a dense step of stock vLLM took 9 % and 8 % longer than
 predicted.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of the benchmark of short contexts with three simulated engines, on a clock that the test
+"""Test the benchmark of short contexts with three simulated engines, on a clock that the test
 controls.
 """
 
@@ -48,7 +48,7 @@ class Bench:
 
 
 class InThisProcess:
-    """A stand-in for the process pool of an engine."""
+    """A stand-in for an engine's process pool."""
 
     def __init__(self, engine):
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Tests of the script that times a mixture of experts in all modes, and of the tables made from its
+"""Test the script that times a mixture of experts in all modes, and the tables made from its
 results.
 """
 
@@ -49,7 +49,7 @@ def test_the_default_trace_and_points_fit_on_an_h200_together_with_the_weights(s
 
 
 class Child:
-    """A stand-in for the process of an engine."""
+    """A stand-in for an engine's process."""
 
     def __init__(self, arguments, mode):
         self.mode = mode
@@ -63,7 +63,7 @@ class Child:
         pass
 
 
-def test_each_invocation_appends_a_run_with_the_size_of_its_model(scripts, tmp_path, monkeypatch):
+def test_each_invocation_appends_a_run_with_its_models_size(scripts, tmp_path, monkeypatch):
     pytest.importorskip("vllm.version")
     script, _ = scripts
     monkeypatch.setattr(script, "Child", Child)
@@ -86,7 +86,7 @@ def test_each_invocation_appends_a_run_with_the_size_of_its_model(scripts, tmp_p
     assert whole["engines"]["lossless"]["finished"]
 
 
-def test_the_arguments_of_the_parent_are_passed_on_to_its_child(scripts, tmp_path, monkeypatch):
+def test_a_child_receives_its_parents_arguments(scripts, tmp_path, monkeypatch):
     script, _ = scripts
     commands = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Tests of the turns of ``benchmarks/never_slower.py``, and of the table of its results."""
+"""Test the turns of ``benchmarks/never_slower.py``, and the table of its results."""
 
 import importlib
 import json

@@ -1,6 +1,4 @@
-"""Tests that every script starts on any machine, and that measured shapes match those of the cost
-model.
-"""
+"""Test that every script starts on any machine, and that measured shapes match the cost model's."""
 
 import json
 import os
@@ -44,13 +42,13 @@ for name in sys.argv[2:]:
             del sys.modules[module]
 print(json.dumps(found))
 """
-"""Prints the exit status and output of each script. All scripts run in one process, so that vLLM is
-imported only once, but each imports the other scripts' modules anew.
+"""Prints each script's exit status and output. All scripts run in one process, so that vLLM is only
+imported once, but each script imports the others' modules anew.
 """
 
 
 def missing(name: str) -> str | None:
-    """Return the first optional package that a script mentions and that is not installed."""
+    """Return the first optional package that a script mentions but that is not installed."""
     text = (ROOT / name).read_text(encoding="utf-8")
     absent = (module for module in ("vllm", "triton") if find_spec(module) is None)
     return next((module for module in absent if module in text), None)
@@ -83,7 +81,7 @@ WITH_A_CACHE_IN_ALL_LAYERS = [name for name in SHAPES if SHAPES[name].attention_
 
 
 @pytest.mark.parametrize("name", WITH_A_CACHE_IN_ALL_LAYERS)
-def test_measured_shapes_match_those_of_the_cost_model(name, monkeypatch):
+def test_measured_shapes_match_the_cost_models(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3
 

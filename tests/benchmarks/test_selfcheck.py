@@ -1,4 +1,4 @@
-"""Tests of what ``benchmarks/selfcheck.py`` reports if an engine starts, is refused, or dies."""
+"""Test what ``benchmarks/selfcheck.py`` reports if an engine starts, is refused, or dies."""
 
 import importlib
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Tests of the comparison of two source trees, each of which is timed by its own code. They need no
-GPU.
-"""
+"""Test the comparison of two source trees, each timed by its own code. No GPU is needed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests that docs/performance.md matches the benchmarks' JSON files, and that the rollout traces
+"""Test that docs/performance.md matches the benchmarks' JSON files, and that the rollout traces
 match its description.
 """
 
@@ -34,7 +34,7 @@ def test_tables_in_the_docs_match_the_result_files(tables):
     assert all("".join(pages).count(f"<!-- table: {name} -->") == 1 for name in tables.TABLES)
 
 
-def test_the_time_of_a_trace_is_the_time_of_its_steps_plus_that_of_its_joins(tables):
+def test_the_time_of_a_trace_is_the_time_of_its_steps_plus_its_joins(tables):
     states = [{"none": {"ms": 10.0}}, {"none": {"ms": 20.0}}]
     run = {
         "join_ms": [1.0, 90.0, 4.0],

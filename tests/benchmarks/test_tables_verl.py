@@ -1,4 +1,4 @@
-"""Tests of the table of verl's runs, which is made from the recipe's results."""
+"""Test the table of verl's runs, made from the recipe's results."""
 
 import importlib
 import json

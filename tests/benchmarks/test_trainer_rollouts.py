@@ -1,5 +1,5 @@
-"""Tests of how the script that drives other trainers evaluates their responses and counters. No
-trainer is started.
+"""Test how the script that drives other trainers evaluates their responses and counters. No trainer
+is started.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def test_two_tokens_far_below_the_greedy_token_are_not_tied(script):
     assert not script.tied([0.0, 5.0, 1.0, 1.0], 2, 3)
 
 
-def test_lossless_rollouts_pass_with_accepted_drafts_and_the_tokens_of_stock_vllm(script):
+def test_lossless_rollouts_pass_if_drafts_are_accepted_and_tokens_match_stock_vllm(script):
     assert script.failures("lossless", DRAFTED, EQUAL) == []
 
 
@@ -59,7 +59,7 @@ def test_lossless_rollouts_pass_with_accepted_drafts_and_the_tokens_of_stock_vll
         (DRAFTED, 1, "responses are not those of stock vLLM"),
     ],
 )
-def test_each_fault_of_lossless_rollouts_is_reported(script, counts, wrong, words):
+def test_each_fault_in_lossless_rollouts_is_reported(script, counts, wrong, words):
     assert words in script.failures("lossless", counts, EQUAL | {"wrong": wrong})
 
 
@@ -83,7 +83,7 @@ def test_a_mode_that_stops_before_the_weight_update_is_reported_as_faulty(
 
 
 @pytest.mark.parametrize(("cuda", "tried"), [(True, 2), (False, 1)])
-def test_weights_of_openrlhf_are_updated_only_on_a_gpu(script, monkeypatch, cuda, tried):
+def test_openrlhfs_weights_are_updated_only_on_a_gpu(script, monkeypatch, cuda, tried):
     monkeypatch.setattr(script, "CUDA", cuda)
     assert len(script.checkpoints("openrlhf")) == tried
     assert len(script.checkpoints("skyrl")) == 2

@@ -1,4 +1,4 @@
-"""Tests of the script that measures a version of vLLM, and of the table of its results."""
+"""Test the script that measures a version of vLLM, and the table of its results."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Tests of budgets by layer and kv head: the order in which pages are allocated, against hand
+"""Test budgets by layer and kv head: the order in which pages are allocated, against hand
 calculations, and the command with a small model.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of the search, with simulated engines whose acceptance tail is known."""
+"""Test the search with simulated engines whose acceptance tail is known."""
 
 import math
 import shutil
@@ -19,8 +19,8 @@ LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
 
 
 def world(lengths, needed, calls=None, noise=0.0):
-    """Simulate acceptance that falls linearly with the pages by which top_k falls short of
-    ``needed(bin)``, and that is the same for all tokens except for noise.
+    """Simulate acceptance that falls linearly with the number of pages that top_k is short of
+    ``needed(bin)``. Except for noise, it's the same for all tokens.
     """
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -61,8 +61,8 @@ def test_each_bin_gets_the_cheapest_budget_by_bisection_and_interpolation():
 
 def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(4, 12, 24), 0.8999, refine=0)
-    # 0.87 at 12 and 0.95 at 24 (from 20 on): 13 * (25 / 13) ** (3 / 8) - 1 = 15.6 where 15 would
-    # do.
+    # p5 is 0.87 at 12 and 0.95 at 24 (from 20 on), which gives 13 * (25 / 13) ** (3 / 8) - 1 =
+    # 15.6, although 15 would do.
     p5 = 0.87 + 0.08 * math.log(17 / 13) / math.log(25 / 13)
     assert found.schedule.top_k == (16, 16, ALL_PAGES) and found.bins[0].p5 == pytest.approx(p5)
     assert (
@@ -96,7 +96,7 @@ def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_are_sufficient():
     assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
 
 
-def test_budgets_below_that_of_a_shorter_bin_are_not_tried():
+def test_budgets_below_a_shorter_bins_budget_are_not_tried():
     calls: list = []
     found = calibrate(
         world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls),
@@ -151,12 +151,12 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # A quarter fewer pages or a third more; if fewer are sufficient, fewer still.
+    # A quarter fewer pages or a third more are tried, and even fewer if fewer are enough.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
     # In the last bin, 33 would be enough, but interpolation predicts 34.
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)
-    # Lengths beyond the schedule were sampled densely, and are tried with the budget of the
-    # previous bin.
+    # Lengths beyond the schedule were sampled densely, and are tried with the previous bin's
+    # budget.
     calls.clear()
     shorter = LAYOUT.replace(top_k=(9, 9, 9, ALL_PAGES))
     longer = calibrate(world([640] * 30, lambda b: 12 + 0 * b, calls), [shorter], 0.8999)
@@ -264,8 +264,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round also has a dense pass, but no pass under the schedule with which its responses
-    # were sampled (in the first round, the largest budget).
+    # Every round also has a dense pass, but no pass under the schedule that its responses were
+    # sampled with (in the first round, the largest budget).
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -414,9 +414,9 @@ def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeyp
 
 class TwoPrograms:
     """A scorer, or a sampler with noisy logits, for a model whose logits depend only on prompt and
-    position. The fewer pages are read, the larger is the change in the logits. All ``V`` tokens are
-    listed. The noise is either the same under all schedules or drawn ``anew`` for each, as if sums
-    were rounded differently.
+    position. The fewer pages are read, the more the logits change. All ``V`` tokens are listed. The
+    noise is either the same under all schedules or drawn ``anew`` for each, as if sums were rounded
+    differently.
     """
 
     V, T = 16, 320
@@ -524,7 +524,7 @@ def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # The reported p5 is always the sampler's, even for schedules under which nothing was sampled.
+    # The reported p5 is always the sampler's, even for schedules that nothing was sampled under.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

@@ -81,7 +81,7 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert re.search(
         r"log-probs of the sampled tokens differ from the policy's by \d(e-\d+)?", printed
     )
-    # Because of the lists, it is unknown how far dense samples are from the policy, although they
+    # Because of the lists, nobody can tell how far dense samples are from the policy, although they
     # do not differ.
     assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
     dense = json.loads(out.read_text())
@@ -140,7 +140,7 @@ def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path,
 
 
 @pytest.mark.slow
-def test_reported_counters_are_those_of_the_last_sampling_pass(
+def test_reported_counters_cover_only_the_last_sampling_pass(
     checkpoint, tmp_path, passes, monkeypatch
 ):
     from sparrow.engines.base import Counters
@@ -350,7 +350,7 @@ def test_lists_are_lengthened_until_the_verdict_is_decided(checkpoint, tmp_path,
     arguments = [
         "measure",
         "--schedule",
-        "fixed:9",  # at these lengths, everything
+        "fixed:9",  # reads everything at these lengths
         "--model",
         checkpoint,
         "--task",
@@ -530,8 +530,8 @@ def test_a_missing_model_is_reported_in_one_sentence(command, capsys):
 
 
 def test_the_recorded_reward_rises_within_the_number_of_demo_steps():
-    """The recorded runs are longer, but have the same seeds, so their first steps are those of the
-    demo.
+    """The recorded runs are longer, but have the same seeds, so their first steps are the same as
+    the demo's.
     """
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]

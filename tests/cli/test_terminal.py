@@ -1,4 +1,4 @@
-"""Tests of the terminal output while a command works, and of how commands are started."""
+"""Test the terminal output while a command runs, and how commands are started."""
 
 import io
 import subprocess

@@ -1,5 +1,5 @@
-"""Tests of plans for a cluster: memory and seconds against hand calculations, plans that do not
-fit, and the published 14B run.
+"""Test plans for a cluster: memory and seconds against hand calculations, plans that do not fit,
+and the published 14B run.
 """
 
 import importlib
@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_memory_matches_a_hand_calculation():
-    # Between steps 12 bytes of each of 1e6 parameters, over 4 GPUs; gradients 4; 32 wide, two
-    # layers.
+    # Between steps, each of 1e6 parameters takes 12 bytes, spread over 4 GPUs; gradients take 4.
+    # The model is 32 wide and has two layers.
     found = fit(TINY, Cluster(GPU, 4, tensor_parallel=2), longest=1000, token_budget=5000)
     assert (found.state, found.gradients, found.engine_weights) == (3e6, 1e6, 1e6)
     assert found.activations == 5000 * 32 * (4 + 34) + 7.5e9 + 3e6
-    # An engine on two GPUs: 170e9 usable, less 2 x 3e6 of state and 2e6 of weights; 64 elements of
-    # 2 bytes per token.
+    # An engine on two GPUs can use 170e9 bytes, less 2 x 3e6 of state and 2e6 of weights. A token
+    # takes 64 elements of 2 bytes.
     held = int((0.85 * 200e9 - 6e6 - 2e6) // 128)
     assert found.kv == held * 128 / 2 and found.full_responses == held // 1000
     apart = fit(
@@ -46,14 +46,15 @@ def test_memory_matches_a_hand_calculation():
     assert apart.kv > found.kv
 
 
-def test_engines_of_more_gpus_than_kv_heads_cache_each_head_several_times():
+def test_engines_with_more_gpus_than_kv_heads_cache_each_head_several_times():
     schedule = SparsitySchedule.fixed(2, dense_layers=(), landmark_dtype="fp8_e4m3")
     few, many = ((TINY, Cluster(GPU, 4, n)) for n in (2, 4))
-    # Four GPUs hold two kv heads each on two GPUs, so the cache holds 64 x 2 elements per token.
+    # On four GPUs, each of the two kv heads is stored twice, so the cache holds 64 x 2 elements per
+    # token.
     memory = fit(*many, longest=1000, token_budget=5000)
     held = int((0.85 * 400e9 - 4 * 3e6 - 2e6) // 256)
     assert memory.full_responses == held // 1000 and memory.kv == held * 256 / 4
-    # A GPU reads as many bytes as one of two.
+    # Each GPU reads as many bytes as with an engine of two GPUs.
     single, twice = (cluster.engine_shape(*engine) for engine in (few, many))
     one, two = (decode_step(shape, GPU, [5000], schedule) for shape in (single, twice))
     assert (two.kv_bytes, two.landmark_bytes) == (2 * one.kv_bytes, 2 * one.landmark_bytes)
@@ -69,8 +70,8 @@ def test_engines_of_more_gpus_than_kv_heads_cache_each_head_several_times():
 
 
 def test_training_time_matches_a_hand_calculation():
-    # Two sequences of 100 and 300 tokens: forward 2 x 1e6 x 400, and 64 x 2 x (1e4 + 9e4) of
-    # attention.
+    # For two sequences of 100 and 300 tokens, the forward pass takes 2 x 1e6 x 400 FLOPs, plus 64 x
+    # 2 x (1e4 + 9e4) for attention.
     forward = 2e6 * 400 + 128 * 1e5
     alone = train_seconds(TINY, Cluster(GPU, 1), [100, 300])
     assert alone == pytest.approx((forward / 0.24e9, 4 * forward / 0.28e9))
@@ -160,7 +161,7 @@ def test_a_model_that_does_not_fit_is_refused():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
-def test_the_duration_of_the_published_run_is_within_the_predicted_range():
+def test_the_published_runs_duration_is_within_the_predicted_range():
     """The dense run took about 190 hours for 53,000 examples on 32 H200s. Neither the prompts per
     step nor the lengths were published.
     """

@@ -1,4 +1,4 @@
-"""Tests of the break-even points of other drafters against hand calculations and measurements."""
+"""Test the break-even points of other drafters against hand calculations and measurements."""
 
 import numpy as np
 import pytest
@@ -16,17 +16,17 @@ SMALL = ModelShape("small", 10, 1, 1, 1, 120, output=20)
 SLOW = Machine("slow", 100.0, 100.0, 1000.0, 1e9)
 
 
-def test_the_break_even_point_of_a_drafter_matches_a_hand_calculation():
+def test_a_drafters_break_even_point_matches_a_hand_calculation():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
-    # Dense: 240 bytes of weights and 5 x 40 of cache. A pass: 60 of weights and 5 x 8 of cache.
-    # Verifying three drafts: 2 x 120 x 3 FLOPs, at half of the peak.
+    # A dense step reads 240 bytes of weights and 5 x 40 of cache, and a pass reads 60 and 5 x 8.
+    # Verifying three drafts takes 2 x 120 x 3 FLOPs, at half the peak.
     found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
     assert found == pytest.approx((4.4 + 3 * 1.0 + 1.44) / 4.4)
 
 
 def test_a_block_of_drafts_reads_the_layers_once_and_computes_every_token():
     drafter = TrainedDrafter("block", 3, 1, 2, 0.5)
-    # Two further tokens through 30 weights: 120 FLOPs, at half of the peak.
+    # Two more tokens through 30 weights take 120 FLOPs, at half the peak.
     found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
     assert found == pytest.approx((4.4 + 1.0 + 0.24 + 1.44) / 4.4)
 

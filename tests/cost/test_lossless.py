@@ -1,4 +1,4 @@
-"""Tests of the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
+"""Test the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
 weights, and recommendations.
 """
 
@@ -52,8 +52,8 @@ def test_tokens_per_cycle_match_a_hand_calculation():
 
 
 def test_the_time_of_a_cycle_matches_a_hand_calculation():
-    # One layer, one head of 4: a cached token is 16 bytes, a landmark 8. Weights are 500
-    # parameters, 1,000 bytes.
+    # With one layer and one head of 4, a cached token takes 16 bytes and a landmark 8. The weights
+    # are 500 parameters, or 1,000 bytes.
     shape, machine = ModelShape("tiny", 1, 1, 1, 4, 500), Machine("toy", 1e3, 1e3, 1e6, 1e12)
     schedule = SparsitySchedule.fixed(
         1, page_size=10, bin_tokens=10, sink_pages=1, recent_pages=1, dense_layers=()
@@ -62,9 +62,9 @@ def test_the_time_of_a_cycle_matches_a_hand_calculation():
     found = lossless_step(
         shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Cycle(0.375, 0.5)
     )
-    # A draft: 1 s of weights, 2 x 30 tokens and 10 + 20 landmarks, and 0.375 s. Verification: 1 s
-    # of weights, 300 tokens, 4 further ones at half the peak, 0.5 + 2 x 0.125 s. Lists: 1.75 tokens
-    # each.
+    # A draft takes 1 s for weights, 2 x 30 tokens, 10 + 20 landmarks, and 0.375 s. Verification
+    # takes 1 s for weights, 300 tokens, 4 more tokens at half the peak, and 0.5 + 2 x 0.125 s.
+    # Lists are for 1.75 tokens each.
     draft = (1.0, (60 * 16 + 30 * 8) / 1e3, 0.375)
     verify = (1.0 + 4 * 2 * 500 / (0.5 * 1e6), 300 * 16 / 1e3, 0.75)
     weight, attention, overhead = (2 * d + v for d, v in zip(draft, verify, strict=True))

@@ -1,5 +1,5 @@
-"""Tests of the cost model against hand calculations, measured steps and simulated batches, and of
-its verdicts.
+"""Test the cost model against hand calculations, measured steps and simulated batches, and test its
+verdicts.
 """
 
 import importlib
@@ -211,9 +211,7 @@ def test_the_bytes_of_a_step_match_a_hand_calculation():
         (128, 4000, 61, 130),
     ],
 )
-def test_the_predicted_time_of_a_sparse_layer_equals_the_kernels_read_limit(
-    batch, length, top_k, us
-):
+def test_a_sparse_layers_predicted_time_equals_the_kernels_read_limit(batch, length, top_k, us):
     layer = ModelShape("layer", 1, 16, 8, 128, weights=0)
     step = decode_step(
         layer, H200, [length] * batch, SparsitySchedule.fixed(top_k, dense_layers=()), FREE
@@ -238,7 +236,7 @@ def test_predictions_are_within_15_percent_of_measured_dense_and_sparse_steps(sc
 def test_the_shipped_constants_equal_the_fit_and_predict_held_out_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
-    # Its steps of less than 3 ms wait for the host, unlike those of the other shapes.
+    # Its steps of less than 3 ms wait for the host, unlike the other shapes'.
     assert max(abs(held_out) for p, _, _, held_out in table if p.seconds > 3e-3) < 0.2
 
 
@@ -268,9 +266,7 @@ def test_the_fit_recovers_the_constants_of_simulated_steps(script):
     st.integers(0, 2000),
     st.sampled_from([8, 16, 64]),
 )
-def test_bytes_add_up_over_sequences_and_never_exceed_those_of_a_dense_step(
-    lengths, top_k, page_size
-):
+def test_bytes_add_up_over_sequences_and_never_exceed_a_dense_steps(lengths, top_k, page_size):
     shape, schedule = SHAPES["qwen3-1.7b"], SparsitySchedule.fixed(top_k, page_size=page_size)
     whole = decode_step(shape, H200, lengths, schedule)
     single = [decode_step(shape, H200, length, schedule) for length in lengths]

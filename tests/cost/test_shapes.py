@@ -1,6 +1,4 @@
-"""Tests of the shapes of mixtures and hybrids: their parameter counts, and the bytes that a pass
-reads.
-"""
+"""Test the shapes of mixtures and hybrids: their parameter counts, and the bytes that a pass reads."""
 
 from dataclasses import replace
 
@@ -124,8 +122,8 @@ def test_an_unsupported_type_of_mixture_is_refused():
 
 @pytest.mark.parametrize(("tokens", "read"), [(1, 400), (2, 200 + 800 * 7 / 16), (10**6, 1000)])
 def test_a_pass_reads_the_experts_to_which_its_tokens_are_routed(tokens, read):
-    """Of the 800 parameters in experts, one token does not use three quarters, and two tokens do
-    not use 9 / 16.
+    """Of the experts' 800 parameters, one token leaves three quarters unused, and two tokens leave
+    9 / 16 unused.
     """
     assert TINY.weights_read(tokens) == pytest.approx(read)
     assert TINY.active_weights == 400

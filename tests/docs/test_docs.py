@@ -1,6 +1,4 @@
-"""Tests that run the Python examples of the docs, and parse the documented options of all
-commands.
-"""
+"""Run the Python examples in the docs, and parse the documented options of all commands."""
 
 import os
 import re
@@ -55,7 +53,9 @@ GPU.
 
 @pytest.mark.parametrize("mark", PREPARE)
 def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
-    """Replace the model in the example by a random model with the shape of the published schedule."""
+    """Replace the model in the example with a random one that has the shape of the published
+    schedule.
+    """
     blocks = [
         block
         for page in EXAMPLES
@@ -100,7 +100,7 @@ def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
     )
 
 
-def test_the_command_line_page_matches_the_help_of_the_commands():
+def test_the_command_line_page_matches_the_commands_help():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "tune", "audit", "report"]
@@ -109,7 +109,7 @@ def test_the_command_line_page_matches_the_help_of_the_commands():
     assert write_cli["written"](page) == page, "run python docs/write_cli.py"
 
 
-def test_the_example_of_every_option_format_can_be_parsed(monkeypatch, tmp_path):
+def test_every_example_of_an_option_format_can_be_parsed(monkeypatch, tmp_path):
     """Check that each example in the table of formats matches its row."""
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     lines = page.partition("## `sparrow demo`")[0].splitlines()

@@ -1,4 +1,4 @@
-"""Tests that the site's navigation lists every page of the docs, and that links point to existing
+"""Test that the site's navigation lists every page of the docs, and that links point to existing
 targets.
 """
 
@@ -41,7 +41,7 @@ def test_the_navigation_lists_every_page_once():
 
 
 def anchors(page):
-    """Return the anchors of the headings of a page."""
+    """Return the anchors of a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
     words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]

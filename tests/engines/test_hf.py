@@ -1,5 +1,5 @@
-"""Tests of the transformers engine: sparse decoding, which must equal teacher forcing, and
-refusals.
+"""Test the transformers engine: its sparse decoding, which must equal teacher forcing, and what it
+refuses.
 """
 
 from dataclasses import replace
@@ -342,7 +342,7 @@ def test_closing_an_engine_restores_its_model(loaded_with):
     assert torch.equal(greedy(model, ids, mask)[0], before)
     assert model.config._attn_implementation == loaded_with
     assert not any("sparrow" in vars(module) for module in model.modules())
-    engine.close()  # a second time changes nothing
+    engine.close()  # closing it again changes nothing
 
     # The schedule set by the user is restored.
     set_schedule(model, SparsitySchedule.fixed(1, dense_layers=()))

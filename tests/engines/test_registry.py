@@ -1,4 +1,4 @@
-"""Tests of how users name engines. Each engine has one registry entry, which all commands use."""
+"""Test how users name engines. Each engine has one registry entry, which all commands use."""
 
 import importlib
 import sys

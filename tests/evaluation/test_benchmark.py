@@ -1,5 +1,5 @@
-"""Tests that ``sparrow eval`` gives the same table however often it is interrupted, and never that
-of a different model.
+"""Test that ``sparrow eval`` gives the same table however often it is interrupted, and never a
+different model's.
 """
 
 import json
@@ -123,7 +123,7 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
         main([*arguments, *other])
     assert engine_calls == [6] * 7
     main([*arguments, "--schedule", str(table)])
-    assert engine_calls == [6] * 8  # only the sparse actor, as the dense samples exist
+    assert engine_calls == [6] * 8  # only the sparse actor, since dense samples already exist
     table.write_text('{"top_k": [2], "dense_layers": [0]}')  # a new schedule, same name
     main([*arguments, "--schedule", str(table)])
     assert engine_calls == [6] * 9

@@ -1,4 +1,4 @@
-"""Tests of evaluation metrics against hand calculations."""
+"""Test evaluation metrics against hand calculations."""
 
 import numpy as np
 import pytest

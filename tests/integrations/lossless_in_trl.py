@@ -1,4 +1,4 @@
-"""Two steps of stock TRL with lossless rollouts in stock vLLM on the V2 model runner;
+"""Run two steps of stock TRL with lossless rollouts in stock vLLM on the V2 model runner;
 ``test_trl.py`` runs this file. The JSON output contains the logged metrics, the log-probs of one
 final rollout according to vLLM and to transformers, and the mode of an engine that is then started
 in the same process.

@@ -1,4 +1,4 @@
-"""Tests of measuring p5 in a custom training loop with a transformers model."""
+"""Test how p5 is measured in a custom training loop with a transformers model."""
 
 from types import SimpleNamespace
 

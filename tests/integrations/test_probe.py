@@ -1,5 +1,5 @@
-"""Tests of the probe with a real server in lossless mode; ``test_real_server.py`` tests it with a
-lossy server.
+"""Test the probe with a real server in lossless mode; ``test_real_server.py`` tests it with a lossy
+server.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of the sampling options that the adapters refuse with any trainer."""
+"""Test the sampling options that the adapters refuse with any trainer."""
 
 import pytest
 

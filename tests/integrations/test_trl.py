@@ -1,5 +1,5 @@
-"""Tests of TRL's trainer with sparse rollouts: the patched parts of TRL, what is recorded and
-measured, and a real run on a CPU.
+"""Test TRL's trainer with sparse rollouts: the patched parts of TRL, what is recorded and measured,
+and a real run on a CPU.
 """
 
 import inspect
@@ -101,10 +101,8 @@ def sparse_only():
     return nullcontext(False)
 
 
-def test_prompts_of_the_first_batch_are_sampled_densely_as_well():
-    """Outside the context, the schedule is unchanged, and TRL receives the responses of its own
-    rollout.
-    """
+def test_the_first_batchs_prompts_are_also_sampled_densely():
+    """Outside the context, the schedule is unchanged, and TRL receives its own rollout's responses."""
     inner, told = Generation(), []
 
     @contextmanager
@@ -157,7 +155,7 @@ def test_prompts_with_images_are_refused():
         generation.generate([[1]], [["an image"]], 1)
 
 
-def test_log_probs_of_the_policy_match_a_dense_engine(monkeypatch):
+def test_the_policys_log_probs_match_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
     engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
@@ -356,7 +354,7 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_the_acceptance_tail(tmp_pa
 
 
 def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
-    """Drafts are rejected, and log-probs are still those of the dense policy, before and after a
+    """Some drafts are rejected, but log-probs are still the dense policy's, before and after a
     weight update.
     """
     pytest.importorskip("vllm")

@@ -1,4 +1,4 @@
-"""Tests of verl's trainer with sparse or lossless rollouts: where it plugs in, and what it measures
+"""Test verl's trainer with sparse or lossless rollouts: where it plugs in, and what it measures
 through verl's own classes and Ray.
 """
 
@@ -182,14 +182,14 @@ def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
 
 
 def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
-    """Probing follows the weight update of a step, uses the step's prompts, and is logged with the
+    """A probe runs after a step's weight update, uses the step's prompts, and is logged with the
     step's metrics.
     """
     asked, logged = [], {}
 
     def probe(urls, prompts, schedule, max_new_tokens):
         asked.append((urls, prompts, schedule, max_new_tokens))
-        at = 96 + np.arange(4)  # at lengths at which the schedule no longer reads everything
+        at = 96 + np.arange(4)  # long enough that the schedule no longer reads everything
         return [TokenAcceptance(np.full(4, x), np.ones(4), at) for x in (0.5, 0.9)]
 
     monkeypatch.setattr(adapter, "probe", probe)
@@ -244,7 +244,7 @@ def cluster():
 
 
 def replica(answers=()):
-    """Create a stand-in for ``vLLMReplica``. As in verl, its server passes on errors but no
+    """Create a stand-in for ``vLLMReplica``. As in verl, its server passes on errors but not
     results. The workers of its engine reply with ``answers[method]``.
     """
 
@@ -309,7 +309,7 @@ def trainer_of(composed, replicas):
     return trainer
 
 
-def test_the_counters_of_all_replicas_are_added_up_before_the_replicas_sleep(cluster, composed):
+def test_all_replicas_counters_are_added_up_before_the_replicas_sleep(cluster, composed):
     trainer = trainer_of(composed, [replica(worker()), replica(worker(drafted=12, emitted=10))])
     trainer.on_sample_end()
     assert trainer._counts == Counters(20, 80, drafted=20, accepted=12, cycles=6)
@@ -331,9 +331,7 @@ def test_a_replica_in_a_different_mode_is_refused(cluster):
 
 
 def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
-    """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the worker of the policy
-    replaced.
-    """
+    """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the policy's worker replaced."""
     import transfer_queue as tq
     from omegaconf import OmegaConf
     from tensordict import TensorDict

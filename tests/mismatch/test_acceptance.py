@@ -1,5 +1,5 @@
-"""Tests of acceptance rates against hand calculations, and of bounds that must always contain the
-exact value.
+"""Test acceptance rates against hand calculations, and bounds that must always contain the exact
+value.
 
 Shapes: T tokens, V vocabulary, n entries of a top-n list.
 """
@@ -21,7 +21,7 @@ def log(probabilities):
 
 
 def top(distribution_TV, n):
-    """Return ids and log-probs of the n most probable tokens of each row, [T, n]."""
+    """Return the ids and log-probs of each row's n most probable tokens, [T, n]."""
     ids = np.argsort(-distribution_TV, axis=-1, kind="stable")[:, :n]
     return ids, np.take_along_axis(log(distribution_TV), ids, axis=-1)
 

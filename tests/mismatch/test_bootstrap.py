@@ -1,5 +1,5 @@
-"""Tests of the bootstrap by sequence (the fast percentile equals that of the repeated sample, and
-intervals cover the true value) and of the report's numbers.
+"""Test the bootstrap by sequence (the fast percentile equals the repeated sample's, and intervals
+cover the true value) and the report's numbers.
 
 Shapes: T tokens, B sequences, R resamples.
 """

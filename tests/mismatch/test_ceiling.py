@@ -1,5 +1,5 @@
-"""Tests of the ceiling of p5: what is stored from dense rollouts, and which ceiling applies to
-which length.
+"""Test the ceiling of p5: what is stored from dense rollouts, and which ceiling applies to which
+length.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_the_state_survives_a_json_round_trip_with_a_bin_of_one_response():
 
 
 def test_the_noise_of_a_sampler_matches_a_hand_calculation():
-    """Check two listed tokens, with all others as one."""
+    """Two tokens are listed, and all others count as one."""
     noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
     np.testing.assert_allclose(np.exp(with_noise(np.log([[0.5, 0.3]]), noise)), [[0.4, 0.4]])
@@ -80,7 +80,7 @@ def test_the_noise_of_complete_and_padded_lists_is_defined():
     noise = engine_noise(whole, whole)
     assert not noise.any()
     np.testing.assert_allclose(np.exp(with_noise(whole, noise)), [[0.75, 0.25, 0.0]], atol=2e-6)
-    # A remaining mass of 0.001 is real; one ten-millionth is rounding.
+    # A remaining mass of 0.001 is real; one ten-millionth is just rounding.
     for rest, expected in ((1e-3, log(1e-3 / 1e-2)), (1e-7, log(1e-6 / 1e-2))):
         assert engine_noise([[np.log1p(-rest)]], [[np.log1p(-1e-2)]])[0, 1] == pytest.approx(
             expected, abs=1e-6

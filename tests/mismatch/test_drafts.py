@@ -1,4 +1,4 @@
-"""Tests of the counts of draft acceptance by length against the values that were counted."""
+"""Compare counts of draft acceptance by length with the values that were counted."""
 
 import json
 import math

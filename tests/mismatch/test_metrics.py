@@ -1,4 +1,4 @@
-"""Tests of the scalars of a mismatch report against hand calculations."""
+"""Test the scalars of a mismatch report against hand calculations."""
 
 import numpy as np
 import pytest

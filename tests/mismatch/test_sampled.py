@@ -1,6 +1,4 @@
-"""Tests of acceptance estimated from sampled tokens, against hand calculations and exact
-distributions.
-"""
+"""Test acceptance estimated from sampled tokens, against hand calculations and exact distributions."""
 
 import numpy as np
 import pytest

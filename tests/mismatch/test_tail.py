@@ -1,4 +1,4 @@
-"""Tests of position bins against hand calculations."""
+"""Test position bins against hand calculations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of tau on both scales: the law of squares, intervals, verdicts, and unreachable values."""
+"""Test tau on both scales: the law of squares, intervals, verdicts, and unreachable values."""
 
 from dataclasses import replace
 from math import isnan, nan
@@ -49,7 +49,7 @@ def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
             p5(strength * sparse + noise * rng.standard_normal((T, V))),
         )
         assert abs(relative_p5(both, ceiling) - alone) < 0.02
-        if alone > 0.7:  # the errors of the other laws are more than twice as large
+        if alone > 0.7:  # the other laws' errors are more than twice as large
             assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(
                 relative_p5(both, ceiling) - alone
             )

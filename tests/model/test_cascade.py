@@ -1,4 +1,4 @@
-"""Tests of a cascade, in which history guesses tokens, the sparse actor turns the guesses it agrees
+"""Test a cascade, in which history guesses tokens, the sparse actor turns the guesses it agrees
 with into drafts, and the policy verifies them. Samples must follow the dense policy, whatever is
 guessed.
 """
@@ -121,8 +121,8 @@ def test_the_output_for_a_token_does_not_depend_on_later_guesses(monkeypatch, br
 
 
 def output(p, q_of, r):
-    """Compute the distribution of a token after all three stages, if guesses are drawn from ``r``,
-    and the actor's distribution after reading the guess g is ``q_of[g]``.
+    """Compute a token's distribution after all three stages. Guesses are drawn from ``r``, and
+    after reading the guess g, the actor's distribution is ``q_of[g]``.
     """
     V = len(p)
     found = torch.zeros_like(p)
@@ -182,7 +182,7 @@ def test_greedy_tokens_match_dense_decoding(k, m):
 # --- sampling ---
 
 
-def test_drafter_invariant_sampling_yields_the_tokens_of_dense_decoding():
+def test_drafter_invariant_sampling_yields_the_same_tokens_as_dense_decoding():
     model = tiny_model()
     sampling = Sampling(24, temperature=0.7, top_n=2, seed=3)
     dense = HFEngine(model, SparsitySchedule.dense(), []).generate(grouped(), sampling)

@@ -1,5 +1,5 @@
-"""Tests of generation with transformers and of compiled models: what counts as prefill or as a
-decode step, and what is refused.
+"""Test generation with transformers and with compiled models: what counts as prefill or as a decode
+step, and what is refused.
 """
 
 import copy
@@ -112,7 +112,7 @@ def test_decoding_is_still_sparse_after_a_failed_generation(model):
     assert sparse_calls(model) - calls == LAYERS - 1
 
 
-# --- options under which decoding would be dense ---
+# --- options that would make decoding dense ---
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Such passes would silently be dense, for whatever reason ``generate`` runs them."""
+    """Such passes would silently be dense, whatever ``generate`` runs them for."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):

@@ -1,5 +1,5 @@
-"""Tests that a GGUF file is converted back to the checkpoint from which it was written, with the
-same logits and token ids.
+"""Test that a GGUF file is converted back to the checkpoint it was written from, with the same
+logits and token ids.
 """
 
 import json
@@ -68,7 +68,7 @@ def model(request, tokenizer) -> LlamaForCausalLM:
 
 def write(path, model, tokenizer, quantised=None, **changed):
     """Write the model as llama.cpp would, and return the model that the file represents.
-    ``quantised`` is the type in which matrices are stored. ``changed`` contains fields with other
+    ``quantised`` is the type that matrices are stored in. ``changed`` contains fields with other
     values, and tensors to omit (None).
     """
     config = model.config
@@ -145,9 +145,7 @@ def side_by_side(weight, heads):
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_the_converted_checkpoint_has_the_logits_of_the_original_model(
-    tmp_path, model, tokenizer, kind
-):
+def test_the_converted_checkpoint_has_the_original_models_logits(tmp_path, model, tokenizer, kind):
     quantised = None if kind == "F32" else gguf.GGMLQuantizationType[kind]
     written = write(tmp_path / "model.gguf", model, tokenizer, quantised)
     convert(tmp_path / "model.gguf", tmp_path)
@@ -160,9 +158,7 @@ def test_the_converted_checkpoint_has_the_logits_of_the_original_model(
         torch.testing.assert_close(loaded(ids).logits, written(ids).logits, rtol=0, atol=0)
 
 
-def test_the_converted_tokenizer_produces_the_ids_of_the_original_tokenizer(
-    tmp_path, model, tokenizer
-):
+def test_the_converted_tokenizer_produces_the_same_ids_as_the_original(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     convert(tmp_path / "model.gguf", tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)

@@ -1,6 +1,4 @@
-"""Tests that history guesses the tokens that followed an earlier occurrence of the longest
-suffix.
-"""
+"""Test that history guesses the tokens that followed an earlier occurrence of the longest suffix."""
 
 import random
 
@@ -75,7 +73,7 @@ def test_guesses_in_random_streams_match_a_naive_search(longest, shortest):
         assert found == expected, streams
 
 
-def test_rows_of_a_history_can_be_extended_and_shortened():
+def test_rows_of_a_history_can_grow_and_shrink():
     history = History([[1, 2, 3], [1, 2], [4, 1, 2]], ["a", "a", "b"], 4, 2, torch.device("cpu"))
     rows = torch.tensor([1, 2])
     assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], (

@@ -1,5 +1,5 @@
-"""Tests of hybrid models: their full-attention layers are sparse, their linear layers are
-unchanged, and everything else is refused by name.
+"""Test hybrid models: their full-attention layers are sparse, their linear layers are unchanged,
+and everything else is refused by name.
 """
 
 import pytest
@@ -56,11 +56,11 @@ def build(kind: str, layer_types: list[str] | None = ALTERNATING, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_layers_of_a_hybrid_decode_like_the_eager_reference(kind):
+def test_a_hybrids_attention_layers_decode_like_the_eager_reference(kind):
     assert check(build(kind), kind), "the test needs sparsity to change the output"
 
 
-def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
+def test_a_hybrids_rollouts_match_its_teacher_forced_scores():
     # As published, one layer in four has full attention. Linear layers sum in a different order in
     # single steps than in a chunk, so with larger weights, float32 results would differ by more
     # than the bound.
@@ -87,7 +87,7 @@ def test_rollouts_of_a_hybrid_match_its_teacher_forced_scores():
         assert (apart < 1e-4) == same
 
 
-def test_unsupported_features_of_a_hybrid_are_refused():
+def test_features_that_hybrids_do_not_support_are_refused():
     with pytest.raises(
         UnsupportedModel,
         match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot be restored",

@@ -1,6 +1,6 @@
-"""Tests of rows whose tokens are not contiguous, and of masks that pages cannot express. Results
-must equal those of each row alone, without padding, or the input must be refused. The selection of
-pages is tested elsewhere.
+"""Test rows whose tokens are not contiguous, and masks that pages cannot express. Either the
+results equal those of each row alone, without padding, or the input is refused. Page selection is
+tested elsewhere.
 """
 
 import inspect
@@ -46,8 +46,8 @@ def laid(rows, width, side):
 
 
 def decode(model, ids, mask, answers, static=False):
-    """Return log-probs ``[B, STEPS, V]`` of a decode step per column of ``answers``, after ``ids``
-    in one pass.
+    """Process ``ids`` in one pass, then decode one step per column of ``answers``. Return log-probs
+    ``[B, STEPS, V]``.
     """
     options = {}
     if static:
@@ -83,7 +83,7 @@ def alone(model, rows, answers):
 
 
 def arrangements():
-    """Return name -> (rows, ids, mask): the same rows, padded in every way."""
+    """Return the same rows padded in every way, as name -> (rows, ids, mask)."""
     first = [tokens(a, seed=i) for i, (a, _) in enumerate(TURNS)]
     second = [tokens(b, seed=9 + i) for i, (_, b) in enumerate(TURNS)]
     rows = [torch.cat(turns) for turns in zip(first, second, strict=True)]
@@ -126,7 +126,9 @@ def test_padded_rows_decode_as_they_would_alone(model, name, static):
 
 
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
-def test_padded_rows_have_the_teacher_forced_outputs_and_gradients_of_single_rows(model, name):
+def test_teacher_forcing_gives_padded_rows_the_same_outputs_and_gradients_as_single_rows(
+    model, name
+):
     rows, ids, mask = arrangements()[name]
     prompt = [11, 20, 30]
     expected = []

@@ -1,4 +1,4 @@
-"""Tests that non-finite logits are reported in one sentence wherever a token would be sampled from
+"""Test that non-finite logits are reported in one sentence wherever a token would be sampled from
 them.
 """
 

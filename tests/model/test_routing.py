@@ -1,4 +1,4 @@
-"""Tests of which models can be routed through sparse attention, and that refused models are left
+"""Test which models can be routed through sparse attention, and that refused ones are left
 unchanged.
 """
 
@@ -166,7 +166,7 @@ def test_a_copy_of_a_model_has_a_separate_schedule(copied):
     assert not out.logits[0].any(), "generate must use the copy"
 
 
-# --- a check pass beside the model's own attention ---
+# --- a check pass, compared with the model's own attention ---
 
 
 def test_attention_sinks_are_refused():

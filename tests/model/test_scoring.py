@@ -1,4 +1,4 @@
-"""Tests of chunked log-probs against the model's own logits, and of packing sequences into
+"""Test chunked log-probs against the model's own logits, and how sequences are packed into
 micro-batches.
 
 Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
@@ -119,7 +119,7 @@ def test_the_chunked_gradient_matches_the_direct_gradient(chunk_tokens):
     assert error < 1e-5
 
 
-def test_the_scorer_exposes_the_parameters_of_the_model():
+def test_the_scorer_exposes_the_models_parameters():
     model = tiny_model()
     assert {id(p) for p in TokenScorer(model).parameters()} == {id(p) for p in model.parameters()}
 

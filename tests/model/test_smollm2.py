@@ -1,6 +1,4 @@
-"""Tests that the model ``smollm2`` is found in its package, and converted only once or not at
-all.
-"""
+"""Test that the model ``smollm2`` is found in its package, and converted only once or not at all."""
 
 from pathlib import Path
 
@@ -30,8 +28,8 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def converting(monkeypatch, *failures: Exception) -> list[Path]:
-    """Replace the conversion by a function that copies the file. Its first calls fail halfway with
-    ``failures``. Return a list of the folders with which it is called.
+    """Replace the conversion with a function that copies the file, but whose first calls fail
+    halfway with ``failures``. Return a list of the folders it gets called with.
     """
     calls: list[Path] = []
 

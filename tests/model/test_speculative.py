@@ -1,4 +1,4 @@
-"""Tests of lossless decoding in transformers, whose samples must follow the dense policy, whatever
+"""Test lossless decoding in transformers, whose samples must follow the dense policy, whatever
 drafts read.
 """
 
@@ -234,7 +234,7 @@ def test_continuations_follow_the_dense_policy(monkeypatch, how, k, top_k, top_p
         counters = engine.counters()
         alpha = counters.acceptance
         assert alpha.mean < 0.9, "the test needs many rejected drafts"
-        # Each draft that is verified is accepted with the probability measured by the meter.
+        # Each verified draft is accepted with the probability that the meter measured.
         assert abs(counters.accepted - alpha.sums.sum()) < 4 * np.sqrt(alpha.drafts) / 2
     else:
         assert p_value < 1e-9, p_value
@@ -260,8 +260,8 @@ def test_log_probs_and_top_lists_match_the_dense_policy():
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
 def test_the_same_seed_samples_the_same_tokens_with_any_drafts(sampling):
-    """With ``drafter_invariant``, any number of drafts and pages is allowed. Otherwise, drafts use
-    separate random numbers.
+    """With ``drafter_invariant``, this holds for any number of drafts and pages. Otherwise, drafts
+    use separate random numbers.
     """
     model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
     asked = prompts()

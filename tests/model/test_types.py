@@ -1,8 +1,8 @@
-"""Tests that every type of causal language model in transformers, with a tiny random instance, is
+"""Test that every type of causal language model in transformers, with a tiny random instance, is
 either computed correctly or refused by name. With all pages kept, an accepted model must decode as
 with its own attention. Under a sparse schedule, step-by-step decoding, teacher forcing and the
-reference below must agree. The reference implements the method independently, without code of the
-package.
+reference below must agree. The reference implements the method independently, without the package's
+code.
 """
 
 import inspect
@@ -190,7 +190,7 @@ def whole(model, row):
 def check(model, kind):
     """Return whether sparsity changes the output.
 
-    Raises AssertionError: an accepted model computes a wrong result.
+    Raises AssertionError if an accepted model computes a wrong result.
     """
     number = torch.Generator().manual_seed(zlib.crc32(kind.encode()) + 1)
     rows = torch.randint(3, 97, (2, T), generator=number)

@@ -1,4 +1,4 @@
-"""Tests of unread attention mass against the model's own eager attention."""
+"""Test unread attention mass against the model's own eager attention."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests the code-RL recipe end to end with a few steps: programs are sampled, run in a sandbox, and
+"""Test the code-RL recipe end to end with a few steps: programs are sampled, run in a sandbox, and
 rewarded by their tests.
 """
 

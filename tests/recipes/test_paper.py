@@ -1,5 +1,5 @@
-"""Tests that every command in docs/paper.md passes a dry run, and that small versions of the
-paper's runs work.
+"""Test that every command in docs/paper.md passes a dry run, and that small versions of the paper's
+runs work.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from sparrow.tasks.formats import FORMATS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
-HUB = ROOT / "tests" / "data" / "hub"  # five rows of every data set, with its own columns
+HUB = ROOT / "tests" / "data" / "hub"  # five rows of every data set, with the original columns
 MODELS = ("1.7B", "4B", "8B", "14B")
 
 
@@ -34,7 +34,7 @@ def recipe(name: str):
 
 
 def commands(start: str) -> list[list[str]]:
-    """Return the arguments of the commands on the page that begin like this, with shell variables
+    """Return the arguments of the page's commands that begin like this, with shell variables
     expanded.
     """
     found, variables = [], {}
@@ -55,7 +55,7 @@ def local(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def small_pages(tmp_path_factory) -> str:
-    """Return a schedule that leaves out pages even of short texts."""
+    """Return a schedule that leaves out pages even for short texts."""
     path = tmp_path_factory.mktemp("schedule") / "small.json"
     schedule = SparsitySchedule(
         (0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,)
@@ -65,8 +65,8 @@ def small_pages(tmp_path_factory) -> str:
 
 
 def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> list[str]:
-    """Reduce a command of the page to a tiny model, a tiny schedule, and five rows of each data
-    set.
+    """Scale down a command from the page to a tiny model, a tiny schedule, and five rows of each
+    data set.
     """
     parts = [part for part in command if part not in ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B")]
     model = parts.index("--model") + 1
@@ -112,7 +112,7 @@ def priced_at_once(monkeypatch):
     monkeypatch.setattr(cluster, "plan", fit)
 
 
-def test_the_recipe_lists_all_training_runs_of_every_model():
+def test_the_recipe_lists_every_models_training_runs():
     assert len(RUNS) == 4 * len(MODELS) - 1 + 3
     assert {run[run.index("--schedule") + 1] for run in RUNS if "--schedule" in run} == {
         *(f"qwen3-{m.lower()}-0.86" for m in MODELS),
@@ -335,7 +335,7 @@ def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
     ]  # the first of its solutions is wrong
 
 
-def test_the_verl_config_matches_the_settings_of_sparrows_trainer(monkeypatch):
+def test_the_verl_config_matches_the_settings_for_sparrows_trainer(monkeypatch):
     monkeypatch.chdir(ROOT)
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
     ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
@@ -362,7 +362,7 @@ def test_the_verl_config_matches_the_settings_of_sparrows_trainer(monkeypatch):
     assert gpus.gpus == 32 and memory.full_responses >= 8
 
 
-def test_verl_uses_the_prompts_and_verifier_of_sparrow():
+def test_verl_uses_sparrows_prompts_and_verifier():
     verl = recipe("verl_math")
     rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]

@@ -1,4 +1,4 @@
-"""Tests of the report of a run: reading the log, the numbers in tables, the figures, and the token
+"""Test the report on a run: reading the log, the numbers in tables, the figures, and the token
 view.
 
 Shapes: S steps, N length bins.
@@ -351,7 +351,7 @@ def test_a_damaged_line_is_refused(tmp_path):
             RunLog.load(path)
 
 
-def test_a_damaged_configuration_is_to_be_restored_not_removed(tmp_path):
+def test_the_error_about_a_damaged_configuration_says_to_restore_it(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     for damage in ("", "[1]"):
         (path / "config.json").write_text(damage)
@@ -900,7 +900,7 @@ def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     names = [figure.title for figure in figures.figures([log])["Schedule"]]
     assert names == ["What a sparse layer reads", "Schedule by step"]
     read = [line.get_ydata() for line in drawn(figures.draw_pages, log, log=log).lines]
-    # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
+    # Of 90 tokens, (2 + 3) and (4 + 3) pages of 10 are read; of 190 tokens, (6 + 3) pages.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
     # If length bins are wider than the schedule's bins, a bin may end in a different bin of the
@@ -945,12 +945,12 @@ def test_a_lossless_run_reports_its_drafts():
     assert dict(setup_rows(log)) == {"mode": "lossless", "drafts read": describe_schedule(SCHEDULE)}
 
 
-# Knowledge about acceptance
+# What is known about acceptance
 
 
 def bounded(step: int, **changes) -> dict:
-    """Return a step whose lists do not determine p5: with such lists, p5 of dense samples would be
-    as low.
+    """Return a step whose lists do not determine p5: with such lists, even dense samples would have
+    as low a p5.
     """
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
@@ -972,7 +972,7 @@ MODES = {
 
 @pytest.fixture
 def page_of(tmp_path, monkeypatch):
-    """Return the page of a run in a mode, without its figures, and the log of the run."""
+    """Return the page and the log of a run in a given mode. The page has no figures."""
     monkeypatch.setattr(page, "figures", lambda logs: {})
 
     def made(mode: str, **changes) -> tuple[Page, RunLog]:
@@ -988,7 +988,7 @@ def titles(log: RunLog) -> set[str]:
     return {figure.title for some in figures.figures([log]).values() for figure in some}
 
 
-def test_samples_of_the_dense_policy_are_neither_coloured_nor_compared_with_tau(page_of, tmp_path):
+def test_the_dense_policys_samples_are_neither_coloured_nor_compared_with_tau(page_of, tmp_path):
     shown = {
         "dense": {"Share of the KV cache read"},
         "lossless": {"Tokens per cycle", "Acceptance of drafts"},
@@ -1014,7 +1014,7 @@ def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path,
     assert ["mode", DENSE[1]] in found.tables["run"] and "bins" not in found.tables
 
 
-def test_acceptance_of_a_sparse_actor_is_shown_with_its_bounds(page_of):
+def test_a_sparse_actors_acceptance_is_shown_with_its_bounds(page_of):
     found, log = page_of("lossy")
     assert [row[:3] for row in found.tables["bins"][1:]] == [
         ["0-100", "between 0.600 and 0.990", "undecided"],
@@ -1068,7 +1068,7 @@ def test_an_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_pa
     assert dict(summary_rows(tmp_path))["p5 at 0-100 tokens"] == OWN_SAMPLES
 
 
-# Edges
+# Edge cases
 
 
 @pytest.mark.slow

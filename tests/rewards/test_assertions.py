@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""Tests that honest test code of every kind judges programs as if both ran in one process, and that
-builtins do not count as functions of the program.
+"""Test that honest test code of every kind judges programs as if both ran in one process, and that
+builtins do not count as the program's functions.
 """
 
 import ast
@@ -272,7 +272,7 @@ def test_the_table_contains_at_least_forty_cases():
         ({"test": "assert gcd(4, 6) == 2", "setup": ""}, "from math import gcd"),
     ],
 )
-def test_functions_of_python_or_the_prelude_do_not_count_as_defined_by_the_program(
+def test_functions_from_python_or_the_prelude_do_not_count_as_defined_by_the_program(
     verifier, tests, prelude
 ):
     judgement = verifier.judge("", {**tests, "prelude": prelude})
@@ -408,8 +408,8 @@ def mutants(code):
 
 
 def natively(code, tests):
-    """Return whether the tests pass in a single, unisolated process, with which isolated verdicts
-    must agree.
+    """Return whether the tests pass in a single, unisolated process. Isolated verdicts must agree
+    with this.
     """
     if "inputs" in tests:
         return all(
@@ -463,7 +463,7 @@ def _output(code, tests, given, expected):
         ("taco", 8, []),
     ],
 )
-def test_mutants_get_the_verdicts_of_a_single_process(verifier, name, number, not_told):
+def test_mutants_are_judged_as_in_a_single_process(verifier, name, number, not_told):
     """All mutants fail, except those that the tests cannot detect, which also pass in a single
     process.
     """

@@ -1,4 +1,4 @@
-"""Tests that programs are judged correctly by each kind of unit test, and cannot influence their
+"""Test that programs are judged correctly by each kind of unit test, and cannot influence their
 verdicts.
 """
 
@@ -307,7 +307,7 @@ def test_programs_do_not_inherit_the_imports_and_globals_of_the_harness(verifier
 
 
 @pytest.mark.slow
-def test_the_total_time_of_a_program_is_limited():
+def test_a_programs_total_time_is_limited():
     verifier = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=2))
     tests = {"inputs": ["x"] * 50, "outputs": ["x"] * 50}
     judgement = verifier.judge(

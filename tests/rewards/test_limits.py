@@ -1,5 +1,5 @@
-"""Tests that a program's limits count only its own time and output, however busy the machine is,
-and can be configured.
+"""Test that a program's limits count only its own time and output, however busy the machine is, and
+can be configured.
 """
 
 import json
@@ -178,7 +178,7 @@ def test_other_files_can_be_opened_as_usual():
         ("class E(float, enum.Enum): A = 1.5", 1.5),
     ],
 )
-def test_enum_members_that_are_numbers_or_strings_are_received_as_plain_values(definition, value):
+def test_enum_members_that_are_numbers_or_strings_arrive_as_plain_values(definition, value):
     tests = {"fn_name": "f", "inputs": [[]], "outputs": [value]}
     for result in ("E.A", "[E.A][0]"):
         judgement = CodeVerifier(LIMITS).judge(
@@ -267,7 +267,9 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 
 
 @pytest.mark.parametrize("kept_from", [True, False])
-def test_processor_wait_in_many_short_calls_does_not_count_toward_the_limit(monkeypatch, kept_from):
+def test_waiting_for_the_processor_in_many_short_calls_does_not_count_toward_the_limit(
+    monkeypatch, kept_from
+):
     """Each call is answered before it is checked. Together, the calls take 1.2 s, and 0.6 s is
     allowed.
     """

@@ -1,4 +1,4 @@
-"""Tests that answers are extracted from responses and compared correctly, according to public
+"""Test that answers are extracted from responses and compared correctly, according to public
 labels, and always within the time limit.
 """
 
@@ -498,7 +498,7 @@ def test_a_worker_that_cannot_start_reports_the_reason(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "limit_s"), [(0, 1), (1, 0)])
-def test_invalid_settings_of_a_verifier_are_refused(workers, limit_s):
+def test_invalid_verifier_settings_are_refused(workers, limit_s):
     with pytest.raises(ValueError, match="workers >= 1"):
         MathVerifier(workers, limit_s)
 

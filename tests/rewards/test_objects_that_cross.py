@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (a program on a line)
-"""Tests of objects that are passed between tests and program: honest objects are judged as in a
-single process, objects of the program never decide a comparison, and objects that cannot be passed
-are refused rather than judged wrong.
+"""Test objects that are passed between tests and program: honest objects are judged as in a single
+process, the program's objects never decide a comparison, and objects that cannot be passed are
+refused rather than judged wrong.
 """
 
 import json
@@ -150,7 +150,7 @@ def verifier():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_objects_get_the_verdicts_of_a_single_process(verifier, name):
+def test_honest_objects_are_judged_as_in_a_single_process(verifier, name):
     test, right, wrong = HONEST[name]
     exec(f"{right}\n{test}", {"__name__": "here"})
     judgement = verifier.judge(right, {"test": test})

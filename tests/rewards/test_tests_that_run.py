@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a program on a line)
-"""Tests that a program passes only if a test has called it: test functions that nothing calls are
+"""Test that a program passes only if a test has called it: test functions that nothing calls are
 run, and tests that execute nothing do not pass.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of the run directory: what is written can be read back, and only one process can write at a
+"""Test the run directory: what is written can be read back, and only one process can write at a
 time.
 """
 

@@ -1,4 +1,4 @@
-"""Imports the modules of a study, whose scripts import each other from their own folders."""
+"""Import a study's modules. Its scripts import each other from their own folders."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the Beta distribution of the tail: the fit recovers known parameters, and its distance
+"""Test the fit of a Beta distribution to the tail: it recovers known parameters, and its distance
 is checked by resampling.
 
 Shapes: T tokens.

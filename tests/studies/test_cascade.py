@@ -1,5 +1,5 @@
-"""Tests of the first stage of a cascade: guesses from history, passes and cycles against hand
-counts, and the speed-up computed from measured parts.
+"""Test the first stage of a cascade: guesses from history, passes and cycles against hand counts,
+and the speed-up computed from measured parts.
 """
 
 import json
@@ -95,8 +95,8 @@ def test_the_interval_contains_the_ratio_of_sums(study):
 
 @pytest.fixture
 def samples(tmp_path):
-    """Four responses of 24 tokens to each of two prompts of two kinds. One kind counts to ten over
-    and over, and the other never repeats itself.
+    """Write four responses of 24 tokens to each of two prompts of two kinds. One kind counts to ten
+    over and over, and the other never repeats itself.
     """
     arrays = {}
     for kind, number, place in np.ndindex(2, 2, 4):

@@ -1,5 +1,5 @@
-"""Tests of the control study on a small scale: its reward against hand calculations, its engine
-against the reference, and an end-to-end run.
+"""Test the control study on a small scale: its reward against hand calculations, its engine against
+the reference, and an end-to-end run.
 """
 
 import json
@@ -111,7 +111,7 @@ except ValueError:
     assert parsed == [True, True, True, True, True, True, False, True]
 
 
-def test_bound_names_of_a_prompt_match_a_hand_count(study):
+def test_the_names_that_a_prompt_binds_match_a_hand_count(study):
     assert study.task.bound_names(PROMPT) == NAMES
 
 
@@ -523,7 +523,7 @@ def test_the_ranking_and_the_points_of_the_figure_match_a_hand_calculation(study
     assert np.array(points) == pytest.approx(np.array([[0.5 + x, 0.2 + 2 * x] for _, _, x in arms]))
 
 
-def test_names_of_arms_are_parsed(study):
+def test_arm_names_are_parsed(study):
     described = study.control.described
     assert described("dense", "icepop") == ("dense", None, False, "icepop")
     assert described("p80-sparse_rl", "token_tis") == ("p80", None, False, "sparse_rl")

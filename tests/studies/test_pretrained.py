@@ -1,4 +1,4 @@
-"""Tests of the study of a pretrained model: which positions are measured, and what is compared."""
+"""Test the study of a pretrained model: which positions are measured, and what is compared."""
 
 import numpy as np
 import pytest

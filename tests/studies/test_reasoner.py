@@ -1,4 +1,4 @@
-"""Tests of the stability study's engine against the reference, and of its statistics against hand
+"""Test the stability study's engine against the reference, and its statistics against hand
 calculations.
 """
 
@@ -49,7 +49,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("top_k", [(10**6,), (0,), (1, 2, 3)])
-def test_log_probs_of_the_graph_engine_match_the_reference(top_k):
+def test_the_graph_engines_log_probs_match_the_reference(top_k):
     schedule = SparsitySchedule(top_k, **LAYOUT)
     graph = engine(schedule)
     rollouts = graph.generate(prompts(), Sampling(40, 1.0, 20, seed=3))
@@ -326,7 +326,7 @@ def test_probabilities_of_drawing_the_same_token_match_a_hand_calculation():
     )
 
 
-def test_drafter_invariant_sampling_yields_the_tokens_of_dense_decoding(checkpoint, tmp_path):
+def test_drafter_invariant_sampling_yields_the_same_tokens_as_dense_decoding(checkpoint, tmp_path):
     out = tmp_path / "invariance.json"
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     drafter_invariance.main(drafter_invariance.Options(out, model=checkpoint, lines=4, **few))

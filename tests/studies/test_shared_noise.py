@@ -1,5 +1,5 @@
-"""Tests of the probability that two distributions draw the same token with shared Gumbel noise, and
-of statistics based on it.
+"""Test the probability that two distributions draw the same token with shared Gumbel noise, and the
+statistics based on it.
 """
 
 import json
@@ -14,8 +14,8 @@ MODULES = ("acceptance", "shared_noise", "tables_text")
 
 
 def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
-    """Return distributions ``[rows, vocab]``, some sharp and some flat, in which a fifth of the
-    tokens have probability zero.
+    """Return distributions ``[rows, vocab]``, some sharp and some flat. A fifth of the tokens have
+    probability zero.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * torch.linspace(0.1, 4, rows)[:, None]

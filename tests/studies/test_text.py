@@ -1,4 +1,4 @@
-"""Tests of the study of a text model on a small scale: corpus, training, checkpoint, acceptance of
+"""Test the study of a text model on a small scale: corpus, training, checkpoint, acceptance of
 drafts, and tables.
 """
 
@@ -32,8 +32,8 @@ CONTEXT, PAGES = 512, 16
 
 @pytest.fixture(scope="module")
 def trained(study, tmp_path_factory):
-    """Return folder, model and card of a two-layer model trained for a second on this package, with
-    ``attention`` held out.
+    """Return the folder, the model and the card of a two-layer model trained on this package for a
+    second, with ``attention`` held out.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     options = [
@@ -173,8 +173,8 @@ def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
 def test_drafts_of_a_cycle_match_the_teacher_forced_actor(study, sharp, dense_layers, budgets):
-    """With pages selected at every step (reuse 1), cycles match the teacher-forced actor of the
-    package with all earlier tokens as prompt.
+    """With pages selected at every step (reuse 1), cycles match the package's teacher-forced actor
+    with all earlier tokens as its prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
@@ -397,7 +397,7 @@ def test_every_step_except_the_first_and_the_last_is_one_cycle(study, monkeypatc
     assert found == [([5] * 3 + [7] * 16, [(3, 9), (12, 2)]), ([6] + [7] * 4, [])]
 
 
-def test_the_mean_acceptance_over_tokens_of_the_policy_equals_the_acceptance_rate(study, sharp):
+def test_acceptance_averaged_over_the_policys_tokens_is_the_acceptance_rate(study, sharp):
     """Averaged over the dense policy's distribution, min(1, q/p) is the acceptance rate."""
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)

@@ -1,4 +1,4 @@
-"""Tests of the study of DistillSparse on natural text, with a tiny random model whose attention
+"""Test the study of DistillSparse on natural text, with a tiny random model whose attention
 matters.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of drafts whose bytes are distributed unevenly over layers, kv heads and pages: totals,
+"""Test drafts whose bytes are distributed unevenly over layers, kv heads and pages: totals,
 selections, calibration, and comparison.
 """
 
@@ -28,8 +28,8 @@ def sharp(study):
 
 @pytest.fixture(scope="module")
 def calibration(study):
-    """Return a calibration of 4 layers and 2 heads, in which the missed mass is largest in head 1
-    of layer 2 and halves with every unit.
+    """Return a calibration of 4 layers and 2 heads. The missed mass is largest in head 1 of layer
+    2, and halves with every unit.
     """
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])
@@ -123,7 +123,7 @@ def test_bytes_match_a_hand_calculation(study):
 # --- selections ---
 
 
-def test_the_even_allocation_matches_the_schedule_of_other_studies(study, sharp, calibration):
+def test_the_even_allocation_matches_the_other_studies_schedule(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -172,7 +172,7 @@ def test_two_level_selection_with_every_group_equals_one_level_selection(study, 
     )
 
 
-def test_pages_of_low_scoring_groups_are_skipped_except_in_the_newest_group(study, calibration):
+def test_pages_in_low_scoring_groups_are_skipped_except_in_the_newest_group(study, calibration):
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", 80, candidates=2)
     marks = torch.zeros(

@@ -1,5 +1,5 @@
-"""Tests of the study of reward against wall-clock time on a small scale: the widened model computes
-the same function, and each arm runs in vLLM.
+"""Test the study of reward against wall-clock time on a small scale: the widened model computes the
+same function, and each arm runs in vLLM.
 """
 
 import json
@@ -226,7 +226,7 @@ def test_the_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypat
 
 
 def main(checkpoint, folder, arm, steps, tokens, seconds):
-    """Run the process of an arm. A second call finds its log and does nothing."""
+    """Run an arm's process. A second call finds its log and does nothing."""
     for part in FOLDERS:
         sys.path.insert(0, str(ROOT / part))
     import wall_clock

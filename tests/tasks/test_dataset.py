@@ -1,4 +1,4 @@
-"""Tests of dataset rows as a task: they are read in their real format, streamed reproducibly, and
+"""Test tasks made from dataset rows: rows are read in their real format, streamed reproducibly, and
 refused with the position of the error.
 """
 
@@ -43,8 +43,8 @@ def task(rows=ROWS, **options) -> DatasetTask:
 
 
 def facts(problem):
-    """Return the contents of a problem in a form that can be compared, because partial objects are
-    equal only if they are identical.
+    """Return a problem's contents in a form that can be compared, because partial objects are only
+    equal if they are identical.
     """
     return (
         problem.id,

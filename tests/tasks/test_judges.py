@@ -1,6 +1,4 @@
-"""Tests of users' reward functions: how each form is called, and which are refused before a
-rollout.
-"""
+"""Test users' reward functions: how each form is called, and which are refused before a rollout."""
 
 import functools
 import pickle

@@ -1,4 +1,4 @@
-"""Tests of how a question is turned into a prompt: templates, special tokens, and text that the
+"""Test how a question is turned into a prompt: templates, special tokens, and text that the
 tokenizer cannot read.
 """
 
@@ -158,9 +158,7 @@ def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, as GPT-2's uses for text without longer
-    tokens.
-    """
+    """Return a tokenizer with one token per byte, like GPT-2's on text without longer tokens."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -183,7 +181,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_character_of_several_tokens_is_shown_with_the_first_of_them():
+def test_a_character_that_spans_several_tokens_is_shown_with_the_first_one():
     tokenizer = byte_level()
     ids = tokenizer("a\u4f60 \U0001f600!").input_ids
     texts = ["a", "\u4f60", "", "", " ", "\U0001f600", "", "", "", "!"]

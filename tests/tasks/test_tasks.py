@@ -1,4 +1,4 @@
-"""Tests of tasks: problems are a pure function of (index, seed), solutions are accepted, and text
+"""Test tasks: problems are a pure function of (index, seed), solutions are accepted, and text
 survives the tokenizer.
 """
 
@@ -49,9 +49,7 @@ def run_program(prompt: str) -> int:
 
 
 @given(st.integers(2, 40), indices, seeds)
-def test_a_trace_solution_matches_the_result_of_its_program(
-    lines: int, index: int, seed: int
-) -> None:
+def test_a_trace_solution_matches_its_programs_result(lines: int, index: int, seed: int) -> None:
     problem = Trace(lines).problem(index, seed)
     answer = run_program(problem.prompt)
     assert problem.solution is not None
@@ -206,7 +204,7 @@ def reasoner() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(REASONER).eval()
 
 
-def test_the_reasoner_has_the_vocabulary_of_the_task() -> None:
+def test_the_reasoner_has_the_tasks_vocabulary() -> None:
     transformers = pytest.importorskip("transformers")
     assert (
         transformers.AutoTokenizer.from_pretrained(REASONER).get_vocab()
@@ -227,7 +225,7 @@ def test_the_reasoner_solves_unseen_programs_greedily(reasoner: Any) -> None:
     assert [p.verify(text) for p, text in zip(problems, texts, strict=True)] == [1.0] * 8
 
 
-def test_acceptance_of_the_reasoner_rises_gradually_with_the_number_of_pages_read(
+def test_the_reasoners_acceptance_rises_gradually_with_the_number_of_pages_read(
     reasoner: Any,
 ) -> None:
     import torch

@@ -1,5 +1,5 @@
-"""Tests of judging several responses concurrently: the first error is raised, nothing starts after
-it, and hanging verifiers are stopped.
+"""Test how several responses are judged concurrently: the first error is raised, nothing starts
+after it, and hanging verifiers are stopped.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Runs one of several processes for ``test_ranks``: ``python -m tests.train.ranks_worker SCENARIO
+"""Run one of several processes for ``test_ranks``: ``python -m tests.train.ranks_worker SCENARIO
 FOLDER``.
 """
 

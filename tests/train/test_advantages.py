@@ -1,4 +1,4 @@
-"""Tests of advantages against hand calculations, and of their invariants."""
+"""Test advantages against hand calculations, and check their invariants."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests that a run resumes only with the problems with which it began."""
+"""Test that a run only resumes with the problems it began with."""
 
 import json
 
@@ -73,7 +73,7 @@ def test_a_run_without_a_recorded_fingerprint_can_be_resumed(tmp_path):
     made.run_dir.release()
 
 
-def test_the_fingerprint_of_a_mixture_contains_the_fingerprint_of_each_task(tmp_path):
+def test_a_mixtures_fingerprint_contains_each_tasks_fingerprint(tmp_path):
     one, other = task_of(tmp_path, ROWS[:2], "one"), task_of(tmp_path, ROWS[2:], "other")
     assert fingerprint(Mixture([one, other], [1, 1])) == [fingerprint(one), fingerprint(other)]
     assert fingerprint(Trace(2)) is None

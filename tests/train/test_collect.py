@@ -1,5 +1,5 @@
-"""Tests of collecting the experience of a step: the parts of a reward, which groups are replaced,
-and that processes agree.
+"""Test how a step's experience is collected: the parts of a reward, which groups are replaced, and
+that processes agree.
 """
 
 import json
@@ -101,7 +101,9 @@ def test_a_mixture_draws_from_each_task_in_order_and_in_proportion_to_its_weight
 
 @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, 0.5), ()])
 def test_a_mixture_requires_one_integer_weight_per_task(weights):
-    with pytest.raises(ConfigError, match="needs a weight for each of its 2 tasks, a whole number"):
+    with pytest.raises(
+        ConfigError, match="one weight per task, a whole number of at least 1, got 2 tasks"
+    ):
         Mixture([Named("a"), Named("b")], weights)
 
 
@@ -260,7 +262,7 @@ def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_every_process_receives_the_batch_of_a_single_process(ranks):
+def test_every_process_gets_the_same_batch_as_a_single_process(ranks):
     found, engines = collected(ranks)
     (alone,), (engine,) = collected(1)
     for one in found:

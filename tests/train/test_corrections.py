@@ -1,5 +1,5 @@
-"""Tests of mismatch corrections against hand calculations, and of properties that all batches must
-have.
+"""Test mismatch corrections against hand calculations, and check properties that hold for any
+batch.
 
 Shapes: B sequences, T response tokens, V vocabulary.
 """
@@ -261,7 +261,7 @@ def test_weights_masks_and_metrics_are_valid_for_any_batch(kind, rows):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "obrs"])
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_corrections_leave_a_batch_without_mismatch_unchanged(kind, lengths):
+def test_corrections_do_not_change_a_batch_without_mismatch(kind, lengths):
     log_p, _, mask = padded([[0.3] * length for length in lengths])
     correction = correct(kind, log_p, log_p, mask)
     assert torch.equal(correction.weight_BT, mask.float()) and torch.equal(correction.mask_BT, mask)
@@ -293,7 +293,7 @@ distributions = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5).map(
 
 @settings(deadline=None)
 @given(distributions, distributions, st.floats(0.5, 3.0))
-def test_the_expectation_under_obrs_equals_that_under_the_target_policy(p_V, q_V, obrs_lambda):
+def test_obrs_preserves_the_expectation_under_the_target_policy(p_V, q_V, obrs_lambda):
     """For every token v of the vocabulary, q(v) P(accept v) weight(v) = Z p(v)."""
     log_p, log_q = p_V.log()[None], q_V.log()[None]
     z = torch.minimum(q_V, p_V / obrs_lambda).sum()

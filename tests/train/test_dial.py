@@ -1,4 +1,4 @@
-"""Tests of the dial against hand calculations, and with an overoptimistic meter."""
+"""Test the dial against hand calculations, and with an overoptimistic meter."""
 
 import json
 from dataclasses import replace
@@ -125,7 +125,7 @@ def test_a_bin_becomes_lossy_only_if_that_is_faster():
 
 
 def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimistic():
-    """The p5 of drafts is 0.99, but that of unverified tokens turns out to be 0.93."""
+    """Drafts have a p5 of 0.99, but unverified tokens turn out to have one of 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
         up_to = dial.verified_up_to

@@ -1,4 +1,4 @@
-"""Tests of what the dial learns from a step: which tokens count as drafts, as verified and as
+"""Test what the dial learns from a step: which tokens count as drafts, as verified and as
 unverified, and what is logged.
 """
 
@@ -57,10 +57,10 @@ def test_verified_and_unverified_tokens_are_separated():
     assert [a.position.tolist() for a in drafted] == [
         [12],
         [32, 32],
-    ]  # 11 cached tokens, and 30 and 31
+    ]  # at 11, 30 and 31 cached tokens
 
 
-def test_metrics_of_the_dial_match_a_hand_calculation():
+def test_the_dials_metrics_match_a_hand_calculation():
     """Twelve responses of 16 tokens begin at length 16. Half of each is verified, because the dial
     was at 24.
     """

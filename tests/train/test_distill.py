@@ -1,4 +1,4 @@
-"""Tests of DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
+"""Test DistillSparse: phi learns, theta is unaffected, and the actor uses the sum of both."""
 
 import json
 from dataclasses import replace
@@ -147,7 +147,7 @@ def test_actor_weights_are_merged_out_of_place():
     assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
 
 
-def test_gradients_of_adapter_layers_match_those_of_a_lora():
+def test_adapter_layers_have_the_same_gradients_as_a_lora():
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     for p in adapter.parameters:
@@ -183,7 +183,7 @@ def test_the_engine_samples_from_the_merged_actor(tmp_path):
         assert torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
 
 
-def test_adapter_changes_smaller_than_the_precision_of_the_weights_are_preserved():
+def test_adapter_changes_smaller_than_the_weights_precision_are_preserved():
     model = model_().to(torch.bfloat16)
     adapter = Adapter(model, ON, SCHEDULE)
     layer = model.model.layers[1].mlp.up_proj
@@ -309,7 +309,9 @@ def test_invalid_distillation_settings_are_refused_in_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
 
 
-def test_an_adapter_is_accepted_for_its_further_trained_base_but_not_for_another_model(tmp_path):
+def test_an_adapter_is_accepted_after_further_training_of_its_base_but_not_for_another_model(
+    tmp_path,
+):
     model = model_()
     adapter = Adapter(model, ON, SCHEDULE)
     adapter.save(tmp_path, adapter.adapter_weights())

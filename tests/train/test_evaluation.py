@@ -1,6 +1,4 @@
-"""Tests of evaluations and exports during a run: none is lost or repeated, and training is
-unaffected.
-"""
+"""Test evaluations and exports during a run: none is lost or repeated, and training is unaffected."""
 
 import json
 from dataclasses import replace

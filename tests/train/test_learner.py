@@ -1,5 +1,5 @@
-"""Tests of the learner: learning rate schedules, the reference policy, and a LoRA on the policy,
-each of which resumes exactly.
+"""Test the learner: learning rate schedules, the reference policy, and a LoRA on the policy, each
+of which resumes exactly.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Tests that responses excluded from the loss are also excluded from its denominators. Gradients
-are compared with a calculation that follows the definitions, one response at a time.
+"""Test that responses excluded from the loss are also excluded from its denominators. Gradients are
+compared with a calculation that follows the definitions, one response at a time.
 """
 
 import math
@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 def step_of(tmp_path, monkeypatch, **changes):
-    """Return experience and assessment of a first step, the trainer, and the gradient by name."""
+    """Return a first step's experience and assessment, the trainer, and the gradient by name."""
     seen = {}
     made = make_trainer(tmp_path, rollout=ROLLOUT, optimizer=OPTIMIZER, **changes)
     # The reference must differ from the policy, or the KL would have no gradient.
@@ -171,7 +171,7 @@ def test_the_correction_ignores_excluded_responses(tmp_path, monkeypatch):
     assert masks[0].sum(1).tolist() == expected
 
 
-def test_the_policy_loss_of_the_adapter_is_normalized_by_included_tokens(monkeypatch, tmp_path):
+def test_the_adapters_policy_loss_is_normalized_by_included_tokens(monkeypatch, tmp_path):
     from sparrow.train import distill
     from sparrow.train.config import DistillConfig
     from tests.train.test_learner import trainer_of

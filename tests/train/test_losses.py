@@ -1,4 +1,4 @@
-"""Tests of the policy loss against hand calculations, and that it is exact under gradient
+"""Test the policy loss against hand calculations, and check that it is exact under gradient
 accumulation.
 
 Shapes: B sequences, T response tokens.
@@ -100,7 +100,7 @@ def test_clip_bounds_are_taken_from_the_settings():
     assert loss.item() == pytest.approx(0.0 / 5, abs=1e-12)
 
 
-def test_the_on_policy_gradient_is_that_of_reinforce():
+def test_the_on_policy_gradient_is_the_same_as_in_reinforce():
     logp = OLD.clone().requires_grad_()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, torch.ones(2, 3), config, NORMALIZERS)[0].backward()
@@ -186,7 +186,7 @@ def test_the_loss_of_half_precision_inputs_is_computed_in_float32(dtype):
     normalization=st.sampled_from(["grpo", "dapo", "dr_grpo"]),
     seed=st.integers(0, 2**31),
 )
-def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(
+def test_micro_batch_losses_and_gradients_add_up_to_the_whole_batchs(
     lengths, cuts, normalization, seed
 ):
     B, T = len(lengths), max(lengths)

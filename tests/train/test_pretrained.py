@@ -1,5 +1,5 @@
-"""Tests that models are saved in folders like those from which they were loaded, for use by other
-programs.
+"""Test that models are saved in folders like the ones they were loaded from, so that other programs
+can use them.
 """
 
 import json
@@ -36,7 +36,7 @@ def source(tmp_path, checkpoint):
     return folder
 
 
-def test_a_model_is_saved_in_the_dtype_of_its_checkpoint(tmp_path, source):
+def test_a_model_is_saved_in_its_checkpoints_dtype(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     weights = {name: p.detach() for name, p in model.named_parameters()}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
@@ -50,7 +50,7 @@ def test_a_model_is_saved_in_the_dtype_of_its_checkpoint(tmp_path, source):
         assert torch.equal(weight, weights[name].bfloat16())
 
 
-def test_a_saved_config_keeps_the_field_names_of_earlier_versions(tmp_path, source):
+def test_a_saved_config_keeps_earlier_versions_field_names(tmp_path, source):
     model, _ = load_model(str(source), "fp32", torch.device("cpu"))
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -103,7 +103,7 @@ def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, 
     assert again.padding_side == loaded.padding_side
 
 
-def test_the_tokenizer_class_of_a_checkpoint_is_kept(tmp_path, checkpoint):
+def test_a_checkpoints_tokenizer_class_is_kept(tmp_path, checkpoint):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     path = source / "tokenizer_config.json"
@@ -116,7 +116,7 @@ def test_the_tokenizer_class_of_a_checkpoint_is_kept(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_training_saves_models_in_the_dtype_of_the_initial_model(tmp_path, source):
+def test_training_saves_models_in_the_initial_models_dtype(tmp_path, source):
     small = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     run = tmp_path / "run"
     arguments = ["--model", str(source), "--task", "trace:lines=4", "--run-dir", str(run)]

@@ -1,4 +1,4 @@
-"""Tests that several processes train like one, report the same error if something fails, and detect
+"""Test that several processes train like one, report the same error if something fails, and detect
 a dead process.
 """
 
@@ -77,7 +77,7 @@ def environments(count: int) -> list[dict[str, str]]:
 
 
 def launch(scenario: str, folder: Path, count: int = 2) -> list[tuple[int, str]]:
-    """Return exit code and standard error of each of ``count`` processes."""
+    """Return the exit code and standard error of each of ``count`` processes."""
     command = [sys.executable, "-m", "tests.train.ranks_worker", scenario, str(folder)]
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tests of the controllers of the schedule: the closed loop on simulated engines, each controller
+"""Test everything that adjusts the schedule: the closed loop on simulated engines, each mover
 against hand calculations, and all of them in the trainer.
 """
 
@@ -65,7 +65,7 @@ def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """Return a bin from engines with noise, with this p5 relative to their ceiling."""
+    """Return a bin with this relative p5, as measured with noisy engines."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
@@ -525,7 +525,7 @@ def test_a_run_can_use_the_closed_loop_together_with_the_guard(tmp_path):
     )
     made.train()
     assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
-    # The loop received the schedule's own bins of 32 tokens rather than those of the report.
+    # The loop received the schedule's own bins of 32 tokens rather than the report's.
     assert len(made.movers.state()["closed_loop"]["floor"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""Tests that the training loop learns, resumes with the same numbers, and loses no finished step if
+"""Test that the training loop learns, resumes with the same numbers, and loses no finished step if
 an error occurs.
 """
 
@@ -101,7 +101,7 @@ def metrics_of(run_dir) -> list[dict]:
         (SCHEDULE, "lossless", None),
     ],
 )
-def test_acceptance_is_logged_only_for_samples_of_a_sparse_actor(tmp_path, schedule, mode, up_to):
+def test_acceptance_is_logged_only_for_samples_from_a_sparse_actor(tmp_path, schedule, mode, up_to):
     made = make_trainer(tmp_path, steps=1, logged_rollouts=16)
     made.config = replace(made.config, rollout=replace(made.config.rollout, mode=mode))
     made.set_schedule(schedule)
@@ -122,8 +122,8 @@ def test_acceptance_is_logged_only_for_samples_of_a_sparse_actor(tmp_path, sched
 
 
 def test_tied_embeddings_are_saved_once_even_if_the_weights_are_copies(tmp_path, monkeypatch):
-    # Copies, for example from shards or from a GPU, no longer share memory with the tensors to
-    # which they are tied.
+    # Copies, for example from shards or from a GPU, no longer share memory with the tensors they
+    # are tied to.
     monkeypatch.setattr(
         saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights)
     )

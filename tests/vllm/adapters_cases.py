@@ -1,6 +1,6 @@
-"""Tests of LoRA adapters in lossless mode, in a real vLLM; ``test_lossless.py`` runs this file in
-its own process. The engines use vLLM's LoRA code for GPUs, with its kernels, which can multiply
-only in 16 bits, replaced by equivalent torch code.
+"""Test LoRA adapters in lossless mode, in a real vLLM; ``test_lossless.py`` runs this file in its
+own process. The engines use vLLM's LoRA code for GPUs. Its kernels can only multiply in 16 bits, so
+equivalent torch code replaces them.
 """
 
 import contextlib
@@ -40,9 +40,7 @@ WHOSE = (0, 1, 2, 2, 0, 1)  # the adapter of each prompt; 0 means no adapter
 
 
 def rows_by_adapter(token_lora_mapping, sorted_rows, counts, starts, adapters, without, active):
-    """Yield each adapter in use with its rows, which are determined in the same way as in vLLM's
-    kernels.
-    """
+    """Yield each adapter in use with its rows, determined the way vLLM's kernels do it."""
     if without.item():
         return
     for place in range(int(active)):
@@ -173,7 +171,7 @@ def test_drafts_without_the_adapters_are_often_rejected(made, stock, monkeypatch
 
 
 def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
-    """Graphs are captured while no row has an adapter, which must not affect later passes."""
+    """Graphs are captured while no row has an adapter. That must not affect later passes."""
     folder, models = made
 
     @torch.inference_mode()
@@ -249,7 +247,7 @@ def test_drafts_use_base_weights_that_were_updated_while_adapters_are_loaded(mad
 
 
 def test_drafts_with_8_bit_weights_use_the_adapters(made):
-    """The copy contains the weights without adapters, which drafts apply like all other steps."""
+    """The copy contains the weights without adapters; drafts apply adapters as all other steps do."""
     folder, models = made
     shares = []
     for whose in (WHOSE, (0,) * 6):
@@ -266,7 +264,7 @@ def test_drafts_with_8_bit_weights_use_the_adapters(made):
     )
 
 
-def test_drafts_use_adapters_of_the_embedding(made, tmp_path):
+def test_drafts_use_adapters_on_the_embedding(made, tmp_path):
     folder, _ = made
     for number in (1, 2):
         adapter_of(tmp_path / f"adapter-{number}", folder, number, ["embed_tokens", "o_proj"])
@@ -279,7 +277,7 @@ def test_drafts_use_adapters_of_the_embedding(made, tmp_path):
     assert found[0] == found[1]
 
 
-def test_adapters_of_the_output_layer_are_refused(made, tmp_path):
+def test_adapters_on_the_output_layer_are_refused(made, tmp_path):
     folder, _ = made
     adapter_of(tmp_path, folder, 1, ["lm_head", "o_proj"])
     asked = LoRARequest("outputs", 1, str(tmp_path))

@@ -1,5 +1,5 @@
-"""Tests of the audit with a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file
-in its own process.
+"""Test the audit with a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in
+its own process.
 """
 
 import pytest

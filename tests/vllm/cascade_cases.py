@@ -1,5 +1,5 @@
-"""Tests of lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this
-file in its own process.
+"""Test lossless mode with guesses from history in a real vLLM; ``test_lossless.py`` runs this file
+in its own process.
 """
 
 import pytest
@@ -26,7 +26,7 @@ lossless = cases.lossless
 
 
 def in_turn(monkeypatch, seed=0):
-    """Let every step draft differently: a random one of the engine's choices."""
+    """Make every step use one of the engine's draft choices at random."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(
         DraftChooser, "choose", lambda self, *_: self.choices[rng.integers(len(self.choices))]
@@ -54,7 +54,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("at_once", [16, 256])
-def test_guesses_equal_those_of_the_reference(at_once):
+def test_guesses_match_the_reference(at_once):
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, words, length) for words in (2, 3, 50) for length in (1, 2, 9, 77, 200)]
     N, m, B = 256, 5, len(rows)
@@ -170,7 +170,7 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
 
 
 def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
-    """The chooser chooses by the clock, which means little in the interpreter."""
+    """The chooser goes by the clock, which means little in the interpreter."""
     folder, model = made
     said, init = [], logger.init_logger
     ours = SimpleNamespace(
@@ -218,7 +218,7 @@ def test_replayed_stages_reproduce_samples(made, monkeypatch):
 
 
 def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
-    """Drafts that read everything are all accepted, and no draft is unjudged without guesses."""
+    """Drafts that read everything are all accepted, and without guesses, every draft is judged."""
     folder, _ = made
     in_turn(monkeypatch)
     decoding = lossless(6, adapt=True, pages=1000, guess_tokens=2)
@@ -378,8 +378,8 @@ def test_a_seed_reproduces_samples_with_dense_log_probs(made):
 SAMPLES = {
     "exact": 20_000,
     "any stage": 20_000,
-    "guesses are drafted unjudged": 4_000,
-    "filled places keep the distribution of an earlier pass": 4_000,
+    "guesses become drafts without being judged": 4_000,
+    "guesses used as drafts keep an earlier pass's distribution": 4_000,
     "rejected drafts are kept": 4_000,
 }
 
@@ -420,9 +420,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         in_turn(monkeypatch)
     phrase = np.random.default_rng(1).integers(0, V, 30)
     prompt = np.tile(phrase, 5).tolist()
-    if variant == "guesses are drafted unjudged":
+    if variant == "guesses become drafts without being judged":
         drafting_guesses(monkeypatch)
-    elif variant == "filled places keep the distribution of an earlier pass":
+    elif variant == "guesses used as drafts keep an earlier pass's distribution":
         monkeypatch.setattr(cascade_kernels, "one_hot_kernel", NoKernel())
     elif variant == "rejected drafts are kept":
         cases.keep_rejected(monkeypatch)
@@ -435,7 +435,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = cases.counters(llm)
-    if variant != "guesses are drafted unjudged":  # so all drafts come from passes
+    if variant != "guesses become drafts without being judged":  # so all drafts come from passes
         assert 0 < counts["guessed"] < counts["drafted"]
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))

@@ -23,8 +23,8 @@ def reference():
 
 @pytest.fixture(scope="module")
 def old_and_new(tmp_path_factory):
-    """Return a folder with a model, the model, a different model, and the file with the weights of
-    the latter.
+    """Return a folder with a model, the model, a different model, and a file with the different
+    model's weights.
     """
     folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
     model = tiny.checkpoint(folder, num_hidden_layers=2)

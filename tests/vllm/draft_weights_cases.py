@@ -1,4 +1,4 @@
-"""Tests of drafts that use an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
+"""Test drafts that use an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
-EVERYTHING = 40  # pages; so drafts differ from the policy only by their weights
+EVERYTHING = 40  # pages; drafts then differ from the policy only in their weights
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def rounding(model, rounds=True):
 @torch.no_grad()
 def gap(cached_by, model, found, written, rounds=True):
     """Return the mean total variation distance between vLLM's drafts and those of a model with
-    rounded weights. Each cycle starts with a cache written by ``cached_by``, to which drafts add
-    their keys and values.
+    rounded weights. Each cycle starts with a cache written by ``cached_by``, and drafts add their
+    keys and values to it.
     """
     gaps = []
     for i, own in by_sequence(found, written).items():
@@ -249,7 +249,7 @@ def negated(model):
     return other
 
 
-def test_the_weight_copy_is_updated_by_every_way_of_loading_weights(old_and_new, cycles):
+def test_the_weight_copy_is_updated_however_weights_are_loaded(old_and_new, cycles):
     folder, old, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         model, written = old, answered(llm, cycles)

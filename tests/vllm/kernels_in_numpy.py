@@ -1,8 +1,8 @@
-"""Runs Triton kernels on a CPU with numpy, more than ten times as fast as Triton's interpreter,
+"""Run Triton kernels on a CPU with numpy, more than ten times as fast as Triton's interpreter,
 which also checks types. Only the language features of simple kernels are supported; all other
 kernels are left to the interpreter. Values are numpy arrays, and scalars are arrays without axes.
-All programs of a launch run at once, as rows of these arrays. If programs diverge (at an ``if`` or
-in the length of a loop), each group is restarted separately, which is possible because nothing is
+All of a launch's programs run at once, as rows of these arrays. If programs diverge (at an ``if``
+or in the length of a loop), each group is restarted separately. That works because nothing is
 stored before the end. Kernels whose blocks have two axes, or that read the result of an atomic
 operation, run one program at a time.
 """
@@ -91,7 +91,7 @@ def _span(address, mask, size):
 
 
 def _forward_store(loaded, address, mask, stored):
-    """Replace loaded values by those of pending stores to the same addresses."""
+    """Replace loaded values with those of pending stores to the same addresses."""
     if stored is None or loaded.size * stored[0].size > FEW or loaded.dtype != stored[1].dtype:
         raise OneByOne
     there, x, written = (each.ravel() for each in stored)
@@ -103,7 +103,7 @@ def _forward_store(loaded, address, mask, stored):
 
 
 def _axis(x, axis):
-    """Return the axis of a block, which is the first one after that of the programs."""
+    """Return a block's axis, the first one after the programs' axis."""
     if axis not in (0, None):
         raise OneByOne
     return dict(axis=1, keepdims=True) if np.ndim(x) == 2 else dict(axis=axis)
@@ -265,7 +265,7 @@ def _is_known(kernel, seen):
 
 
 def _function(kernel):
-    """Return the function of a kernel, with this language in place of Triton's."""
+    """Return a kernel's function, with this language in place of Triton's."""
     theirs = kernel.fn.__globals__
     if id(theirs) not in _globals:
         ours = _globals[id(theirs)] = {"range": language.range}
@@ -360,7 +360,7 @@ def run(self, *args, grid, warmup, **kwargs):
 
 
 def _at_once(fn, given, programs):
-    """Run these programs and return their changes, in the order of each program."""
+    """Run these programs, and return the changes that each one makes, in order."""
     language.program, language.programs, language.later = (
         programs[:, :, None],
         programs.shape[1],

@@ -1,5 +1,5 @@
-"""Tests of lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file
-in its own processes.
+"""Test lossless mode in a real vLLM on the V2 model runner; ``test_lossless.py`` runs this file in
+its own processes.
 """
 
 import contextlib
@@ -672,8 +672,8 @@ def seeded(llm, asked, tokens=24):
 
 
 def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
-    """With ``drafter_invariant``, any number of drafts, any pages and any batches are allowed, even
-    if the number of drafts changes.
+    """With ``drafter_invariant``, this holds for any number of drafts, any pages and any batches,
+    even if the number of drafts changes.
     """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
     asked = prompts(*FEW, seed=13)
@@ -696,7 +696,7 @@ def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
         assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts that do not share their noise
 
 
-def test_drafts_that_share_the_noise_of_verification_are_mostly_accepted(folder, monkeypatch):
+def test_drafts_that_share_their_noise_with_verification_are_mostly_accepted(folder, monkeypatch):
     """The share of accepted drafts is between a / (2 - a) and a, where a is the acceptance rate.
     With separate noise, it is far lower.
     """
@@ -753,8 +753,8 @@ def enumerated(
 
 
 def likelihood(counts, p):
-    """Return the p-value of these counts for probabilities p, from a chi-square test in which rare
-    outcomes are merged.
+    """Return the p-value of these counts for probabilities p, from a chi-square test that merges
+    rare outcomes.
     """
     expected = p * counts.sum()
     rare = expected < 5
@@ -765,7 +765,7 @@ def likelihood(counts, p):
 
 def with_a_fused_sampler(monkeypatch):
     """Make vLLM sample with a stand-in for FlashInfer's sampler, which has its own random numbers.
-    Return a list to which the number of tokens sampled in each step is added.
+    Return a list that collects the number of tokens sampled in each step.
     """
     drawn = []
 
@@ -903,8 +903,8 @@ def test_the_draft_schedule_may_change_between_calls(folder, model):
 
 
 def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch):
-    """Drafts are verified and counted under their own budget, and tokens and counters equal those
-    of constant budgets.
+    """Drafts are verified and counted under their own budget, and tokens and counters are the same
+    as with constant budgets.
     """
     asked = prompts(*FEW, seed=9)
     found = Landmarks(monkeypatch)

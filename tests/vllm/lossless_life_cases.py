@@ -1,6 +1,4 @@
-"""Tests of events in the life of an engine in lossless mode, in a real vLLM; see
-``test_lossless.py``.
-"""
+"""Test events in an engine's life in lossless mode, in a real vLLM; see ``test_lossless.py``."""
 
 import gc
 import weakref
@@ -125,7 +123,7 @@ def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
 # --- drafts that are chosen by speed ---
 
 
-def test_replaying_the_choices_of_another_engine_reproduces_its_samples(old_and_new, monkeypatch):
+def test_replaying_another_engines_choices_reproduces_its_samples(old_and_new, monkeypatch):
     """Even with a seed, samples depend on the number of drafts, which depends on time."""
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)

@@ -1,4 +1,4 @@
-"""Tests of lossless mode in a real vLLM against the reference in transformers, cycle by cycle; see
+"""Test lossless mode in a real vLLM against the reference in transformers, cycle by cycle; see
 ``test_lossless.py``.
 """
 

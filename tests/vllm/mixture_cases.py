@@ -1,4 +1,4 @@
-"""Tests of a mixture of experts in lossless mode; ``test_lossless.py`` runs this file in its own
+"""Test a mixture of experts in lossless mode; ``test_lossless.py`` runs this file in its own
 process.
 """
 

@@ -65,11 +65,11 @@ def gaps(a, b):
 
 
 def agree(a, b, few=0.0):
-    """Return whether log-probs agree, allowing for keys and values that are so close to the
-    midpoint of two e4m3 values that an error of 1e-7 changes their rounding. A batch of these
-    prompts has 400,000 keys and values, so there are a few such cases. Tokens that read one of them
-    differ by 1e-3, and others by 1e-5. If one of them changes the selection of a page, a ``few``
-    tokens differ by more. Without rounding, the median difference is 0.05.
+    """Return whether log-probs agree, allowing for keys and values so close to the midpoint between
+    two e4m3 values that an error of 1e-7 changes their rounding. A batch of these prompts has
+    400,000 keys and values, so there are a few such cases. Tokens that read one of them differ by
+    1e-3, and others by 1e-5. If one of them changes the selection of a page, a ``few`` tokens
+    differ by more. Without rounding, the median difference is 0.05.
     """
     apart = gaps(a, b)
     return bool(np.quantile(apart, 0.5) < 5e-4 and np.quantile(apart, 1 - few) < 1e-2)
@@ -83,9 +83,7 @@ def as_rounded(rollouts, reference, schedule, sparrow):
 
 
 def as_prompts(sparrow, rollouts):
-    """Return the engine's log-probs for the tokens of these rollouts if they are part of
-    prompts.
-    """
+    """Return the engine's log-probs for these rollouts' tokens when they are part of a prompt."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -1,5 +1,5 @@
-"""Tests of the self-check of an engine in lossless mode; ``test_lossless.py`` runs this file in its
-own process.
+"""Test the self-check of an engine in lossless mode; ``test_lossless.py`` runs this file in its own
+process.
 """
 
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
-"""Tests that the kernels of the cascade's draft loop compile for a Hopper GPU. They need no GPU,
-and find invalid kernels that the interpreter would accept.
+"""Test that the kernels of the cascade's draft loop compile for a Hopper GPU. This needs no GPU,
+and catches invalid kernels that the interpreter would accept.
 """
 
 import importlib.util

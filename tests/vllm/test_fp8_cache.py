@@ -1,6 +1,4 @@
-"""Tests of the scales of an fp8 KV cache, and of weights that vLLM quantises, in real vLLM engines
-on a CPU.
-"""
+"""Test an fp8 KV cache's scales, and weights that vLLM quantises, in real vLLM engines on a CPU."""
 
 import contextlib
 from types import SimpleNamespace
@@ -137,7 +135,7 @@ def test_only_tokens_stored_in_the_same_step_may_be_read():
     ):
         cache.begin_step(0, table, np.array(computed), 16)
         assert cache.reads_beyond(slots) == beyond
-    # a sequence that continues in a block which an earlier step has partly filled
+    # a sequence that continues in a block that an earlier step has partly filled
     cache.begin_step(0, table[:1], np.array([5]), 16)
     assert cache.reads_beyond(torch.tensor([53]))
 

@@ -1,4 +1,4 @@
-"""Tests of an 8-bit KV cache in real vLLM engines on a CPU, against transformers with all keys and
+"""Test an 8-bit KV cache in real vLLM engines on a CPU, against transformers with all keys and
 values rounded in the same way.
 """
 
@@ -32,7 +32,7 @@ def is_far_from(rollouts, exact, name):
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """Record the groups of rows into which each prefill is divided."""
+    """Record the groups of rows that each prefill is divided into."""
     seen, groups = [], kv_cache.groups
     monkeypatch.setattr(
         "sparrow.vllm.backend.groups",
@@ -140,7 +140,7 @@ def test_an_int8_cache_works_with_new_weights_without_new_scales(tmp_path, folde
     with engine(folder, SMALL, kv_cache_dtype=INT8) as sparrow:
         assert (
             len(sparrow.generate([[7]], SAMPLED)[0]) == 24
-        )  # one token, from which fp8 cannot set scales
+        )  # only one token, too few to set fp8 scales from
         first = sparrow.generate(PROMPTS, SAMPLED)
         assert logprob_gap(first, expected) > 1e-2
         sparrow.update_weights(louder.named_parameters())

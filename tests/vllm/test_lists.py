@@ -1,5 +1,5 @@
-"""Tests that lists stored as arrays have the same contents as vLLM's own lists, in a tenth of the
-memory.
+"""Test that lists stored as arrays have the same contents as vLLM's own lists, but take a tenth of
+the memory.
 """
 
 import tracemalloc
@@ -42,7 +42,7 @@ def update(monkeypatch):
 
 
 @pytest.mark.parametrize(("asked", "width"), [(4, 5), (4, 8), (0, 1), (-1, 6)])
-def test_compact_lists_have_the_contents_of_stock_lists(update, asked, width):
+def test_compact_lists_have_the_same_contents_as_stock_lists(update, asked, width):
     stock, ours = (processor(asked) for _ in update)
     for each in steps(width):
         update[0](stock, each)

@@ -1,4 +1,4 @@
-"""Runs the test cases of lossless mode on vLLM's V2 model runner with Triton's interpreter."""
+"""Run lossless mode's test cases on vLLM's V2 model runner, with Triton's interpreter."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Tests of vLLM's configuration in lossless mode before a model is loaded, and of what is refused
-by name.
-"""
+"""Test vLLM's configuration in lossless mode before a model is loaded, and what is refused by name."""
 
 import contextlib
 from types import SimpleNamespace
@@ -253,7 +251,7 @@ def test_draft_weights_are_refused_for_a_batch_invariant_engine(monkeypatch):
         )
 
 
-def test_the_weight_copy_is_renewed_by_every_way_vllm_changes_weights(monkeypatch):
+def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
     from sparrow.vllm import patches
 
     stale, done = [], []

@@ -1,4 +1,4 @@
-"""Tests of the plugin's parts in isolation. Only tests that are marked accordingly need vLLM."""
+"""Test the plugin's parts in isolation. Only tests that are marked accordingly need vLLM."""
 
 import contextlib
 import importlib
@@ -234,7 +234,7 @@ def test_counters_match_a_hand_calculation():
 
 
 def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
-    made = runtime()  # 2 + 3 pages, from a length of 49 on 4 + 3
+    made = runtime()  # 2 + 3 pages, and 4 + 3 from a length of 49 on
     assert made.pages.whole_up_to == 7 * 16
     assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
     assert not made.reads_everything(lengths(20, 113))
@@ -263,7 +263,7 @@ def test_dense_steps_and_their_rows_are_counted():
     assert counts["tokens_read"] == counts["tokens_held"] == 4 * 140
 
 
-def test_counters_use_the_budget_of_the_drafts():
+def test_counters_use_the_drafts_budget():
     decoding = Decoding.lossless(
         SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True
     )
@@ -320,7 +320,7 @@ def test_counters_are_averaged_over_heads():
     assert counts["pages_read"] == int(3 * np.mean(kept)) and counts["dense_rows_short"] == 0
 
 
-def test_the_head_budgets_of_a_running_engine_cannot_change():
+def test_a_running_engines_head_budgets_cannot_change():
     made = runtime(UNEVEN)
     made.set_schedule(UNEVEN.replace(top_k=(7,)))
     made.set_schedule(SparsitySchedule.dense())
@@ -339,7 +339,7 @@ def test_the_head_budgets_of_a_running_engine_cannot_change():
         made.check_metered(SCHEDULE)
 
 
-def test_each_worker_uses_the_budgets_of_its_heads():
+def test_each_worker_uses_its_own_heads_budgets():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
     assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
@@ -582,7 +582,7 @@ def guessing(adapt_draft_tokens=False, **changes):
         (guessing(), dict(max_num_seqs=512), "reads 2048 tokens, more than .* lower max_num_seqs"),
     ],
 )
-def test_guesses_are_refused_with_what_was_not_tested(decoding, change, message):
+def test_settings_that_do_not_work_with_guesses_are_refused_by_name(decoding, change, message):
     values = dict(tensor_parallel_size=1, cache_dtype="auto", method="standard", heads=16) | change
     made = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -786,7 +786,7 @@ def test_layers_with_unsupported_attention_are_refused(wrong, message):
         config.check_layer(plain | wrong)
 
 
-def test_the_runtime_is_found_in_the_layers_of_a_model():
+def test_the_runtime_is_found_in_a_models_layers():
     made = runtime()
     layers = {
         "a": object(),
@@ -989,8 +989,8 @@ def test_patching_a_missing_name_fails_with_an_error_that_names_it(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
-    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and do not
-    belong to a user, and the engine checks itself only after them.
+    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and belong to
+    no user, and the engine only checks itself after them.
     """
     from sparrow.vllm import patches, selfcheck
 

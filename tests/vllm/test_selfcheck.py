@@ -1,5 +1,5 @@
-"""Tests of the self-check at start in real vLLM engines on a CPU, in which everything that it
-checks is broken once. ``selfcheck_cases.py`` covers lossless mode.
+"""Test the start-up self-check in real vLLM engines on a CPU. Everything that it checks is broken
+once. ``selfcheck_cases.py`` covers lossless mode.
 """
 
 import json

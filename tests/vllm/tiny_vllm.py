@@ -1,4 +1,4 @@
-"""Runs real vLLM engines with tiny checkpoints, one after another, in the process of the tests."""
+"""Run real vLLM engines with tiny checkpoints, one after another, in the tests' own process."""
 
 import contextlib
 import os
@@ -54,7 +54,7 @@ def checkpoint(folder: Path, **changes: Any) -> PreTrainedModel:
 
 
 def discoverable(folder: Path) -> str:
-    """Return a ``PYTHONPATH`` with which other processes find the plugin even if this checkout is
+    """Return a ``PYTHONPATH`` that lets other processes find the plugin even if this checkout is
     not installed.
     """
     path = [str(Path(__file__).parents[2]), *sys.path]

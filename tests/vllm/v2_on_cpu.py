@@ -1,4 +1,4 @@
-"""Runs vLLM's V2 model runner, the default on GPUs, on a CPU, with its Triton kernels in Triton's
+"""Run vLLM's V2 model runner, the default on GPUs, on a CPU, with its Triton kernels in Triton's
 interpreter. Import this module before vLLM. vLLM only checks whether Triton has a backend for the
 device, so nothing is compiled.
 """

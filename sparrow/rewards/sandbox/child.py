@@ -70,8 +70,9 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # As of the last check on the child's processes: the CPU time they had used, how long each
-        # of their threads and this one had waited for a CPU; and the time since then.
+        # State at the last check of the child's processes: the CPU time they had used, and how long
+        # each of their threads and this thread had waited for a CPU. The last field is the time
+        # since then.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0

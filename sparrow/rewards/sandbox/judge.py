@@ -281,8 +281,9 @@ class _Run:
         try:
             yield time_limit
         except ChildTimeoutError:
-            # A program that got too little CPU is stopped before its own time is up. If what it had
-            # was the rest of the total, a moment of that would be left over for the next test.
+            # A program that gets too little CPU is stopped before its own time is up. If its limit
+            # was all the time left for the tests, count all of it, or the next test would get what
+            # remains.
             if left_s <= limit_s:
                 time_limit.spent_s = left_s
             raise

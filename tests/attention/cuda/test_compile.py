@@ -1,5 +1,5 @@
-"""Tests of the CUDA kernel that need no GPU: the kernel compiles, and unsupported devices are
-refused with a reason.
+"""Test the CUDA kernel without a GPU: it compiles, and unsupported devices are refused with a
+reason.
 """
 
 import ctypes
@@ -215,7 +215,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
         assert config == launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
-    # A warp's results reuse the memory of its pages and of some bins.
+    # A warp's results reuse the memory of its pages and some of the bins.
     results = queries * D * 4
     assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)
@@ -223,7 +223,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_the_shared_memory_size_covers_every_buffer_of_the_kernel():
+def test_the_shared_memory_size_covers_all_of_the_kernels_buffers():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

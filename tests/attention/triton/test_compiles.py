@@ -1,4 +1,4 @@
-"""Tests that the decode kernels compile for a Hopper GPU. They need no GPU, and find invalid
+"""Test that the decode kernels compile for a Hopper GPU. This needs no GPU, and catches invalid
 kernels that the interpreter would accept. The launchers choose arguments and launch options as
 usual, but Triton compiles the kernels instead of launching them.
 """
@@ -57,7 +57,7 @@ class Device:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compile all kernels that are launched, and return the compiled kernels by name."""
+    """Compile every kernel that gets launched, and return the compiled kernels by name."""
     kernels = {}
     run = triton.JITFunction.run
 
@@ -146,7 +146,9 @@ def test_shipped_and_tuned_kernels_compile_for_other_gpus(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_the_most_queries_of_the_widest_heads_fit_in_an_a100(compiled, monkeypatch, dtype):
+def test_an_a100_has_room_for_the_maximum_number_of_queries_with_the_widest_heads(
+    compiled, monkeypatch, dtype
+):
     monkeypatch.setattr(driver, "_active", Device(80))
     monkeypatch.setattr(launch, "_can_overlap", lambda x: False)
     monkeypatch.setattr(launch, "device_limits", lambda device: A100)

@@ -1,13 +1,13 @@
-"""Tests of the teacher-forced Triton kernels against the reference, on a GPU or, with
+"""Test the teacher-forced Triton kernels against the reference, on a GPU or, with
 TRITON_INTERPRET=1, in the interpreter. ``test_interpreted.py`` runs this file in the interpreter.
-Queries and keys are small multiples of 1/2 (queries also of the group size). Scores are therefore
-exact in float32 for any order of summation, ties are common, and the selected pages must *equal*
-those of the reference. Outside the sequences, all buffers contain NaN.
+Queries and keys are small multiples of 1/2 (queries also of the group size). So scores are exact in
+float32 whatever the order of summation, ties are common, and the selected pages must *equal* the
+reference's. Outside the sequences, all buffers contain NaN.
 
-Error bound: relative to the reference in float64, the error of a kernel may be at most twice as
-large as that of the reference in the kernel's own precision on the same inputs, plus half a unit in
-the last place of the largest result. The reference runs on the CPU, because a mean on a GPU
-multiplies by a rounded 1 / G, which breaks ties.
+Error bound: relative to the reference in float64, a kernel's error may be at most twice as large as
+the error of the reference in the kernel's own precision on the same inputs, plus half a unit in the
+last place of the largest result. The reference runs on the CPU, because a mean on a GPU multiplies
+by a rounded 1 / G, which breaks ties.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages.
@@ -63,8 +63,8 @@ class Case:
     def results(
         self, implementation: str, dtype: torch.dtype, device: str = DEVICE
     ) -> list[torch.Tensor]:
-        """Return the reference's output and gradients of q, k and v, in float64 on the CPU. All NaN
-        in its inputs are replaced by 1.
+        """Return the reference's output and gradients of q, k and v, in float64 on the CPU. NaN in
+        its inputs is replaced with 1.
         """
         outside = 1.0 if implementation == "reference" else float("nan")
         q, k, v, d_out = (
@@ -146,7 +146,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
 
 
 def kept(case: Case) -> torch.Tensor:
-    """Return the selection of the kernels: bool ``[B, K, T, N]`` by position."""
+    """Return the kernels' selection: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0)
     masks, lists, counts = call.select(case.prompt, case.top_k, case.budgets)
     for mask, pages, count in zip(
@@ -161,7 +161,7 @@ def kept(case: Case) -> torch.Tensor:
 
 
 def expected_pages(case: Case, b: int) -> torch.Tensor:
-    """Return the selection of row b by definition: bool ``[K, length, N of the row]``."""
+    """Return row b's selection according to the definition: bool ``[K, length, N of the row]``."""
     start, length, P = int(case.start[b]), int(case.length[b]), case.layout.page_size
     own = slice(start, start + length)
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()

@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels in Triton's interpreter."""
+"""Run the Triton kernels' tests in Triton's interpreter."""
 
 from pathlib import Path
 

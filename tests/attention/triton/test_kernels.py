@@ -1,13 +1,12 @@
-"""Tests of the decode kernels against the reference, on a GPU or, for Triton's kernels with
+"""Test the decode kernels against the reference, on a GPU or, for Triton's kernels with
 TRITON_INTERPRET=1, in the interpreter. ``test_interpreted.py`` runs this file in the interpreter,
-which must be switched on before triton is imported. Queries and landmarks are small integers.
-Scores are therefore exact in float32 for any order of summation, ties are common, and the selected
-pages must *equal* those of the reference. Wherever a sequence has no token, all buffers contain
-NaN.
+which must be switched on before triton is imported. Queries and landmarks are small integers. So
+scores are exact in float32 whatever the order of summation, ties are common, and the selected pages
+must *equal* the reference's. Wherever a sequence has no token, all buffers contain NaN.
 
-Error bound: relative to the reference in float64, the error of a kernel may be at most twice as
-large as that of the reference in the kernel's own precision on the same inputs, plus half a unit in
-the last place of the result's dtype.
+Error bound: relative to the reference in float64, a kernel's error may be at most twice as large as
+the error of the reference in the kernel's own precision on the same inputs, plus half a unit in the
+last place of the result's dtype.
 
 Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M
 blocks.
@@ -115,7 +114,7 @@ class Case:
         return DecodeBatch(*self.inputs(), out, self.layout, *options)
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the result of the reference with queries in ``dtype``, on the CPU."""
+        """Return the reference's result with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
         scales = self.scales and CacheScales(*(x.cpu() for x in (self.scales.k, self.scales.v)))
@@ -189,7 +188,7 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """Assign ``to[at] = values``, also for float8, for which torch has no kernel."""
+    """Assign ``to[at] = values``, even for float8, which torch has no kernel for."""
     if to.itemsize == 1:
         to, values = to.view(torch.uint8), values.view(torch.uint8)
     to[at] = values
@@ -303,7 +302,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
 def decode(
     config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False
 ) -> torch.Tensor:
-    """Decode with the implementation to which ``config`` belongs."""
+    """Decode with the implementation that ``config`` belongs to."""
     if isinstance(config, cuda.CudaConfig):
         cuda.check(batch, workspace)
         return cuda.run(batch, workspace, reuse_plan, config)
@@ -434,8 +433,8 @@ def test_cuda_decodes_several_tokens_of_any_group(
 
 
 def with_room(config: Config, case: Case) -> Config:
-    """Double the pages in flight for an 8-bit cache, so that the results of many queries fit in
-    their memory.
+    """Double the pages in flight for an 8-bit cache, so that many queries' results fit in the
+    memory of those pages.
     """
     if case.scales is None or not isinstance(config, cuda.CudaConfig):
         return config
@@ -462,7 +461,7 @@ def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(confi
     ],
     ids=["16-bit cache", "fp8 cache", "int8 cache", "fp8 landmarks"],
 )
-def test_the_queries_of_later_tokens_do_not_change_what_a_token_reads(config, louder, stored):
+def test_later_tokens_queries_do_not_change_what_a_token_reads(config, louder, stored):
     case = make_case([517, 200], [3, 2], tokens=4, **stored)
     out = run(case, config).unflatten(0, (2, 4))
     q = case.q.unflatten(0, (2, 4)).clone()
@@ -691,8 +690,8 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [8, 21])
 def test_an_int8_cache_matches_the_reference(config, dtype, spread):
-    """Check values whose scales differ by 2^20, some of them all zero, with tiny and huge keys and
-    values.
+    """Check values whose scales differ by a factor of 2^20, vectors of zeros, and tiny and huge
+    keys and values.
     """
     shape = dict(
         dtype=dtype, cache_dtype=INT8, spread=min(spread, 13) if dtype == torch.float16 else spread
@@ -717,7 +716,7 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("token", [0, 100, 332])
-def test_a_nan_scale_in_an_int8_cache_makes_the_output_of_that_head_nan(config, which, token):
+def test_a_nan_scale_in_an_int8_cache_makes_that_heads_output_nan(config, which, token):
     case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
     expected = run(case, config).clone()
     block, head, place = case.table[0, token // 16].long(), 1, token % 16

@@ -1,5 +1,5 @@
-"""Tests of the files that ``sparrow tune`` writes: they are read back as written, used for the
-nearest batch, and refused if they are damaged or belong to another GPU or shape.
+"""Test the files that ``sparrow tune`` writes: they are read back as written, used for the nearest
+batch, and refused if they are damaged or belong to another GPU or shape.
 """
 
 import json
@@ -57,12 +57,12 @@ def a100(monkeypatch, tmp_path):
 
 
 def chosen(rows: int, device: str = "cuda", tokens: int = 1, **changed) -> tuple:
-    """Return the shipped configuration of a batch on the A100, and the one that is used."""
+    """Return the shipped configuration for a batch on the A100, and the one that is actually used."""
     sizes = MODEL | changed
     items = rows * sizes["kv_heads"]
     config = shipped_tables.choose(items, sizes["kv_heads"], 256, A100)
 
-    class Batch:  # the properties of a batch on a GPU on which the choice depends
+    class Batch:  # the properties of a batch on a GPU that the choice depends on
         length_B = range(rows)
         q_BHD = torch.empty(0)
         k_cache = torch.empty(0, dtype=sizes["dtype"])
@@ -99,7 +99,7 @@ def test_a_batch_uses_the_variant_of_the_nearest_tuned_batch(rows, variant):
     assert used == variant.of(config, 8, 256, A100) != config
 
 
-def test_another_shape_a_cpu_and_several_new_tokens_use_the_shipped_configuration():
+def test_batches_that_were_not_tuned_use_the_shipped_configuration():
     CHOICES.save()
     for changed in (
         dict(group=2),
@@ -145,7 +145,7 @@ def test_the_launcher_uses_the_choice_unless_a_configuration_is_given(monkeypatc
         assert launch.Launches(batch, workspace, shipped).config is shipped
 
 
-def test_the_name_of_the_kernels_says_that_they_are_tuned():
+def test_the_kernels_name_says_that_they_are_tuned():
     CHOICES.save()
     choice = choose(None, **MODEL, device=torch.device("cuda"))
     assert str(choice) == "triton as tuned by sparrow tune"
@@ -156,7 +156,7 @@ def test_the_name_of_the_kernels_says_that_they_are_tuned():
 
 
 def damaged(change) -> str:
-    """Change the record in the file, and return why it is refused when an engine starts."""
+    """Change the record in the file, start an engine, and return why it refuses the file."""
     path = CHOICES.save()
     record = json.loads(path.read_text())
     changed = change(record)

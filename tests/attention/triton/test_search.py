@@ -1,5 +1,5 @@
-"""Tests of ``sparrow tune``: the search with simulated times, and complete runs on a GPU or in
-Triton's interpreter, which compare every configuration with the reference.
+"""Test ``sparrow tune``: the search with simulated times, and complete runs on a GPU or in Triton's
+interpreter, which compare every configuration with the reference.
 
 ``test_interpreted.py`` runs this file in the interpreter.
 """
@@ -65,7 +65,7 @@ def test_a_variant_that_is_slower_for_some_pages_is_not_chosen():
     assert fastest(times) == SHIPPED
 
 
-def test_variants_that_cannot_be_used_are_passed_over():
+def test_variants_that_cannot_be_used_are_skipped():
     def times(variant):
         if variant.attend == ATTEND[0]:
             return None
@@ -74,7 +74,7 @@ def test_variants_that_cannot_be_used_are_passed_over():
     assert fastest(times) == Variant(ATTEND[1])
 
 
-def test_a_gpu_on_which_the_shipped_configuration_fails_is_reported():
+def test_a_gpu_that_cannot_run_the_shipped_configuration_is_reported():
     with pytest.raises(ConfigError, match=r"shipped configuration .* does not run on this GPU"):
         fastest(lambda variant: None)
 
@@ -90,7 +90,7 @@ def test_the_number_of_measurements_is_bounded():
     assert len(seen) == 1 + len(ATTEND) + len(RANK) + 2 * len(FACTORS) <= 25
 
 
-def test_final_times_are_medians_of_measurements_in_turn():
+def test_final_times_are_medians_of_alternating_measurements():
     given = iter([[1.0], [10.0], [3.0], [30.0], [2.0], [20.0]])
     order = []
 
@@ -129,7 +129,7 @@ def test_an_8_bit_cache_is_refused_on_a_gpu_that_cannot_convert_it(monkeypatch):
 
 
 def kernels(test):
-    """Mark a test that launches kernels: on a GPU, or in the interpreter."""
+    """Mark a test that launches kernels, on a GPU or in the interpreter."""
     if INTERPRETED:
         return test
     absent = not torch.cuda.is_available()
@@ -151,7 +151,7 @@ def run(target=TARGET, grid=GRID, time=lambda launches: 100.0, notes=None):
 
 
 @kernels
-def test_every_variant_gives_the_result_of_the_reference():
+def test_every_variant_matches_the_reference():
     notes = []
     choices = run(grid=ONE, notes=notes)
     assert notes == ["2 sequences: as shipped"]  # none was left out
@@ -160,7 +160,7 @@ def test_every_variant_gives_the_result_of_the_reference():
 
 @kernels
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn", "int8"])
-def test_every_format_of_the_cache_gives_the_result_of_the_reference(few_variants, cache_dtype):
+def test_every_cache_format_matches_the_reference(few_variants, cache_dtype):
     notes = []
     run(replace(TARGET, cache_dtype=cache_dtype), ONE, notes=notes)
     assert notes == ["2 sequences: as shipped"]
@@ -191,7 +191,7 @@ def test_the_file_lists_measured_times_and_the_read_limit(few_variants):
 
 @kernels
 def test_a_choice_that_the_final_measurement_does_not_confirm_is_dropped(few_variants):
-    """Check that the final measurement decides: a variant that is slower then is not chosen."""
+    """The final measurement decides: a variant that turns out slower there is not chosen."""
     lucky = set()
 
     def time(launches):

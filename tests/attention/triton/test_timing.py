@@ -1,4 +1,4 @@
-"""Tests of timing launches in a CUDA graph, with a simulated clock."""
+"""Test how launches in a CUDA graph are timed, with a simulated clock."""
 
 import contextlib
 
@@ -12,8 +12,8 @@ from sparrow.attention.triton.timing import timed
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Make successive replays of a graph take 1, 2, 3, ... ms, and return a list to which all
-    launches are added.
+    """Make successive replays of a graph take 1, 2, 3, ... ms, and return a list that collects all
+    launches.
     """
     launched = []
     now = {"ms": 0.0, "replays": 0}

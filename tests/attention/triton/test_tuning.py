@@ -1,4 +1,4 @@
-"""Tests that launch configurations fit the device, cover every batch, and depend only on shapes.
+"""Test that launch configurations fit the device, cover every batch, and depend only on shapes.
 Nothing is launched.
 """
 
@@ -68,7 +68,7 @@ def test_queries_of_several_tokens_fit_in_shared_memory_with_keys_and_values(
         assert config == choose(items, 1, D * itemsize, limits)
 
 
-def test_the_most_queries_of_the_widest_heads_leave_an_a100_room_for_one_tile():
+def test_with_the_maximum_number_of_queries_and_the_widest_heads_an_a100_has_room_for_one_tile():
     # With two tiles in flight, the kernel compiled for an A100 needs 172,544 bytes.
     a100 = DEVICES[1]
     two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
@@ -117,7 +117,7 @@ def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
 
 
 def test_the_published_measurements_used_the_shipped_configurations():
-    """Check the table of the CUDA kernel as well, if it is shipped."""
+    """Also check the CUDA kernel's table, if it is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
         few = case["B"] <= cuda.few_rows(

@@ -1,4 +1,4 @@
-"""Tests that variants of the shipped launch configurations suit the kernels, the workspace and the
+"""Test that variants of the shipped launch configurations suit the kernels, the workspace and the
 device. Nothing is launched.
 """
 
@@ -43,7 +43,7 @@ def test_every_variant_suits_the_tensor_cores_and_the_workspace(kv_heads, rows, 
         assert made.registers * 32 * made.attend_warps <= 65536
 
 
-def test_a_workspace_has_room_for_the_most_extra_programs():
+def test_a_workspace_has_room_for_the_maximum_number_of_extra_programs():
     for rows in (1, 5, 64):
         workspace = DecodeWorkspace(rows, 8, 2, 64, 100, "cpu")  # without a GPU, an H200's limits
         config = shipped_tables.choose(rows * 8, 8, 256, H200)
@@ -53,7 +53,7 @@ def test_a_workspace_has_room_for_the_most_extra_programs():
         assert len(workspace.plan) >= rows + extra // 8
 
 
-def test_some_variants_fit_the_smallest_shared_memory_and_the_widest_heads():
+def test_some_variants_fit_the_smallest_shared_memory_with_the_widest_heads():
     l40s = DeviceLimits(142, 99 * 1024)
     config = shipped_tables.choose(64, 8, 512, l40s)
     sizes = [Variant(attend=tile).of(config, 8, 512, l40s) for tile in ATTEND]

@@ -1,4 +1,4 @@
-"""Repairs Triton 3.6's interpreter when imported, and has no other effect.
+"""Importing this module repairs Triton 3.6's interpreter, and does nothing else.
 
 The interpreter multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 incorrectly, and
 cannot use a scalar as a loop bound with NumPy 2.4. Nor does it detect invalid memory accesses:

@@ -1,4 +1,4 @@
-"""Tests of ``sparrow audit``: its exit status for each verdict, and its output."""
+"""Test ``sparrow audit``: its exit status for each verdict, and its output."""
 
 import json
 from types import SimpleNamespace

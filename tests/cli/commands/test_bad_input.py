@@ -1,4 +1,4 @@
-"""Tests that user errors (settings out of range, bad files, faults) are reported in one sentence
+"""Test that user errors (settings out of range, bad files, faults) are reported in one sentence
 before any work starts.
 """
 
@@ -88,7 +88,7 @@ def test_an_option_out_of_range_is_refused(command, option, message, capsys):
     assert fails(capsys, *command, *option.split(), code=2).startswith(f"sparrow: {message}")
 
 
-# --- files that are written: checked before the work ---
+# --- output files, checked before any work starts ---
 
 
 @pytest.fixture
@@ -565,7 +565,7 @@ def test_an_interrupted_command_prints_how_to_resume(checkpoint, tmp_path, capsy
     assert f"sparrow train --resume --run-dir {run}' continues" in demo.interrupted()
 
 
-# --- going on with a run ---
+# --- resuming a run ---
 
 
 def test_a_checkpoint_with_a_tensor_of_the_wrong_size_is_refused_on_resume(

@@ -1,4 +1,4 @@
-"""Tests that a dry run prints predictions, names every problem, and loads nothing."""
+"""Test that a dry run prints predictions, names every problem, and loads nothing."""
 
 import re
 

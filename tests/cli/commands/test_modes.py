@@ -1,4 +1,4 @@
-"""Tests of how commands interpret ``mode``, and of what they refuse."""
+"""Test how commands interpret ``mode``, and what they refuse."""
 
 import json
 from dataclasses import fields
@@ -201,7 +201,7 @@ def test_settings_incompatible_with_lossless_rollouts_are_refused():
         RolloutConfig(mode="fast")
 
 
-def test_a_lossless_run_trains_on_samples_of_the_dense_policy(checkpoint, tmp_path, capsys):
+def test_a_lossless_run_trains_on_samples_from_the_dense_policy(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
     sampled = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "24"]
     main(

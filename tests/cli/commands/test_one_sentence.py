@@ -1,5 +1,5 @@
-"""Tests of bad inputs that used to be ignored, hang, or end with an error message of another
-program. Each must be reported in one sentence.
+"""Test bad inputs that used to be ignored, to hang, or to end with another program's error message.
+Each must be reported in one sentence.
 """
 
 import json
@@ -98,7 +98,7 @@ def test_a_task_together_with_a_dataset_is_refused():
         load_problems("trace", ("gsm8k", "taco"), None)
 
 
-def test_an_error_names_the_limit_option_of_the_command():
+def test_an_error_names_the_commands_limit_option():
     with pytest.raises(ConfigError, match="as in --limit 64"):
         load_benchmark("trace:lines=4", None, None)
     with pytest.raises(ConfigError, match=r"as in --eval\.limit 64"):
@@ -229,7 +229,7 @@ def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_rank_of_a_lora_may_equal_the_width_of_the_model():
+def test_a_loras_rank_may_equal_the_models_width():
     from sparrow.engines.hf import load_shape
     from sparrow.train.config import LoraConfig
     from sparrow.train.lora import check_lora

@@ -1,4 +1,4 @@
-"""Tests of ``sparrow train`` in a process that also uses torch for other purposes."""
+"""Test ``sparrow train`` in a process that also uses torch for other purposes."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""Tests of ``sparrow tune`` on a simulated GPU: the heads for which it tunes, what it refuses, and
-what it prints and writes.
+"""Test ``sparrow tune`` on a simulated GPU: which heads it tunes for, what it refuses, and what it
+prints and writes.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.conftest import fails
         (dict(shape="8, 2, 128", tensor_parallel=2), (4, 2, 128)),
     ],
 )
-def test_the_heads_are_those_on_one_gpu(options, heads):
+def test_heads_are_counted_per_gpu(options, heads):
     assert Tune(**options)._heads() == heads
 
 

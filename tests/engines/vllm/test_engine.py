@@ -1,5 +1,5 @@
-"""Tests of Sparrow in a real vLLM on a CPU, against stock vLLM, transformers, and itself with every
-kind of scheduling.
+"""Compare Sparrow in a real vLLM on a CPU with stock vLLM, with transformers, and with itself under
+every kind of scheduling.
 """
 
 import json
@@ -224,8 +224,8 @@ def test_preemption_is_counted_and_does_not_change_recorded_tokens(folder, model
     with engine(folder, enable_prefix_caching=False) as sparrow:
         undisturbed = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions == 0
-    # The latest request is preempted first, and the first one never. Preempted requests keep their
-    # sampled tokens.
+    # The latest request is preempted first, and the first one is never preempted. Preempted
+    # requests keep their sampled tokens.
     assert (
         same_tokens(rollouts[:1], undisturbed[:1])
         and logprob_gap(rollouts[:1], undisturbed[:1]) < 1e-5
@@ -283,7 +283,7 @@ def test_an_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied
         after = sparrow.generate(RAGGED, SAMPLED)
         assert not same_tokens(before, expected)
         assert same_tokens(after, expected) and logprob_gap(after, expected) < 1e-5
-        # Restore the weights in the way that other processes use.
+        # Restore the weights the way other processes would.
         sparrow._in_process = False
         sparrow.update_weights(old.named_parameters())
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
@@ -383,7 +383,9 @@ def test_an_engine_can_be_configured_only_by_environment_variables(folder, monke
 
 @pytest.mark.slow
 def test_an_engine_keeps_its_mode_if_the_environment_changes(folder, stock, monkeypatch):
-    """Check this although the environment that requested the first engine changes."""
+    """The environment variable that requested the first engine's mode is removed while the engine
+    runs.
+    """
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     sparse = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     monkeypatch.delenv("SPARROW_SCHEDULE")
@@ -424,7 +426,7 @@ def test_an_engine_does_not_change_the_environment(folder, monkeypatch):
 
 
 def test_a_stock_engine_ignores_sparrows_environment_variables(folder, stock, monkeypatch):
-    """Check this even if the environment requests sparse decoding from every vLLM engine."""
+    """Here, the environment requests sparse decoding from every vLLM engine."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     plain = StockEngine(str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)

@@ -1,4 +1,4 @@
-"""Tests of a mixture of experts in lossy mode, in a real vLLM on a CPU."""
+"""Test a mixture of experts in lossy mode, in a real vLLM on a CPU."""
 
 from types import SimpleNamespace
 

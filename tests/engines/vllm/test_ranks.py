@@ -1,4 +1,4 @@
-"""Tests that two training processes, each with its own vLLM on a CPU, sample and train like one
+"""Test that two training processes, each with its own vLLM on a CPU, sample and train like one
 process.
 """
 

@@ -1,4 +1,4 @@
-"""Tests with a real vLLM server on a CPU, in separate processes, which finds Sparrow by its entry
+"""Test a real vLLM server on a CPU, in separate processes. It finds Sparrow through its entry
 point.
 """
 
@@ -105,7 +105,7 @@ def serving(folder, sparrow, path, *more, patience=180):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Return address and process of a server."""
+    """Return a server's address and process."""
     folder = tmp_path_factory.mktemp("served")
     checkpoint(folder / "model")
     with serving(
@@ -166,7 +166,7 @@ def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
         assert len(one.lower) == 40
         np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
     # In the second response, everything is read, so actor and policy are the same. In the others,
-    # sparsity lowers acceptance by more than rounding.
+    # sparsity lowers acceptance by more than rounding does.
     assert found[1].lower.min() > 1 - 1e-4
     assert found[0].upper.min() < 0.97 and found[2].upper.min() < 0.97
     (short,) = probe([url], asked[:1], SMALL, max_new_tokens=40, top_n=8)
@@ -197,7 +197,7 @@ def test_a_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
         )
     assert found["sparrow/p5"] == min(found[f"sparrow/p5/{at}"] for at in ("200-300", "300-400"))
     assert found["sparrow/sequences"] == 3 == watched.report.n_sequences
-    assert watched.counted() == {}, "reads of the measurement must not be counted"
+    assert watched.counted() == {}, "what the measurement reads must not be counted"
     server = VLLMServer(url, SMALL)
     assert server.schedule == SMALL, "the schedule must be restored"
     server.generate(RAGGED, SAMPLED)

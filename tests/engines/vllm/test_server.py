@@ -1,4 +1,4 @@
-"""Tests with a vLLM server that dies, refuses or stalls, simulated by a few lines of HTTP."""
+"""Test a vLLM server that dies, refuses or stalls, simulated by a small HTTP server."""
 
 import asyncio
 import contextlib
@@ -100,7 +100,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a local server is not reached through a proxy
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # must not be used for a local server
         monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)
@@ -220,9 +220,7 @@ def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
         ({}, None),  # omitted settings keep the server's values
     ],
 )
-def test_lossless_settings_that_differ_from_those_of_the_server_are_refused(
-    pretender, asked, message
-):
+def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, asked, message):
     url, state = pretender
     state["described"] = {
         "mode": "lossless",

@@ -1,5 +1,5 @@
-"""Tests that if vLLM cannot start an engine, the error is one sentence with vLLM's reason and the
-remedy.
+"""Test that when vLLM cannot start an engine, the error gives vLLM's reason and the remedy in one
+sentence.
 """
 
 import pytest

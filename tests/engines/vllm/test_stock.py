@@ -1,6 +1,4 @@
-"""Tests with a server without Sparrow, simulated by a few lines of HTTP, and with lists in vLLM's
-format.
-"""
+"""Test a server without Sparrow, simulated by a small HTTP server, and lists in vLLM's format."""
 
 import json
 import threading
@@ -91,7 +89,10 @@ def test_top_lists_cover_only_the_response(served):
         Rollout([9], np.array([30]), None, None, None, "length"),
     ]
     first, second = connected(served).top_lists(rollouts, 3)
-    assert first.logprobs.tolist() == [-2.0, -5.0]  # the second is not listed but has its log-prob
+    assert first.logprobs.tolist() == [
+        -2.0,
+        -5.0,
+    ]  # the second token is not listed, but has a log-prob
     assert first.top_ids.tolist() == [[1, 2, 3], [1, 2, 3]]
     assert first.top_logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 2
     assert second.logprobs.tolist() == [-30.0]

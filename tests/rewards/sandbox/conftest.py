@@ -1,5 +1,5 @@
-"""The isolation mechanisms that tests of the sandbox require. This folder is a package so that its
-``conftest`` is not confused with that of the parent folder, from which other tests import.
+"""The isolation mechanisms that the sandbox tests require. This folder is a package so that its
+``conftest`` is not confused with the parent folder's, which other tests import from.
 """
 
 import sys

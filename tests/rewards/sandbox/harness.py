@@ -1,4 +1,4 @@
-"""A judging process to attack, which is checked from outside."""
+"""A judging process to attack, checked from outside."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from sparrow.rewards.sandbox import box
 from sparrow.rewards.sandbox.walls import Held
 
 SECRET = "nobody's business"
-PATIENCE_S = 30.0  # for an answer; a program may take 15 s within its own limits, and the machine may be busy
+PATIENCE_S = (
+    30.0  # for one answer; a program's own limits allow it 15 s, and the machine may be busy
+)
 GROWTH_MB = 128.0  # additional memory that the judging process may need for one answer
 
-# judges the attack that it reads, and at the same time an honest program
+# judges the attack it reads and, at the same time, an honest program
 _JUDGE = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -241,7 +243,7 @@ class Rig:
 
 
 def score(attacks: Iterable[Attack], isolation: str) -> dict[str, str]:
-    """Return, by name, what each attack achieved that was not contained."""
+    """Return what each uncontained attack achieved, by name."""
     failed = {}
     with Rig(isolation) as rig:
         for attack in attacks:

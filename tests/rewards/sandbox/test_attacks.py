@@ -1,5 +1,5 @@
-"""Tests that every attack is contained, in bubblewrap and in a session. ``attacks.py`` defines what
-this means.
+"""Test that every attack is contained, in bubblewrap and in a session. ``attacks.py`` defines what
+that means.
 """
 
 import pytest

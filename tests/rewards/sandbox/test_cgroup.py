@@ -1,7 +1,8 @@
-"""Tests that control groups are found if available, limited, entered from the start, and removed
-with their contents. Writing limits is tested on a copy of the kernel's file layout. If this process
-may create groups, entering, killing and removing are tested with the kernel itself. If groups may
-also limit memory and tasks, so is the effect of these limits.
+"""Test that control groups are found if available, that they are limited and entered from the
+start, and that they are removed with their contents. Writing limits is tested on a copy of the
+kernel's file layout. If this process may create groups, the kernel itself is used to test entering,
+killing and removing them. If groups may also limit memory and tasks, these limits' effects are
+tested too.
 """
 
 import errno
@@ -80,7 +81,7 @@ def test_no_groups_are_created_without_version_2(tmp_path, monkeypatch):
     assert cgroup.parent() is None
 
 
-def test_a_group_enforces_the_limits_of_its_program(tmp_path):
+def test_a_group_enforces_its_programs_limits(tmp_path):
     limits = Limits(memory_bytes=1 << 30, files_bytes=64 << 20, output_bytes=8 << 20, tasks=100)
     made = cgroup.make(tmp_path, limits)
     assert (made / "pids.max").read_text() == "116"
@@ -150,7 +151,7 @@ def kernel_s() -> Path:
     return group
 
 
-def test_the_kernel_limits_the_tasks_of_a_group(kernel_s):
+def test_the_kernel_limits_a_groups_tasks(kernel_s):
     group = cgroup.make(kernel_s, Limits(tasks=10))
     forks = "for i in $(seq 40); do sleep 60 & done; wait"
     with subprocess.Popen(
@@ -165,7 +166,7 @@ def test_the_kernel_limits_the_tasks_of_a_group(kernel_s):
     assert not group.exists()
 
 
-def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
+def test_the_kernel_limits_a_groups_memory(kernel_s, monkeypatch):
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", 0)
     group = cgroup.make(kernel_s, Limits(memory_bytes=64 << 20, files_bytes=1, output_bytes=1))
     try:
@@ -177,11 +178,11 @@ def test_the_kernel_limits_the_memory_of_a_group(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_exceeding_the_memory_limit_of_a_group_does_not_affect_the_next_program(
+def test_a_program_that_exceeds_its_groups_memory_limit_does_not_affect_the_next_one(
     kernel_s, monkeypatch, mode
 ):
-    """The group's limit is lower than that on the address space, which would otherwise take effect
-    first.
+    """The group's limit is lower than the limit on the address space, which would otherwise take
+    effect first.
     """
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
     before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())

@@ -1,5 +1,5 @@
-"""Tests of which outputs and values count as equal to the expected ones;
-``tests/rewards/test_code.py`` judges whole programs.
+"""Test which outputs and values count as equal to the expected ones; ``tests/rewards/test_code.py``
+judges whole programs.
 """
 
 import pytest

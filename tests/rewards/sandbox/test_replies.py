@@ -1,4 +1,4 @@
-"""Tests that reading any reply, even a hostile one, leads cheaply to a verdict and never to an
+"""Test that reading any reply, even a hostile one, is cheap and ends in a verdict, never in an
 exception that stops a run.
 """
 
@@ -20,7 +20,7 @@ PRIME = 2**61 - 1  # integers that differ by this number have the same hash
 
 
 class Said(Child):
-    """A child process that has replied, without a real process."""
+    """A stand-in for a child process that has already replied."""
 
     def __init__(self, said: bytes) -> None:
         self._unread = bytearray(said)
@@ -96,7 +96,7 @@ def test_any_json_object_results_in_a_verdict(reply, expected):
         and isinstance(detail, str)
         and len(detail) < 1000
     )
-    if found == "pass":  # only a reply that reports a pass
+    if found == "pass":  # a pass must be deserved
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
 
@@ -198,7 +198,7 @@ def test_many_keys_with_the_same_hash_are_refused(kind, inside):
     assert len(unpack({kind: content[:16]})) == 16
 
 
-def test_instances_of_subclasses_of_complex_are_received_as_plain_complex_numbers():
+def test_instances_of_a_complex_subclass_arrive_as_plain_complex_numbers():
     class Sly(complex):
         real = 10**400
 
@@ -238,7 +238,7 @@ def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing memory makes reading several times as slow
+    )  # tracing memory slows down reading several times
 
 
 def test_comparing_words_does_not_store_all_of_them():

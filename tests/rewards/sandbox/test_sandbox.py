@@ -1,5 +1,5 @@
-"""Tests that programs which attack the sandbox, the harness or the machine neither escape, nor
-pass, nor leave anything behind.
+"""Test that programs that attack the sandbox, the harness or the machine don't escape, don't pass,
+and leave nothing behind.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
 
-# name -> program and acceptable verdicts; PARENT is replaced by the process id of the parent
+# name -> program and acceptable verdicts; PARENT is replaced with the parent's process id
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", {"error"}),
     "fork bomb in assembly's place": (
@@ -220,7 +220,7 @@ def test_a_program_sees_only_its_private_environment(bwrap):
     assert seen.passed, seen.detail
 
 
-def test_programs_cannot_see_the_files_of_other_programs(mode):
+def test_programs_cannot_see_each_others_files(mode):
     verifier = CodeVerifier(LIMITS, mode)
     tests = {"inputs": [""], "outputs": ["[]\n"]}
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w').write('x')"

@@ -1,4 +1,4 @@
-"""Tests that the sandbox is self-contained: it imports only the standard library and this package's
+"""Test that the sandbox is self-contained: it imports only the standard library and this package's
 errors.
 """
 

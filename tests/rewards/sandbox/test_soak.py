@@ -1,5 +1,5 @@
-"""Tests with a short run of ``benchmarks/sandbox.py``, in which attacks and honest programs run
-side by side.
+"""Test a short run of ``benchmarks/sandbox.py``, where attacks and honest programs run side by
+side.
 """
 
 import json
@@ -69,7 +69,7 @@ def test_honest_programs_are_judged_correctly_while_attacks_run_and_nothing_rema
 
 @pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
 def test_the_soak_test_detects_a_memory_leak(leak_bytes, flat, monkeypatch):
-    """A leak of a tenth of a megabyte in each of 400 programs is distinguished from no leak."""
+    """A leak of a tenth of a megabyte in each of 400 programs can be told from no leak."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
     kept = []

@@ -1,5 +1,5 @@
-"""Tests of what is counted while a program runs, what the kernel counts, what is removed
-afterwards, and retries of a failed start.
+"""Test what is counted while a program runs, what the kernel counts, what is removed afterwards,
+and that failed starts are retried.
 """
 
 import logging
@@ -92,7 +92,7 @@ time.sleep(0.2)
 
 
 @pytest.mark.parametrize("tests", [ONE, CALL], ids=["stdio", "call"])
-def test_the_tasks_and_files_of_a_program_are_limited(tests, mode):
+def test_a_programs_tasks_and_files_are_limited(tests, mode):
     tail = "print(1)" if tests is ONE else "def f(x): return x"
     verifier = CodeVerifier(Limits(tasks=20, files=30), mode)
     assert verifier.judge(THREADS.format(15) + tail, tests).passed
@@ -169,7 +169,7 @@ def test_files_that_cannot_be_removed_are_reported_without_an_error(tmp_path, ca
 
 
 def test_a_failed_start_is_retried(monkeypatch, caplog):
-    require("session")  # isolation is detected by a separate start, before starts fail
+    require("session")  # detecting the isolation takes a start, so do it before starts fail
     real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
 
     def start(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Tests of the choice of how many tokens to draft, with simulated times and without vLLM."""
+"""Test the choice of how many tokens to draft, with simulated times and without vLLM."""
 
 from collections import Counter
 from functools import cache
@@ -200,8 +200,8 @@ def test_growing_sequences_reuse_timings_from_shorter_lengths(acceptance):
 def test_noisy_timings_do_not_cause_drafting_with_little_benefit(
     rows, length, dense, draft, acceptance
 ):
-    """With short contexts on an H200, drafts gain or lose a few percent, which is less than the
-    variation of dense step times.
+    """With short contexts on an H200, drafts gain or lose a few percent, less than dense step times
+    vary by.
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
@@ -299,7 +299,7 @@ def test_the_fastest_draft_count_is_used_even_if_its_timings_arrive_late():
 
 
 def test_the_first_timing_after_a_change_never_favours_the_new_draft_count():
-    """The first cycle after a change of the number of drafts may seem too short."""
+    """The first cycle after the number of drafts changes may seem too short."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
     for _ in range(measured.DENSE_PROBES):
@@ -440,8 +440,8 @@ def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(
 
 
 def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
-    """The times are those of the 4B model in milliseconds, for 48 sequences and then for 21 longer
-    ones. These start with four drafts, although eight are 7 % faster.
+    """The times are the 4B model's in milliseconds, for 48 sequences and then for 21 longer ones.
+    These start with four drafts, although eight are 7 % faster.
     """
     chooser = DraftChooser(CHOICES)
     many, few = (
@@ -468,9 +468,9 @@ def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
     assert chosen[30:].count(0) >= 26
 
 
-def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
+def test_timings_at_new_lengths_are_scaled_by_dense_step_timings():
     """At 320 tokens, four drafts are a seventh slower than none. For longer sequences, dense steps
-    are timed first, from which it follows that four drafts are slower there as well.
+    are timed first, and those times imply that four drafts are slower there too.
     """
     chooser, drafted = DraftChooser(CHOICES), []
     for length in range(320, 1344):
@@ -485,8 +485,8 @@ def test_timings_at_new_lengths_are_scaled_by_the_timings_of_dense_steps():
 GUESSES = 3
 NUMBERS = (0, 4, 8, 12)
 STAGES = (*NUMBERS, *(Guessed(k) for k in NUMBERS if k))
-# Probability that a guess is kept, and that a draft is accepted: one without guesses, one drawn in a
-# pass over guesses, and a guess that fills a place.
+# The probabilities that a guess is kept, and that a draft is accepted: a draft without guesses, one
+# drawn in a pass over guesses, and a guess used as a draft.
 REPETITIVE = dict(kept=0.75, plain=0.945, drawn=0.921, filled=0.3)
 NOVEL = dict(kept=0.1, plain=0.945, drawn=0.921, filled=0.05)
 UNSURE = dict(kept=0.4, plain=0.7, drawn=0.65, filled=0.2)
@@ -520,8 +520,8 @@ def tokens_of_stages(text):
 
 
 def with_stages(chooser, cycles, text, machine, rows=64, length=15_000, seed=0, grows=False):
-    """Return the choices, and the speed relative to that of the best choice in each cycle. The
-    measurements of a cycle are known two cycles later.
+    """Return the choices, and the speed relative to the best choice's in each cycle. A cycle's
+    measurements are known two cycles later.
     """
     rng, under_way, chosen = np.random.default_rng(seed), [], []
     tokens, seconds, ideal, last = tokens_of_stages(tuple(text.items())), 0.0, 0.0, None
@@ -575,8 +575,8 @@ def test_the_fastest_stage_is_found_at_a_cost_below_two_percent(rows, text, mach
     ("text", "machine"), [(REPETITIVE, MEDIUM), (UNSURE, MEDIUM), (NOVEL, LONG), (HARD, MEDIUM)]
 )
 def test_stages_of_one_sequence_are_compared_although_few_drafts_are_judged(text, machine):
-    """The number of accepted drafts of a cycle scatters by half its mean, so many cycles are needed
-    to tell stages apart; they are worth it only if the stages are about as fast.
+    """The number of accepted drafts varies between cycles by half its mean, so it takes many cycles
+    to tell stages apart. That's only worth it if the stages are about equally fast.
     """
     shares = [
         with_stages(DraftChooser(STAGES), 3000, text, machine, rows=1, seed=seed)[1]
@@ -615,8 +615,10 @@ def test_guesses_are_not_tried_where_even_perfect_guesses_would_lose():
     assert not any(isinstance(choice, Guessed) for choice in chosen)
 
 
-def test_tokens_with_guesses_are_those_of_their_own_cycles():
-    """Acceptance depends on the place of a draft, so it does not carry over to other numbers."""
+def test_tokens_per_cycle_with_guesses_are_measured_for_each_number_of_drafts():
+    """Acceptance depends on a draft's place in the cycle, so it doesn't carry over to other numbers
+    of drafts.
+    """
     chooser = DraftChooser(STAGES)
     measured_ = chooser.measured
     for _ in range(300):
@@ -630,7 +632,8 @@ def test_tokens_with_guesses_are_those_of_their_own_cycles():
     assert measured_.tokens(case, Guessed(12)) > 4.0  # expected from eight drafts
     assert chooser.observe(64, 20_000, Guessed(4), 0.04, 2 * 64, 128) is None
     longer = measured_.find((12, 29), 0)
-    assert 2.2 < measured_.tokens(longer, Guessed(4)) < 2.8  # begins with that of the other length
+    # begins with the other length's estimate
+    assert 2.2 < measured_.tokens(longer, Guessed(4)) < 2.8
 
 
 # --- the draft budget ---

@@ -1,5 +1,5 @@
-"""Tests of the operation that a linear layer with an fp8 copy calls: vLLM's kernels on a GPU, and
-the same arithmetic on a CPU.
+"""Test the operation that a linear layer with an fp8 copy calls: vLLM's kernels on a GPU, and the
+same arithmetic on a CPU.
 """
 
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""Tests of which batches lossless mode has CUDA graphs for, and which graph each batch uses. No
-graph is captured.
+"""Test which batches lossless mode has CUDA graphs for, and which graph each batch uses. No graph
+is captured.
 """
 
 import inspect

@@ -1,5 +1,5 @@
-"""Tests of what the scheduler of lossless mode chooses and records for each step, without vLLM's
-own part.
+"""Test what lossless mode's scheduler chooses and records for each step, without vLLM's own part of
+it.
 """
 
 import pickle
@@ -70,8 +70,8 @@ def run(scheduler, lengths):
 
 
 def step(scheduler, names, choice, emitted, seconds=0.01, budget=0):
-    """Run one step of these sequences, each with the drafts of this choice and budget, that yields
-    ``emitted`` tokens for each.
+    """Run one step of these sequences, with drafts of this choice and budget. The step yields
+    ``emitted`` tokens for each sequence.
     """
     drafts = drafts_of(choice)
     scheduler.clock.now += seconds
@@ -133,12 +133,12 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
     ids=["short", "long"],
 )
-def test_the_time_of_a_dense_step_excludes_launching_drafts_of_the_next_step(
+def test_a_dense_steps_time_excludes_launching_the_next_steps_drafts(
     make, dense, verified, draft, drafts
 ):
     """The host launches a step before the previous one ends, and takes twice as long if the step
-    has drafts. Times are milliseconds of the GPU. With short contexts, dense steps wait for the
-    host, and drafts yield fewer tokens.
+    has drafts. Times are in GPU milliseconds. With short contexts, dense steps wait for the host,
+    and drafts yield fewer tokens.
     """
     scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
     run(scheduler, dict.fromkeys(names, 320))
@@ -186,7 +186,7 @@ def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
     ]
 
 
-def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
+def test_steps_are_recorded_with_their_drafts_budget(make, observed):
     """Drafts are made in the previous step. Dense steps read everything, whatever drafts read."""
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
@@ -201,7 +201,7 @@ def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
     ]
 
 
-def test_drafts_with_guesses_are_choices_of_their_own(make, observed):
+def test_drafting_with_guesses_is_a_separate_choice(make, observed):
     """With guesses, acceptance is recorded per cycle. The first step after a change is marked, even
     if only the use of guesses has changed.
     """
@@ -424,6 +424,6 @@ def test_the_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch
         scheduler.schedule()
         drafts = scheduler.dynamic_sd_lookup[1]
         step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
-    # At first in every cycle, because checking is free while no choice is in use, and then only
-    # once in this many cycles.
+    # Choices are checked in every cycle at first, because that's free while none is in use, and
+    # then only once in this many cycles.
     assert len(asked) <= 30 and said == [({"1 x 91": 0}, "")]

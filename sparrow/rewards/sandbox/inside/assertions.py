@@ -41,8 +41,8 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Find out whether the tests use nothing from the program but a function that shadows a
-    built-in. If so, return a set with its name, and otherwise an empty set.
+    """Return the name of the function under test, in a set, if it shadows a built-in and is all
+    that the tests use from the program. Otherwise, return an empty set.
 
     Raises ValueError if the tests call several built-ins, so there's no telling which one is under
     test.
