@@ -1,5 +1,5 @@
 """Sample groups of responses to four kinds of prompts from an instruction-tuned model in stock
-vLLM.
+vLLM, or on a CPU in transformers (``--engine transformers``).
 
     python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
 
@@ -20,11 +20,11 @@ import os
 import random
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -33,6 +33,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 PEOPLE = ("a lighthouse keeper", "a watchmaker", "two sisters", "a retired sailor", "a young nurse")
 THINGS = ("an old map", "a broken radio", "a letter", "a garden in winter", "a borrowed violin")
 PLACES = ("a harbour town", "a night train", "an empty school", "a mountain village", "a library")
+Engine = Literal["vllm", "transformers"]
+Responses = list[tuple[list[int], list[float]]]
+"""The token ids and log-probs of each response to one prompt."""
+Sampler = Callable[[Sequence[list[int]], float, int], list[Responses]]
+"""Samples responses to prompts, given a temperature and the first prompt's number."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Options:
     samples: int = 16  # Responses per prompt.
     max_new_tokens: int = 1024
     context: int = 1024  # Tokens in a prompt from a source or manual.
+    engine: Engine = "vllm"  # `transformers` is for CPUs and for models with one EOS token.
     memory: float = 0.9  # Share of the GPU's memory that vLLM may use.
     cache_gib: int = 20  # GiB of this memory for the KV cache.
     seed: int = 0
@@ -132,11 +138,10 @@ def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     os.replace(new, path)
 
 
-def main(options: Options) -> None:
-    """Sample, and save the responses with their log-probs."""
+def vllm_sampler(options: Options) -> Sampler:
+    """Return a sampler that uses stock vLLM. Each prompt has its own seed."""
     from vllm import LLM, SamplingParams
 
-    asked = prompts(AutoTokenizer.from_pretrained(options.model), options)
     llm = LLM(
         options.model,
         seed=options.seed,
@@ -145,36 +150,70 @@ def main(options: Options) -> None:
         kv_cache_memory_bytes=options.cache_gib << 30,
         logprobs_mode="processed_logprobs",
     )
+
+    def sample(prompts: Sequence[list[int]], temperature: float, first: int) -> list[Responses]:
+        settings = [
+            SamplingParams(
+                n=options.samples,
+                temperature=temperature,
+                max_tokens=options.max_new_tokens,
+                logprobs=0,
+                seed=options.seed + first + number + 1,
+            )
+            for number in range(len(prompts))
+        ]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        sampled = []
+        for output in llm.generate(inputs, settings, use_tqdm=False):
+            responses = []
+            for response in output.outputs:
+                ids = list(response.token_ids)
+                steps = zip(response.logprobs, ids, strict=True)
+                responses.append((ids, [step[token].logprob for step, token in steps]))
+            sampled.append(responses)
+        return sampled
+
+    return sample
+
+
+def transformers_sampler(options: Options) -> Sampler:
+    """Return a sampler that uses ``decode.py``. Each batch has its own seed."""
+    import decode
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = decode.load(options.model, device)
+
+    def sample(prompts: Sequence[list[int]], temperature: float, first: int) -> list[Responses]:
+        generator = torch.Generator(device).manual_seed(options.seed + first + 1)
+        stop = model.config.eos_token_id
+        most = options.max_new_tokens
+        return decode.sample(model, prompts, options.samples, temperature, most, stop, generator)
+
+    return sample
+
+
+def main(options: Options) -> None:
+    """Sample, and save the responses with their log-probs."""
+    asked = prompts(AutoTokenizer.from_pretrained(options.model), options)
+    samplers = {"vllm": vllm_sampler, "transformers": transformers_sampler}
+    sample = samplers[options.engine](options)
     saved: dict[str, np.ndarray] = {}
     requests = 0
     for temperature in options.temperatures:
         for kind, kind_prompts in asked.items():
             began = time.monotonic()
-            settings = [
-                SamplingParams(
-                    n=options.samples,
-                    temperature=temperature,
-                    max_tokens=options.max_new_tokens,
-                    logprobs=0,
-                    seed=options.seed + requests + number + 1,
-                )
-                for number in range(len(kind_prompts))
-            ]
+            sampled = sample(kind_prompts, temperature, requests)
             requests += len(kind_prompts)
-            inputs = [{"prompt_token_ids": ids} for ids in kind_prompts]
-            outputs = llm.generate(inputs, settings, use_tqdm=False)
 
             tokens = 0
-            for number, (ids, output) in enumerate(zip(kind_prompts, outputs, strict=True)):
+            for number, (ids, responses) in enumerate(zip(kind_prompts, sampled, strict=True)):
                 key = f"{kind}/{temperature}/{number}"
                 saved[f"{key}/prompt"] = np.array(ids, np.int32)
-                for place, response in enumerate(output.outputs):
-                    sampled = list(response.token_ids)
-                    steps = zip(response.logprobs, sampled, strict=True)
-                    logprobs = [step[token].logprob for step, token in steps]
-                    saved[f"{key}/{place}"] = np.array(sampled, np.int32)
+                for place, (response, logprobs) in enumerate(responses):
+                    saved[f"{key}/{place}"] = np.array(response, np.int32)
                     saved[f"{key}/{place}/logprobs"] = np.array(logprobs, np.float16)
-                    tokens += len(sampled)
+                    tokens += len(response)
             save(options.out, saved)
             seconds = time.monotonic() - began
             print(f"{kind} at {temperature}: {tokens:,} tokens, {seconds:.0f} s", flush=True)

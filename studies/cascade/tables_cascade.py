@@ -1,4 +1,6 @@
-"""Tables for the first stage of a cascade: how well history guesses tokens, and the speed."""
+"""Tables for the first stage of a cascade: how well history and a trained head guess tokens, and
+the speed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from common import Row, interval, load, table
 from history import HISTORIES, speed
 
 RESULT = "cascade_history"
+HEAD = "cascade_head"
 LABELS = {
     "own": "prompt and response",
     "siblings": "and siblings",
@@ -73,5 +76,48 @@ def cascade_speed() -> str:
     return table([*head, *(LABELS[name] for name in HISTORIES)], rows)
 
 
+def cascade_head() -> str:
+    """Tabulate drafts per sparse pass with guesses of history, of a head and of both, and tokens
+    per cycle of the head alone.
+    """
+    columns = {
+        "history": "first stage: history",
+        "head": "head",
+        "both": "both, as two branches",
+        "drawn": "head alone: drafts drawn",
+        "most_likely": "most likely drafts",
+    }
+    rows = [
+        [*_text(cell), row["guesses"], *(interval(row[name], 2) for name in columns)]
+        for cell in load(HEAD)["cells"]
+        for row in cell["rows"]
+    ]
+    head = ["text", "temperature", "nats per token", "guesses or drafts"]
+    return table([*head, *columns.values()], rows)
+
+
+def cascade_head_positions() -> str:
+    """Tabulate tokens per cycle of a head alone by position, for the largest number of drafts."""
+    result = load(HEAD)
+    most = str(max(result["settings"]["guesses"]))
+    bins = sorted(
+        {(row["from"], row["to"]) for cell in result["cells"] for row in cell["positions"]}
+    )
+    rows = []
+    for cell in result["cells"]:
+        found = {(row["from"], row["to"]): row[most] for row in cell["positions"]}
+        rows.append([*_text(cell), *(interval(found[at], 2) if at in found else "" for at in bins)])
+    head = ["text", "temperature", "nats per token"]
+    return table([*head, *(f"{low:,} to {high:,}" for low, high in bins)], rows)
+
+
+def _text(cell: Row) -> list[str]:
+    return [cell["kind"], f"{cell['temperature']:g}", f"{cell['nats'][0]:.2f}"]
+
+
 # ``cascade_speed`` needs measured times, which no committed result has yet.
-TABLES = {"cascade history": cascade_history}
+TABLES = {
+    "cascade history": cascade_history,
+    "cascade head": cascade_head,
+    "cascade head positions": cascade_head_positions,
+}
