@@ -37,7 +37,7 @@ class Setting:
 
 SETTINGS = {
     "story": Setting("training_tasks:Story:sentences=16", 2048, 0.8, False),
-    "ledger": Setting("training_tasks:Ledger:entries=160,asked=16", 288, 1.0, True),
+    "ledger": Setting("training_tasks:Ledger:entries=320,asked=16", 288, 1.0, True),
 }
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -142,10 +142,10 @@ def alike(words: set[str], others: set[str]) -> bool:
 @dataclass(frozen=True)
 class Ledger:
     """Look up ``asked`` people in a ledger of ``entries`` people, and write what each of them bought
-    and where. The prompt has about 13 tokens per entry.
+    and where. The prompt has about 9 tokens per entry.
     """
 
-    entries: int = 160
+    entries: int = 320
     asked: int = 16
 
     def problem(self, index: int, seed: int = 0) -> Problem:

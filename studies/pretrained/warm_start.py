@@ -39,7 +39,7 @@ class Options:
     batch: int = 16  # Examples per step.
     learning_rate: float = 3e-4  # Learning rate of AdamW, reached after ten steps.
     held_out: int = 16  # Number of held-out problems.
-    every: int = 10  # Steps between evaluations.
+    every: int = 5  # Steps between evaluations.
     spec: str | None = None  # Instead of the task's own options, for trials.
 
 

@@ -74,12 +74,12 @@ def test_the_settings_are_frozen(study):
     tasks = {name: setting.task for name, setting in study.training_tasks.SETTINGS.items()}
     assert tasks == {
         "story": "training_tasks:Story:sentences=16",
-        "ledger": "training_tasks:Ledger:entries=160,asked=16",
+        "ledger": "training_tasks:Ledger:entries=320,asked=16",
     }
     story = load_task_spec(tasks["story"]).problem(0)
     ledger = load_task_spec(tasks["ledger"]).problem(0)
     assert story.rendered and ledger.rendered and ledger.solution.count("\n") == 15
-    assert len(ledger.prompt) > 5000
+    assert len(ledger.prompt) > 10000
 
 
 def test_every_arm_is_a_valid_command(study, tmp_path):
