@@ -1,0 +1,153 @@
+"""Tests of the study that trains a pretrained model: what the tasks' graders accept, which commands
+the arms run, and the arithmetic of the summary.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparrow.cli.entry import parse
+from sparrow.cli.loading import load_task_spec
+
+FOLDERS = (
+    "benchmarks",
+    "studies/common",
+    "studies/reasoner",
+    "studies/text",
+    "studies/pretrained",
+)
+MODULES = ("training_arms", "training_base", "training_summary", "training_tasks", "warm_start")
+REQUIRED = ("tyro",)
+STORY = [
+    "The old king walked slowly through his silent garden.",
+    "Nobody in town had ever seen a king without a crown!",
+    "Was it true that a king could be so very lonely?",
+    "Every morning, birds sang songs about the wise king.",
+]
+
+
+def test_a_story_earns_a_share_for_each_different_sentence_with_the_word(study):
+    reward = study.training_tasks.story_reward
+    assert reward("king", 8, " ".join(STORY)) == 0.5
+    assert reward("king", 4, " ".join(STORY)) == reward("king", 2, " ".join(STORY)) == 1
+    assert reward("king", 8, " ".join([*STORY, "It had rained for days and days."])) == 0.5
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "king " * 500,
+        "king. " * 500,
+        f"{STORY[0]} " * 50,
+        "Write a very long story about a king",
+        " ".join(f"The old king walked slowly through his silent house {i}." for i in range(50)),
+    ],
+)
+def test_a_story_earns_nothing_by_repetition_or_without_sentences(study, response):
+    assert study.training_tasks.story_reward("king", 8, response) <= 1 / 8
+
+
+def test_a_repetition_takes_the_place_of_a_good_sentence(study):
+    repeated = " ".join([*STORY, STORY[0], STORY[1]])
+    assert study.training_tasks.story_reward("king", 4, repeated) == 0.5
+
+
+def test_the_ledgers_solution_is_right_and_other_responses_are_not(study):
+    task = study.training_tasks.Ledger(entries=30, asked=6)
+    problem = task.problem(3)
+    solution = problem.solution.splitlines()
+    assert problem == task.problem(3) or problem.prompt == task.problem(3).prompt
+    assert problem.verify(problem.solution) == problem.verify(problem.solution + "\n\n") == 1
+    assert problem.verify("\n".join(solution[:3])) == 0.5
+    wrong = [f"{line.partition(':')[0]}: lamps, Atlantis" for line in solution]
+    for response in ("", problem.prompt, "\n".join(wrong), solution[0].partition(":")[2]):
+        assert problem.verify(response) == 0
+    # only the first line about a person counts, and more lines lower the reward
+    assert problem.verify("\n".join([*wrong, *solution])) == 0
+    assert problem.verify("\n".join([*solution, *wrong])) == 0.5
+
+
+def test_the_settings_are_frozen(study):
+    tasks = {name: setting.task for name, setting in study.training_tasks.SETTINGS.items()}
+    assert tasks == {
+        "story": "training_tasks:Story:sentences=16",
+        "ledger": "training_tasks:Ledger:entries=320,asked=16",
+    }
+    story = load_task_spec(tasks["story"]).problem(0)
+    ledger = load_task_spec(tasks["ledger"]).problem(0)
+    assert story.rendered and ledger.rendered and ledger.solution.count("\n") == 15
+    assert len(ledger.prompt) > 10000
+
+
+def test_every_arm_is_a_valid_command(study, tmp_path):
+    options = study.training_arms.Options("story", tmp_path)
+    for arm in study.training_arms.ARMS:
+        command = parse(study.training_arms.train_arguments(options, f"{arm}-1"))
+        assert command.seed == 1 and command.distill.enabled == (arm == "p80-distill")
+        assert command.rollout.max_new_tokens == 2048 and command.bin_tokens == 512
+    for name, target in study.training_arms.TARGETS.items():
+        assert parse(study.training_arms.calibrate_arguments(options, name)).target == target
+    with pytest.raises(ValueError, match="no arm 'p85'; choose one of dense"):
+        study.training_arms.actor(options, "p85")
+
+
+def test_finished_runs_and_runs_without_a_checkpoint_are_skipped(study, tmp_path):
+    options = study.training_arms.Options("story", tmp_path)
+    for folder in ("dense-0/model", "dense-1", "dense-2/checkpoints/step-4"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("dense-1", "dense-2"):
+        Path(tmp_path, name, "metrics.jsonl").write_text("{}\n")
+    names = [f"dense-{seed}" for seed in range(4)]
+    assert study.training_arms.left(options, names) == ["dense-2", "dense-3"]
+
+
+def test_the_expected_reward_is_the_mean_probability_of_a_line(study):
+    logprob = torch.tensor([0.5, 0.5, 1.0, 0.1, 1.0]).log()
+    is_break = torch.tensor([False, False, True, False, False])
+    assert study.warm_start.expected_reward(logprob, is_break) == pytest.approx((0.25 + 0.1) / 2)
+
+
+def test_the_spread_within_groups_is_averaged_over_problems(study):
+    found = study.training_base.spread([[0.0, 1.0], [0.5, 0.5]])
+    assert found["mean"][0] == 0.5 and found["within_group_std"] == 0.25
+
+
+def run_directory(folder, rewards, p5):
+    bins = [{"start": 0, "end": 512, "lower_bound": p5, "interval_low": p5 - 0.1}]
+    bins[0] |= {"interval_high": p5 + 0.1, "ceiling": 0.99}
+    rows = [
+        {
+            "step": i,
+            "reward": {"mean": reward},
+            "response": {"mean": 100.0},
+            "seconds": {"rollout": 2.0, "score": 1.0},
+            "kv": {"read_fraction": 0.5},
+            "mismatch": {"bins": bins},
+        }
+        for i, reward in enumerate(rewards, 1)
+    ]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scores = {"story": {"mean": {"value": rewards[-1], "low": 0.0, "high": 1.0}}}
+    (folder / "evaluations.jsonl").write_text(json.dumps({"step": 0, "eval": scores}) + "\n")
+
+
+def test_the_summary_matches_a_hand_calculation(study, tmp_path):
+    with pytest.raises(ValueError, match="has finished a step"):
+        study.training_summary.summary(tmp_path)
+    run_directory(tmp_path / "dense-0", [0.1, 0.2, 0.6], 0.99)
+    run_directory(tmp_path / "dense-1", [0.3, 0.4], 0.99)
+    run_directory(tmp_path / "p80-distill-0", [0.2, 0.4], 0.8)
+    found = study.training_summary.summary(tmp_path)
+    dense, distilled = found["rows"]
+    assert [run["arm"] for run in found["runs"]] == ["dense", "dense", "p80-distill"]
+    assert dense["steps"] == [2, 3] and dense["minutes"] == pytest.approx([0.15, 0.1])
+    assert dense["reward_minus_dense"][0] == 0
+    # 0.3 - 0.15 over the two steps that both runs with seed 0 completed
+    assert distilled["reward_minus_dense"] == [pytest.approx(0.15), None, None]
+    assert distilled["held_out_end"] == [0.4, None, None]
+    assert distilled["lowest_p5"] == [0.8, None, None]
+    assert found["runs"][0]["last_bins"][0]["ceiling"] == [0.99, None, None]
