@@ -114,5 +114,5 @@ def test_a_cache_scale_that_differs_from_vllms_fails_the_self_check(old_and_new)
         worker = llm.llm_engine.model_executor.driver_worker.worker
         check(worker)
         selfcheck.layers_of(worker.vllm_config)[1].impl.fp8_scales.values.k.mul_(2)
-        with pytest.raises(ConfigError, match=r"layers\.1\..* with every page kept, but "):
+        with pytest.raises(ConfigError, match=r"layers\.1\..* with every page kept\), but "):
             check(worker)
