@@ -43,7 +43,7 @@ GRACE = 120
 
 @dataclass(frozen=True)
 class Options:
-    """What to run, where, and for how long."""
+    """The runs to perform, their GPUs, and a time limit."""
 
     task: tyro.conf.Positional[str]  # A task of training_tasks.SETTINGS.
     out: Path  # Folder for run directories, logs and schedules.

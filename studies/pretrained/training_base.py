@@ -27,7 +27,7 @@ from common import save
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """The task and model to measure, and the files to write."""
 
     task: tyro.conf.Positional[str]  # A task of training_tasks.SETTINGS.
     work: Path  # Folder for the samples; another call continues from them.

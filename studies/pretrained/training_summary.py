@@ -30,7 +30,7 @@ LAST = 10
 
 @dataclass(frozen=True)
 class Options:
-    """Which runs to summarise."""
+    """The runs to summarise."""
 
     runs: tyro.conf.Positional[Path]  # The folder of run directories.
     out: Path  # The JSON file of results.

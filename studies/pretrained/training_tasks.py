@@ -123,7 +123,8 @@ def story_reward(word: str, sentences: int, response: str) -> float:
     repetitions = 0
     for sentence in re.split(r"(?<=[.!?])[\"')]*\s+", response.strip()):
         words = re.findall(r"[a-z']+", sentence.lower())
-        opening, distinct = tuple(words[:OPENING]), set(words)
+        opening = tuple(words[:OPENING])
+        distinct = set(words)
         if word not in distinct:
             continue
         if opening in openings or any(alike(distinct, other) for other in counted):

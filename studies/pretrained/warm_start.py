@@ -29,7 +29,7 @@ from sparrow.train.pretrained import save_model, save_tokenizer
 
 @dataclass(frozen=True)
 class Options:
-    """What to train."""
+    """The model and task to train."""
 
     task: tyro.conf.Positional[str]  # A task of training_tasks.SETTINGS whose problems are solved.
     out: Path  # Folder for the model.
