@@ -320,6 +320,20 @@ def test_a_programs_total_time_is_limited():
     assert judgement.wall_s < 20 and not judgement.passed
 
 
+@pytest.mark.parametrize(
+    ("spent_s", "left_s"),
+    [
+        (0.0, 2.0),  # the limit was the test's own
+        (1.5, 0.0),  # the limit was all that the program had left
+    ],
+)
+def test_a_program_stopped_for_lack_of_cpu_time_has_used_its_last_limit(spent_s, left_s):
+    run = judge_module._Run("", "", Limits(wall_s=1.0, program_s=2), "bwrap", spent_s)
+    with pytest.raises(sandbox.ChildTimeoutError), run._time(1.0):
+        raise sandbox.ChildTimeoutError
+    assert run.limits.program_s - run.spent_s == left_s
+
+
 def test_an_empty_list_of_tests_does_not_pass(verifier):
     assert not verifier.judge("", {"inputs": [], "outputs": []}).passed
     for wrong in ({}, {"inputs": ["x"], "outputs": []}, {"outputs": []}):
