@@ -20,12 +20,16 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
 from common import save, table  # noqa: E402
-from stability_statistics import Run, against, by_arm, logged_rows, t_interval  # noqa: E402
-
-LAST = 10
-"""How many steps at the end to average over."""
+from stability_statistics import (  # noqa: E402
+    Run,
+    against_dense,
+    by_arm,
+    last_reward,
+    logged_rows,
+    t_interval,
+)
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,6 @@ def shortened(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def end_reward(run: Run, steps: int | None = None) -> float:
-    """Return the actor's mean reward over the last steps, up to ``steps``."""
-    return float(np.mean(run["reward"][:steps][-LAST:]))
-
-
 def whole_reward(run: Run, steps: int | None = None) -> float:
     """Return the actor's mean reward over all steps, up to ``steps``."""
     return float(np.mean(run["reward"][:steps]))
@@ -98,9 +97,9 @@ def minus_dense(
     """Return the mean difference from the dense runs with the same seeds, with its interval, or
     None if there are none.
     """
-    dense = [run for run in runs if run["arm"] == "dense"]
-    pairs = [run for run in some if run["seed"] in {other["seed"] for other in dense}]
-    return limits(*against(pairs, dense, value)) if pairs else None
+    seeds = {run["seed"] for run in runs if run["arm"] == "dense"}
+    pairs = [run for run in some if run["seed"] in seeds]
+    return limits(*against_dense(pairs, runs, value)) if pairs else None
 
 
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
         "seeds": sorted(run["seed"] for run in some),
         "steps": sorted(len(run["reward"]) for run in some),
         "minutes": [run["clock"][-1] / 60 for run in some],
-        "reward_end": limits(*t_interval([end_reward(run) for run in some])),
+        "reward_end": limits(*t_interval([last_reward(run) for run in some])),
         "reward_minus_dense": minus_dense(some, runs, whole_reward),
         "held_out_start": float(np.mean([e[0][1] for e in evaluated])) if evaluated else None,
         "held_out_end": limits(*t_interval([e[-1][1] for e in evaluated])) if evaluated else None,

@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 import tyro
 from scipy.stats import spearmanr
-from stability_statistics import (
+
+from sparrow.report import theme
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
+from common import render, table  # noqa: E402
+from stability_statistics import (  # noqa: E402
     BAND,
     EARLY,
     STATISTICS,
@@ -45,12 +51,6 @@ from stability_statistics import (
     tau,
     threshold,
 )
-
-from sparrow.report import theme
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-from common import render, table  # noqa: E402
 
 RESULTS, PAGE, FIGURES = (
     ROOT / "benchmarks/results/stability",

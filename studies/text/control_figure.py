@@ -18,7 +18,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner"), str(Path(__file__).parent)]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common"), str(Path(__file__).parent)]
 from common import RESULTS, load  # noqa: E402
 from control_summary import LAST, end_reward  # noqa: E402
 from stability_statistics import Run, by_arm, early, is_page_arm, last_reward  # noqa: E402

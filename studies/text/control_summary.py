@@ -23,7 +23,7 @@ import tyro
 from scipy.stats import spearmanr
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
 from common import save  # noqa: E402
 from stability_statistics import (  # noqa: E402
     EARLY,

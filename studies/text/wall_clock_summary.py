@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
 from common import save  # noqa: E402
 from stability_statistics import Run, logged_rows  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Shorten the logs of the stability study's runs, and compute statistics over them.
+"""Shorten the logs of training runs, and compute statistics over runs.
 
 A run's outcome is the policy's accuracy on longer, held-out problems, decoded densely and averaged
 over the last two evaluations. It shows what the run did to the policy, whichever actor was used. A
