@@ -251,8 +251,8 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 
 
 def vary_drafts() -> None:
-    """Replace adaptive drafting's choice by a random one, so that cycles of all kinds occur. With so
-    small a model, drafting doesn't pay, and vLLM would soon stop drafting.
+    """Replace adaptive drafting's choice with a random one, so that cycles of all kinds occur.
+    Drafting isn't worth it for so small a model, so vLLM would soon stop.
     """
     rng = np.random.default_rng(0)
 
@@ -389,8 +389,8 @@ def main() -> None:
     command.add_argument(
         "--vary",
         action="store_true",
-        help="change the number of drafts, and whether to guess, at random from cycle to cycle, for equal "
-        "and samples",
+        help="change the number of drafts, and whether to guess, at random from cycle to cycle "
+        "(for equal and samples)",
     )
     command.add_argument("--count", type=int, default=1_000_000)
     command.add_argument(

@@ -139,8 +139,8 @@ def fit(
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
 
-    Raises ConfigError if training or a single response does not fit in memory, or if an engine's
-    GPUs cannot share the model's heads.
+    Raises ConfigError if training or a single response does not fit in memory, or if the
+    model's heads cannot be divided among an engine's GPUs.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim

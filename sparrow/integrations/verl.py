@@ -122,7 +122,7 @@ class SparsePPOTrainer(Trainer):
         self._counts = self._counted()
         if self._is_lossless and not self._counts.cycles:
             raise ConfigError(
-                "mode 'lossless': the replicas sampled a batch without verifying any token, so "
+                "mode 'lossless': the replicas sampled a batch without verifying any tokens, so "
                 "the samples may not follow the dense policy; check "
                 "actor_rollout_ref.rollout.engine_kwargs.vllm"
             )

@@ -363,15 +363,15 @@ def _route(
                     model(input_ids=ids, use_cache=False)
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
-            # This must come from Sparrow, since the model's own pass over the same tokens went fine.
+            # This must come from Sparrow: the model's own pass over the same tokens went fine.
             except Exception as error:
                 if windowed is not None and isinstance(error, ConfigError):
                     raise windowed from None  # the window is shorter than ``ids``
                 # The rest of the message is advice on inputs.
                 cause, _, _ = str(error).partition("; ")
                 raise UnsupportedModel(
-                    f"{name} has an attention that Sparrow does not support: {cause}; choose a "
-                    "model with plain causal softmax attention"
+                    f"{name} uses a form of attention that Sparrow does not support: {cause}; choose "
+                    "a model with plain causal softmax attention"
                 ) from error
             calls = forcing.layers
             modules = forcing.modules

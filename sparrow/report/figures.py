@@ -79,8 +79,8 @@ def _acceptance(logs: Logs) -> list[Figure]:
         Figure(
             f"{log.tau.statistic} of acceptance by length{_of_run(logs, i)}",
             partial(draw_tail, logs=logs, log=log),
-            "5th percentile of the acceptance rate by length, over tokens sampled by a sparse actor; "
-            "shaded: from lower to upper bound; dashed: the run's target",
+            "5th percentile of the acceptance rate by length, over tokens sampled by a sparse "
+            "actor; shaded: from lower to upper bound; dashed: the run's target",
         )
         for i, log in enumerate(logs)
         if np.isfinite(log.tail_by_step()).any()

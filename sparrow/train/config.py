@@ -227,7 +227,7 @@ class RewardConfig(Settings):
     # as function(response, answer=...) and returns a number, usually in 0..1. Functions written for
     # TRL or verl also work (docs/rewards.md).
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
-    # Seconds without a verdict after which a verifier is assumed to hang.
+    # Seconds without a verdict after which a verifier is assumed to have hung.
     time_limit: Positive = 300.0
     # Bonus for a response that gives an answer in the requested form, right or wrong.
     format: NotNegative = 0.0

@@ -201,5 +201,7 @@ class PolicyLora:
         return merged_weights(self.model)
 
     def taken_off(self) -> contextlib.AbstractContextManager[None]:
-        """Context with the LoRA off, so the model is what it was at the start of the run."""
+        """Open a context that turns the LoRA off, so the model is as it was at the start of the
+        run.
+        """
         return switched(self.model, False)

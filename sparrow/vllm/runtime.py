@@ -288,9 +288,9 @@ class Runtime:
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(
-                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; remove "
-                "them from draft_schedule's dense_layers, or make them dense in meter_schedule too, "
-                f"where dense_layers is {list(schedule.dense_layers)}"
+                f"layers {lacking} are sparse in meter_schedule but dense in draft_schedule; "
+                "remove them from draft_schedule's dense_layers, or make them dense in "
+                f"meter_schedule too, where dense_layers is {list(schedule.dense_layers)}"
             )
 
     def counters(self) -> dict[str, int]:

@@ -36,11 +36,11 @@ from transformers.models.llama.modeling_llama import (
 
 @dataclass(frozen=True)
 class Reading:
-    """What the policy computed for a sequence of N tokens."""
+    """The policy's computation on a sequence of N tokens."""
 
     tokens_N: Tensor
     states_NS: Tensor  # three hidden states, S = 3 W
-    last_NW: Tensor  # what ``lm_head`` reads
+    last_NW: Tensor  # inputs of ``lm_head``
 
 
 def state_layers(config: Any) -> tuple[int, int, int]:
@@ -63,7 +63,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         query, kv = (heads * config.head_dim for heads in self.heads[:2])
         self.input_layernorm = LlamaRMSNorm(width, eps)
@@ -115,7 +116,8 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def _start_from(self, policy: PreTrainedModel) -> None:
-        last, width = policy.model.layers[-1], policy.config.hidden_size
+        last = policy.model.layers[-1]
+        width = policy.config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, 2 * width :].fill_diagonal_(1)
         for name, projection in self.midlayer.self_attn.items():

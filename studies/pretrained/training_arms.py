@@ -1,7 +1,7 @@
 """Train SmolLM2-135M-Instruct with GRPO through vLLM, with dense, lossless and lossy rollouts.
 
     python studies/pretrained/training_arms.py story --out runs/story --schedules-only
-    python studies/pretrained/training_arms.py story --out runs/story --runs dense-0 lossless-0 p86-0
+    python studies/pretrained/training_arms.py story --out runs/story --runs dense-0 lossless-0
 
 Every run is one ``sparrow train`` command with the run directory ``OUT/ARM-SEED``. Arms are
 
@@ -192,7 +192,8 @@ def main(options: Options) -> None:
     side_by_side(missing, options.slots, deadline, partial(run, options))
     if failed := [name for name in missing if not (options.out / f"{name}.json").exists()]:
         raise RuntimeError(
-            f"the calibration of {', '.join(failed)} did not finish; see {options.out}/{failed[0]}.log"
+            f"the calibration of {', '.join(failed)} did not finish; see "
+            f"{options.out}/{failed[0]}.log"
         )
     if not options.schedules_only:
         side_by_side(jobs, options.slots, deadline, partial(run, options))

@@ -142,8 +142,8 @@ def alike(words: set[str], others: set[str]) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Look up ``asked`` people in a ledger of ``entries`` people, and write what each of them bought
-    and where. The prompt has about 9 tokens per entry.
+    """Look up ``asked`` people in a ledger of ``entries`` people, and write what each of them
+    bought and where. The prompt has about 9 tokens per entry.
     """
 
     entries: int = 320

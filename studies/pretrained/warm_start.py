@@ -88,7 +88,8 @@ def main(options: Options) -> None:
             rewards.append(expected_reward(logprob, ids == line_break))
         return sum(rewards) / len(rewards)
 
-    began, step = time.monotonic(), 0
+    began = time.monotonic()
+    step = 0
     curve = [[0, evaluate()]]
     while curve[-1][1] < options.target and time.monotonic() - began < options.seconds:
         for group in optimizer.param_groups:

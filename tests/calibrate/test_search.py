@@ -329,7 +329,10 @@ def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_sma
             engine, engine, prompts, sampling, tmp_path, target=target, **options, **more
         )
 
-    short = r"lists of 2 tokens cover only 0\.\d+ of the probability .* longer lists \(--top-n\), or lower"
+    short = (
+        r"lists of 2 tokens cover only 0\.\d+ of the probability .* longer lists \(--top-n\), "
+        "or lower"
+    )
     with pytest.raises(ConfigError, match=short):
         calibrated(2, 0.9)
     few = r"no budget up to 2 pages reaches p5 0.999 in any length bin: the best lower limit was 0\.\d+; try larger"

@@ -404,7 +404,7 @@ def test_cost_refuses_sequences_beyond_the_models_context(capsys):
     command = ["cost", "--model", "qwen3-4b", "--schedule", "fixed:9", "--responses", "8"]
     main([*command, "--prompt", "8192", "--cutoff", "32768"])  # 40,960 tokens, the whole context
     refused = fails(capsys, *command, "--prompt", "8193", "--cutoff", "32768")
-    assert "a prompt of 8,193 tokens and a response of 32,768 (cutoff) don't fit" in refused
+    assert "a prompt of 8,193 tokens and a response of 32,768 (cutoff) do not fit" in refused
     assert "the context of qwen3-4b, 40,960 tokens; lower cutoff or prompt" in refused
 
 

@@ -1,4 +1,4 @@
-"""Test the shapes of mixtures and hybrids: their parameter counts, and the bytes that a pass reads."""
+"""Test the shapes of mixtures and hybrids: their parameter counts, and the bytes a pass reads."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Tests of the study that trains a pretrained model: what the tasks' graders accept, which commands
-the arms run, and the arithmetic of the summary.
+"""Test the study that trains a pretrained model: what the tasks' graders accept, which commands the
+arms run, and the arithmetic of the summary.
 """
 
 import json

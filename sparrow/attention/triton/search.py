@@ -88,9 +88,9 @@ def check_target(target: Target, grid: Grid, device: torch.device) -> None:
     most = pages - layout.sink_pages - layout.recent_pages - 1
     if pages >= MAX_PAGES or max(grid.pages) > most:
         raise ConfigError(
-            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} tokens; "
-            f"there must be fewer than {MAX_PAGES}, and at most {most} can be kept by score, not "
-            f"{max(grid.pages)}; change tokens or pages"
+            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} tokens, but "
+            f"must have fewer than {MAX_PAGES} pages and keep at most {most} by score (got "
+            f"{max(grid.pages)}); change the option tokens or pages"
         )
 
 

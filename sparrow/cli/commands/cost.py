@@ -124,13 +124,13 @@ class Cost(Command):
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
 
     def _check_context(self, shape: ModelShape) -> None:
-        """Raises ConfigError if the longest sequence exceeds the model's context."""
+        """Check that the longest sequence fits in the model's context. Raises ConfigError if not."""
         longest = self.prompt + self.cutoff
         if shape.context is not None and longest > shape.context:
             raise ConfigError(
-                f"a prompt of {self.prompt:,} tokens and a response of {self.cutoff:,} (cutoff) don't "
-                f"fit in the context of {self.model}, {shape.context:,} tokens; lower cutoff or "
-                "prompt, or pass a config.json with a larger max_position_embeddings"
+                f"a prompt of {self.prompt:,} tokens and a response of {self.cutoff:,} (cutoff) do "
+                f"not fit in the context of {self.model}, {shape.context:,} tokens; lower cutoff "
+                "or prompt, or pass a config.json with a larger max_position_embeddings"
             )
 
 

@@ -142,8 +142,8 @@ class VLLMEngine(Client):
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(
-                "this vLLM engine has a fixed number of drafts, so it cannot replay recorded choices; "
-                "start it with adapt_draft_tokens=true"
+                "this vLLM engine has a fixed number of drafts, so it cannot replay recorded "
+                "choices; start it with adapt_draft_tokens=true"
             )
         self._scheduler.replay(choices)
 

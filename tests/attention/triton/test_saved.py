@@ -57,7 +57,7 @@ def a100(monkeypatch, tmp_path):
 
 
 def chosen(rows: int, device: str = "cuda", tokens: int = 1, **changed) -> tuple:
-    """Return the shipped configuration for a batch on the A100, and the one that is actually used."""
+    """Return the shipped configuration for a batch on the A100, and the one actually used."""
     sizes = MODEL | changed
     items = rows * sizes["kv_heads"]
     config = shipped_tables.choose(items, sizes["kv_heads"], 256, A100)

@@ -1,4 +1,4 @@
-"""Test lossless mode in a real vLLM server with data parallelism, in separate processes on a CPU."""
+"""Test lossless mode in a real vLLM server with data parallelism, in processes on a CPU."""
 
 import re
 from urllib.request import urlopen
