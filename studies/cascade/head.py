@@ -46,17 +46,18 @@ import common
 
 Floats = NDArray[np.float64]
 FIRST_STAGES = ("history", "head", "both")
-LONGEST, SHORTEST = 8, 1  # suffixes that history looks up, in tokens
+LONGEST = 8  # tokens of the longest suffix that history looks up
+SHORTEST = 1
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to train and what to measure."""
+    """Settings of training and of the measurements."""
 
     samples: Annotated[Path, tyro.conf.Positional]  # The .npz file of `samples.py`.
     out: Path  # The JSON file of results.
     model: str = "smollm2"  # The policy, a Llama model: a path or a name.
-    held_out: int = 8  # Prompts of each kind that are for measurements.
+    held_out: int = 8  # Prompts of each kind to hold out and measure on.
     guesses: tuple[int, ...] = (3, 7)  # Guesses before each pass, and drafts of the head alone.
     drafts: int = 12  # Tokens per cycle of the cascade.
     edges: tuple[int, ...] = (0, 256, 512, 1024, 2048)  # Bins of positions, in tokens.
@@ -259,7 +260,8 @@ def position_rows(
     for low, high in zip(options.edges, options.edges[1:], strict=False):
         row: dict[str, Any] = {"from": low, "to": high}
         for guesses in options.guesses:
-            tokens, cycles = [], []
+            tokens = []
+            cycles = []
             for group, each in zip(cell, measured, strict=True):
                 begin = len(group.prompt)
                 window = slice(max(low - begin, 0), max(high - begin, 0))

@@ -1,5 +1,5 @@
 """Sample groups of responses to four kinds of prompts from an instruction-tuned model in stock
-vLLM, or on a CPU in transformers (``--engine transformers``).
+vLLM, or in transformers (``--engine hf``).
 
     python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
 
@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 PEOPLE = ("a lighthouse keeper", "a watchmaker", "two sisters", "a retired sailor", "a young nurse")
 THINGS = ("an old map", "a broken radio", "a letter", "a garden in winter", "a borrowed violin")
 PLACES = ("a harbour town", "a night train", "an empty school", "a mountain village", "a library")
-Engine = Literal["vllm", "transformers"]
+Engine = Literal["vllm", "hf"]
 Responses = list[tuple[list[int], list[float]]]
 """The token ids and log-probs of each response to one prompt."""
 Sampler = Callable[[Sequence[list[int]], float, int], list[Responses]]
@@ -52,7 +52,7 @@ class Options:
     samples: int = 16  # Responses per prompt.
     max_new_tokens: int = 1024
     context: int = 1024  # Tokens in a prompt from a source or manual.
-    engine: Engine = "vllm"  # `transformers` is for CPUs and for models with one EOS token.
+    engine: Engine = "vllm"  # `hf` is for machines without a GPU.
     memory: float = 0.9  # Share of the GPU's memory that vLLM may use.
     cache_gib: int = 20  # GiB of this memory for the KV cache.
     seed: int = 0
@@ -176,19 +176,28 @@ def vllm_sampler(options: Options) -> Sampler:
     return sample
 
 
-def transformers_sampler(options: Options) -> Sampler:
-    """Return a sampler that uses ``decode.py``. Each batch has its own seed."""
-    import decode
-    import torch
+def hf_sampler(options: Options) -> Sampler:
+    """Return a sampler that uses Sparrow's transformers engine, decoding densely."""
+    from sparrow import SparsitySchedule
+    from sparrow.cli.loading import load_model
+    from sparrow.engines.hf import HFEngine, eos_ids
+    from sparrow.rollout import Sampling
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = decode.load(options.model, device)
+    model, tokenizer = load_model(options.model, "bf16")
+    engine = HFEngine(model, SparsitySchedule.dense(), eos_ids(model, tokenizer))
 
     def sample(prompts: Sequence[list[int]], temperature: float, first: int) -> list[Responses]:
-        generator = torch.Generator(device).manual_seed(options.seed + first + 1)
-        stop = model.config.eos_token_id
-        most = options.max_new_tokens
-        return decode.sample(model, prompts, options.samples, temperature, most, stop, generator)
+        settings = Sampling(
+            options.max_new_tokens, temperature, top_n=0, seed=options.seed + first + 1
+        )
+        requests = [ids for ids in prompts for _ in range(options.samples)]
+        responses = [
+            (rollout.response_ids.tolist(), rollout.logprobs.tolist())
+            for rollout in engine.generate(requests, settings)
+        ]
+        return [
+            responses[at : at + options.samples] for at in range(0, len(responses), options.samples)
+        ]
 
     return sample
 
@@ -196,7 +205,7 @@ def transformers_sampler(options: Options) -> Sampler:
 def main(options: Options) -> None:
     """Sample, and save the responses with their log-probs."""
     asked = prompts(AutoTokenizer.from_pretrained(options.model), options)
-    samplers = {"vllm": vllm_sampler, "transformers": transformers_sampler}
+    samplers = {"vllm": vllm_sampler, "hf": hf_sampler}
     sample = samplers[options.engine](options)
     saved: dict[str, np.ndarray] = {}
     requests = 0

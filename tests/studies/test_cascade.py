@@ -9,6 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+
+from sparrow.cli.loading import load_model
 
 FOLDERS = ("benchmarks", "studies/cascade")
 MODULES = ("common", "history", "tables_cascade", "samples")
@@ -197,3 +200,34 @@ def test_an_interrupted_run_keeps_the_kinds_already_sampled(study, tmp_path, mon
     first, second = study.history.groups(out)
     assert (first.kind, first.temperature, first.prompt) == ("first", 0.5, [1, 1])
     assert first.responses == second.responses == [[7, 7, 7]] * 2 and first.nats == 6 * 0.25
+
+
+def test_responses_are_sampled_in_transformers_without_vllm(
+    study, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    asked = {"letters": [[5, 6, 7], [9, 8]]}
+    monkeypatch.setattr(study.samples, "prompts", lambda tokenizer, options: asked)
+    out = tmp_path / "samples.npz"
+    options = study.samples.Options(
+        checkpoint,
+        tmp_path,
+        out,
+        temperatures=(0.7,),
+        samples=4,
+        max_new_tokens=6,
+        engine="hf",
+    )
+    study.samples.main(options)
+
+    model, _ = load_model(checkpoint)
+    for prompt, group in zip(asked["letters"], study.history.groups(out), strict=True):
+        assert (group.kind, group.temperature, group.prompt) == ("letters", 0.7, prompt)
+        assert len(group.responses) == 4 and len(set(map(tuple, group.responses))) > 1
+        nats = 0.0
+        for response in group.responses:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.div(0.7).log_softmax(-1)
+            nats -= float(logprobs[torch.arange(len(response)), response].sum())
+        assert group.nats == pytest.approx(nats, rel=0.05)  # sampled in bfloat16

@@ -1,5 +1,5 @@
-"""Tests of a trained head as the first stage of a cascade: its steps against drafting one token at
-a time, what it learns, cycles against hand counts, and the sampler for CPUs.
+"""Test a trained head as the first stage of a cascade: its steps against drafting one token at a
+time, what it learns, and cycles against hand counts.
 """
 
 import json
@@ -18,7 +18,7 @@ WORDS = 32
 
 
 def llama(**changed) -> LlamaForCausalLM:
-    """A small policy with random weights."""
+    """Return a small policy with random weights."""
     torch.manual_seed(0)
     settings = dict(
         vocab_size=WORDS,
@@ -38,7 +38,7 @@ def llama(**changed) -> LlamaForCausalLM:
 
 @pytest.fixture
 def counting():
-    """A policy whose next token is nearly always the last one plus one."""
+    """Return a policy whose next token is nearly always the last one plus one."""
     policy = llama()
     for layer in policy.model.layers:
         layer.self_attn.o_proj.weight.zero_()
@@ -150,7 +150,7 @@ def test_measurements_are_those_of_the_distributions(study):
 
 @pytest.fixture
 def samples(tmp_path):
-    """Two responses of 24 tokens to each of 16 prompts. They count, which history cannot know."""
+    """Save two responses of 24 tokens to each of 16 prompts. They count, which history can't know."""
     arrays = {}
     for number in range(16):
         key = f"counting/1.0/{number}"
@@ -187,7 +187,8 @@ def test_the_head_learns_to_count(study, samples, counting, tmp_path, monkeypatc
     assert 3.5 < three["head"][0] == three["both"][0] <= three["most_likely"][0] <= 4
     assert 5 < seven["head"][0] <= 6  # 12 drafts take a pass of eight and one of four
     assert three["history"] == [1] * 3  # no token has occurred before
-    assert 3 < three["drawn"][0] <= 4 and min(cell["acceptance"]) > 0.6
+    assert 3 < three["drawn"][0] <= 4
+    assert min(cell["acceptance"][: options.steps]) > 0.6  # later drafts were not trained for
     bins = [(row["from"], row["to"], row["tokens"]) for row in cell["positions"]]
     assert bins == [(0, 16, 4 * 12), (16, 32, 4 * 12)]
 

@@ -109,7 +109,7 @@ def test_final_times_are_medians_of_alternating_measurements():
         (replace(TARGET, head_dim=100), GRID, "head dim 100, expected one of"),
         (replace(TARGET, group=17), GRID, "group 17"),
         (replace(TARGET, page_size=24), GRID, "page size 24"),
-        (TARGET, replace(GRID, pages=(5,)), "8 pages of 16 tokens, .* at most 4 .* \(got 5\)"),
+        (TARGET, replace(GRID, pages=(5,)), r"8 pages of 16 tokens, .* at most 4 .* \(got 5\)"),
         (TARGET, replace(GRID, tokens=2**19), "fewer than 16384"),
     ],
 )
