@@ -295,28 +295,39 @@ def real_prompts(tokenizer: Any, path: Path, count: int, context: int) -> list[l
     return [ids[at : at + context] for at in starts]
 
 
-REAL_ARMS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
+STOCK_ARMS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+        }
+    },
+}
+"""Options of stock vLLM in the arms of ``real`` that run without Sparrow: dense decoding, and
+vLLM's own guesses from history.
+"""
+LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "adaptive": {"adapt_draft_tokens": True},
     "guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
     "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
 }
-"""Settings of lossless mode in each arm of ``real``. ``stock`` is dense decoding. Arms that aren't
-adaptive draft and guess in every cycle.
+"""Settings of lossless mode in the other arms of ``real``. Arms that aren't adaptive draft and
+guess in every cycle.
 """
 
 
 def real_decoding(arm: str) -> Any:
-    """Return an arm's settings, or None for dense decoding."""
+    """Return an arm's settings of lossless mode, or None if it runs without Sparrow."""
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
 
-    settings = REAL_ARMS[arm]
-    if settings is None:
+    if arm in STOCK_ARMS:
         return None
     schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
-    return Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **settings)
+    return Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **LOSSLESS_ARMS[arm])
 
 
 def real(arguments: argparse.Namespace, keep: Save) -> None:
@@ -333,6 +344,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
     ]
     longest = max(len(prompt) for _, some in prompts for prompt in some)
     options: dict[str, Any] = json.loads(arguments.options)
+    options |= STOCK_ARMS.get(arguments.child, {})
     if decoding is not None:
         plugin.register()
         options["additional_config"] = {"sparrow": decoding.to_dict()}
@@ -388,7 +400,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 
 ARMS = {
     "synthetic": ("stock", "lossless", "cascade"),
-    "real": tuple(REAL_ARMS),
+    "real": (*STOCK_ARMS, *LOSSLESS_ARMS),
 }
 RUN = {"synthetic": synthetic, "real": real}
 
