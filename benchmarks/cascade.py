@@ -2,7 +2,7 @@
 and the speed with guesses relative to stock vLLM and to lossless mode without guesses.
 
     python benchmarks/cascade.py synthetic    # writes results/cascade_qwen3-1.7b.json
-    python benchmarks/cascade.py real --model MODEL --prompts TEXT    # writes results/cascade_real.json
+    python benchmarks/cascade.py real --model MODEL --prompts TEXT
 
 ``synthetic`` uses a random model of a published shape, with states set up without prefill
 (``benchmarks/rollout.py``). Such a model's drafts and guesses are meaningless, so whether they are
@@ -15,7 +15,9 @@ no pass has made are never accepted. Passes over 1, 2, 4 and 8 tokens are also t
 guesses, drafts and verification.
 
 Each engine runs in its own process, one after another on the same GPU. The file is written after
-each engine, and engines also save their results after each point.
+each engine, and engines also save their results after each point. A run is added to those already
+in the file, and ratios are only taken within a run. ``real`` writes results/cascade_real_MODEL.json,
+where MODEL is the name of the model's folder.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, SIZES, clock, machine, parser, save, write
+from common import SIZES, clock, earlier_runs, machine, parser, save, write
 from processes import EngineProcess, in_turn, told_to_start
 
 POINTS = ((32, 15_000), (64, 4_096))
@@ -440,14 +442,12 @@ def again(arguments: argparse.Namespace) -> Iterator[str]:
 def measure(arguments: argparse.Namespace) -> None:
     import vllm
 
-    default = "cascade_real" if arguments.part == "real" else f"cascade_{arguments.shape}"
-    out = (arguments.out or RESULTS / f"{default}.json").resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.part == "synthetic":
+        out, result = earlier_runs(arguments.out, "cascade", arguments.shape)
+    else:
+        out, result = earlier_runs(arguments.out, "cascade_real", arguments.model.name)
     engines: dict[str, Any] = {}
-    result: dict[str, Any] = {"gpu": machine(), "vllm": vllm.__version__, "engines": engines}
-    result["part"] = arguments.part
-    result |= {"shape": arguments.shape} if arguments.part == "synthetic" else {}
-    result |= {"model": arguments.model.name} if arguments.part == "real" else {}
+    result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
     until = time.time() + arguments.deadline
     with tempfile.TemporaryDirectory() as folder:
 
@@ -483,7 +483,7 @@ def main() -> None:
         each.add_argument(
             "--deadline", type=float, default=280.0, help="time limit for the whole run, in seconds"
         )
-        each.add_argument("--out", type=Path, help="the JSON file to write")
+        each.add_argument("--out", type=Path, help="the JSON file to add the run to")
         each.add_argument("--child", help=argparse.SUPPRESS)
         if part == "synthetic":
             each.add_argument("--shape", choices=SIZES, default="qwen3-1.7b")

@@ -14,6 +14,7 @@ import calibration_cost
 import tables_cost as cost
 import tables_distill as distill
 import tables_fp8 as fp8
+import tables_guesses
 import tables_lossless as lossless
 import tables_mixture
 import tables_never_slower
@@ -53,6 +54,7 @@ MODULES = (
     tables_serving,
     tables_mixture,
     tables_never_slower,
+    tables_guesses,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: write for module in MODULES for name, write in module.TABLES.items()
