@@ -1,6 +1,6 @@
-"""Run test files in separate pytest processes, two at a time. This is for libraries whose behaviour
-is fixed when they are imported, such as Triton with its interpreter, because another test in the
-same process may already have imported them.
+"""Run test files in separate pytest processes, two at a time. Some libraries, such as Triton with
+its interpreter, fix their behaviour when they are imported. Another test in the same process may
+already have imported them.
 """
 
 import os
@@ -17,8 +17,8 @@ Done = subprocess.CompletedProcess[str]
 
 
 def run(*arguments: str, **environment: str) -> Done:
-    """Run pytest with these arguments and additional environment variables. The process is not a
-    pytest-xdist worker, and has none of a worker's limits.
+    """Run pytest with these arguments and additional environment variables. Even if this process is
+    a pytest-xdist worker, the new one is not.
     """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
@@ -35,8 +35,8 @@ def run(*arguments: str, **environment: str) -> Done:
 def side_by_side(
     request: pytest.FixtureRequest, parameter: str, start: Callable[[str], Done]
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Start a run for each value of ``parameter`` that the selected tests of this module need, and
-    yield the runs.
+    """Start a run for each value of ``parameter`` that this module's selected tests need, and yield
+    the runs by value.
     """
     wanted = [
         item.callspec.params[parameter]

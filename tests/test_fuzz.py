@@ -1,5 +1,5 @@
-"""Feed every command seeded random input: settings, schedules, damaged files, and faults while
-writing. Each case must end with the command's usual output, or with one sentence and an exit code,
+"""Feed every command seeded random input: settings, schedules, damaged files, and failing writes.
+Each case must end with the command's usual output, or with a one-sentence error and an exit code,
 but never with a traceback.
 """
 
@@ -136,7 +136,7 @@ def outcome(*argv: str) -> tuple[int, str]:
 
 
 def judge(cases: Iterator[tuple[str, list[str]]], expected: int) -> None:
-    """Run all cases, and fail with the names of those that ended in any other way."""
+    """Run all cases, and fail with the names of those that raised an exception."""
     wrong, codes = [], []
     for name, argv in cases:
         try:

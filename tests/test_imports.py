@@ -16,8 +16,9 @@ import sparrow
 PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
-# What each part may import from other parts, besides ``errors`` and the package itself. A module
-# belongs to the part with the longest matching name, and may import anything within that part.
+# What each part may import from other parts. Every part may also import ``errors`` and the package
+# itself. A module belongs to the part with the longest matching name, and may import anything
+# within that part.
 ALLOWED = {
     "audit": ["audit.statistics", "engines.base", "mismatch", "rollout", "schedule"],
     "audit.statistics": [],
@@ -252,8 +253,8 @@ def imports(source: str, module: str, is_package: bool, running: bool = False) -
 def edges(
     source: str, module: str, is_package: bool, known: dict[str, Path], running: bool = False
 ) -> Iterator[str]:
-    """Return the names of the Sparrow modules that ``source`` imports. A name inside a module
-    counts as the module. See ``modules`` and ``imports``.
+    """Return the names of the Sparrow modules that ``source`` imports. If ``source`` imports a name
+    from a module, the module is returned. See ``modules`` and ``imports`` for the arguments.
     """
     for name in imports(source, module, is_package, running):
         first, _, inner = name.partition(".")

@@ -1,5 +1,5 @@
-"""Test the repository: there is a single version number, CI runs the command in the README, and
-tests' paths match the modules'.
+"""Test the repository: there is only one version number, CI runs the command in the README, and
+every large module has a test at the matching path or a listed one.
 """
 
 import re
@@ -62,8 +62,8 @@ ELSEWHERE = {
     "vllm/lossless/meter.py": "vllm/test_lossless_parts.py",
     "vllm/lossless/setup.py": "vllm/test_lossless_parts.py",
 }
-"""Where modules without a test at their path are tested: modules or folders in ``sparrow/``, with
-their tests in ``tests/``.
+"""Modules and folders in ``sparrow/`` that have no test at the matching path, and the file in
+``tests/`` that tests them instead.
 """
 
 

@@ -1,5 +1,5 @@
-"""Test sparsity schedules: published tables and their bin edges, JSON, refusals, and the table that
-engines look up page counts in.
+"""Test sparsity schedules: published tables and their bin edges, JSON, invalid values, and the
+lookup table from which engines read page counts.
 """
 
 import json
@@ -171,7 +171,7 @@ def test_page_counts_never_decrease_with_length(schedule, some):
     assert (np.diff(schedule.pages(sorted(some))) >= 0).all()
 
 
-def test_multiplying_a_schedule_scales_the_total_including_pages_always_read():
+def test_multiplying_a_schedule_scales_its_total_number_of_pages():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
     )  # besides a sink page and two recent pages
@@ -454,7 +454,8 @@ def test_head_budgets_are_rounded_to_multiples_of_1_256th():
 
 
 def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
-    # 10 pages on average: 0, 5, 15 and 20 by score, plus three, but at most as many as there are.
+    # By score, the heads read 0, 5, 15 and 20 pages, which is 10 on average. Each head also reads
+    # three more pages. No head reads more pages than the sequence has.
     assert UNEVEN.tokens_read(600) == (3 + 8 + 18 + 23) / 4 * 16
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
     assert UNEVEN.pages_read([600, 300, 41]).tolist() == [13, (3 + 8 + 18 + 19) / 4, 3]
@@ -536,7 +537,7 @@ def test_head_budgets_on_the_device_match_the_schedule(top_k, relative, length):
     assert schedule.tokens_read(length) == np.minimum(length, (kept.numpy() + 2) * 16).mean()
 
 
-# --- the table that an engine looks up pages in ---
+# --- the lookup table of an engine ---
 
 
 @settings(deadline=None, max_examples=50)
@@ -555,7 +556,7 @@ def test_the_lookup_table_keeps_the_shape_of_lengths_and_accepts_int32():
     ]
 
 
-def test_the_length_up_to_which_everything_is_read_matches_a_hand_calculation():
+def test_the_dense_length_matches_a_hand_calculation():
     def layout(*top_k):
         return SparsitySchedule(top_k, bin_tokens=64, page_size=8, dense_layers=(0,))
 

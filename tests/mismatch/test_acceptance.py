@@ -1,4 +1,4 @@
-"""Test acceptance rates against hand calculations, and bounds that must always contain the exact
+"""Test that acceptance rates match hand calculations, and that bounds always contain the exact
 value.
 
 Shapes: T tokens, V vocabulary, n entries of a top-n list.
@@ -28,8 +28,8 @@ def top(distribution_TV, n):
 
 @st.composite
 def distribution_pairs(draw):
-    """Generate two arrays [T, V] of distributions, from nearly equal to disjoint and from flat to
-    one-hot, some with exact zeros.
+    """Generate two arrays [T, V] of distributions. The pairs range from nearly equal to disjoint,
+    and the distributions from flat to one-hot. Some probabilities are exactly zero.
     """
     vocabulary = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -88,7 +88,7 @@ def test_gathered_bounds_match_a_hand_calculation():
 
 
 def test_two_list_bounds_match_a_hand_calculation():
-    # The lists share only token 0, with 0.5 and 0.3; masses of 0.5 and 0.7 remain.
+    # The lists share only token 0, with probabilities 0.5 and 0.3. Masses of 0.5 and 0.7 remain.
     lower, upper = acceptance_bounds(
         [[2, 0]], log([[0.4, 0.3]]), log([[0.5, 0.3]]), policy_ids=[[0, 1]]
     )

@@ -1,5 +1,5 @@
-"""Test the bootstrap by sequence (the fast percentile equals the repeated sample's, and intervals
-cover the true value) and the report's numbers.
+"""Test the bootstrap over sequences and the numbers in a report. The fast percentile must equal the
+percentile of a real resample, and intervals must cover the true value.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -25,8 +25,8 @@ from sparrow.mismatch import (
 
 
 def clustered(rng, n_sequences, n_tokens, similarity):
-    """Return tokens that are uniform on [0, 1], and the sequence of each. Within a sequence, their
-    normal scores have the correlation `similarity`.
+    """Return token values that are uniform on [0, 1], and the sequence number of each token. The
+    normal scores of tokens in the same sequence have the correlation ``similarity``.
     """
     shared = rng.standard_normal((n_sequences, 1))
     own = rng.standard_normal((n_sequences, n_tokens))
@@ -35,7 +35,7 @@ def clustered(rng, n_sequences, n_tokens, similarity):
 
 
 def repeated(values, sequence, weights_RB):
-    """Return the resamples themselves, with each token as often as its sequence was drawn."""
+    """Return the resamples, in which a token is repeated each time its sequence was drawn."""
     return [np.repeat(values, weights[sequence].astype(int)) for weights in weights_RB]
 
 
@@ -64,8 +64,8 @@ def test_the_weighted_percentile_equals_the_percentile_of_repeated_tokens(
 def test_weighted_statistics_match_a_hand_calculation():
     values, sequence = np.array([0.8, 0.1, 0.4]), np.array([1, 0, 1])
     weights = np.array([[1.0, 1.0], [0.0, 2.0], [3.0, 0.0]])
-    # Repeated: (0.1, 0.4, 0.8); (0.4, 0.4, 0.8, 0.8); (0.1, 0.1, 0.1). The 25th percentile is at
-    # index 0.5, 0.75, 0.5.
+    # The resamples are (0.1, 0.4, 0.8), (0.4, 0.4, 0.8, 0.8) and (0.1, 0.1, 0.1). Their 25th
+    # percentiles are at indices 0.5, 0.75 and 0.5.
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 25), [0.25, 0.4, 0.1])
     np.testing.assert_allclose(weighted_percentile(values, sequence, weights, 50), [0.4, 0.6, 0.1])
     np.testing.assert_allclose(weighted_mean(values, sequence, weights), [1.3 / 3, 0.6, 0.1])
@@ -75,8 +75,8 @@ def test_weighted_statistics_match_a_hand_calculation():
 
 
 def test_bootstrap_intervals_match_a_hand_calculation():
-    # Two sequences, all zeros and all ones: a resample's mean is 0, 0.5 or 1, with chances 1/4,
-    # 1/2, 1/4.
+    # One sequence is all zeros and the other all ones. The mean of a resample is 0, 0.5 or 1, with
+    # probabilities 1/4, 1/2 and 1/4.
     values, sequence = [0.0, 0.0, 1.0, 1.0], ["b", "b", "a", "a"]
     assert sequence_bootstrap(values, sequence, weighted_mean) == (0.5, 0.0, 1.0, 2)
     alone = sequence_bootstrap(values, [5, 5, 5, 5], weighted_mean)
@@ -85,9 +85,7 @@ def test_bootstrap_intervals_match_a_hand_calculation():
 
 
 def test_the_bootstrap_accepts_any_statistic():
-    """Compare with a statistic that builds every resample: the interval must be exactly the
-    same.
-    """
+    """Compare with a statistic that builds every resample. The interval must be the same."""
     rng = np.random.default_rng(2)
     values, sequence = clustered(rng, 30, 17, 0.5)
 
@@ -106,8 +104,8 @@ def test_the_bootstrap_accepts_any_statistic():
 
 
 def test_the_interval_of_the_mean_has_its_theoretical_width():
-    # Equal-sized sequences: the standard error of the mean is that of the sequence means, s /
-    # sqrt(B).
+    # All sequences have the same length, so the standard error of the mean is s / sqrt(B), where s
+    # is the standard deviation of the sequence means.
     values, sequence = clustered(np.random.default_rng(3), 200, 20, 0.5)
     interval = sequence_bootstrap(values, sequence, weighted_mean, resamples=4000)
     error = values.reshape(200, 20).mean(axis=1).std() / math.sqrt(200)
@@ -116,12 +114,12 @@ def test_the_interval_of_the_mean_has_its_theoretical_width():
 
 @pytest.mark.slow
 def test_the_interval_has_its_nominal_coverage_for_clustered_tokens():
-    """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60
-    sequences.
+    """Compute the 95 % interval of the 5th percentile, whose true value is 0.05, for 300 data sets
+    of 60 sequences each.
 
-    Tolerance: 300 trials have a standard error of 1.3 points at 95 %, and a percentile bootstrap
-    over 60 clusters falls a few points short, so 85 % to 98.5 % is accepted. Resampling tokens one
-    by one must fall below 60 %.
+    Tolerance: the measured coverage has a standard error of 1.3 points, and a percentile bootstrap
+    over 60 clusters falls a few points short. A coverage of 85 % to 98.5 % is therefore accepted.
+    If single tokens are resampled instead, coverage must fall below 60 %.
     """
     rng = np.random.default_rng(0)
     p5 = partial(weighted_percentile, percentile=5)
@@ -140,7 +138,7 @@ def test_percentile_intervals_by_bin_match_a_direct_computation():
     rng = np.random.default_rng(1)
     alpha, sequence = clustered(rng, 40, 50, 0.4)
     position = np.tile(np.arange(50), 40)
-    # Only sequence 7 continues after a gap: bins 2 and 3 are empty, and it alone is in bin 4.
+    # Only sequence 7 has tokens in bin 4. Bins 2 and 3 are empty.
     alpha, sequence = np.append(alpha, [0.3, 0.5]), np.append(sequence, [7, 7])
     position = np.append(position, [100, 101])
     shuffle = rng.permutation(alpha.size)
@@ -243,7 +241,7 @@ def test_a_report_contains_the_results_of_all_its_statistics():
 
 
 def test_the_histogram_of_a_report_matches_a_hand_calculation():
-    # Shortfalls 0, 1e-7, 2e-6, 0.05, 0.5 and 1, one token each.
+    # The shortfalls from 1 are 0, 1e-7, 2e-6, 0.05, 0.5 and 1, with one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
     histogram = report.histogram

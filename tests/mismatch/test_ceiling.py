@@ -1,4 +1,4 @@
-"""Test the ceiling of p5: what is stored from dense rollouts, and which ceiling applies to which
+"""Test the ceiling of p5: which dense rollouts contribute to it, and which ceiling applies to each
 length.
 """
 
@@ -13,7 +13,7 @@ from sparrow.mismatch.ceiling import engine_noise, with_noise
 
 
 def dense(*bins: tuple[int, float, int], width: int = 100) -> MismatchReport:
-    """Return a report of bins (index, p5, responses)."""
+    """Return a report with these bins, each given as (index, p5, number of responses)."""
     empty = mismatch_report([1.0], [1.0], [0], [0], width)
     rows = (
         BinMismatch(i, i * width, (i + 1) * width, 99, n, 1, p5, p5 - 0.01, p5 + 0.01, 1)
@@ -55,7 +55,7 @@ def test_only_lengths_that_were_read_in_full_contribute_to_the_ceiling():
     assert ceilings(ceiling, 0, 1) == [0.95, 0.95]
 
 
-def test_the_state_survives_a_json_round_trip_with_a_bin_of_one_response():
+def test_a_state_with_a_bin_of_one_response_survives_a_json_round_trip():
     ceiling, again = Ceiling(), Ceiling()
     report = dense((0, 0.95, 64), (1, 0.93, 1))
     bins = (report.bins[0], BinMismatch(1, 100, 200, 9, 1, 1, 0.93, nan, nan, 1))
@@ -65,22 +65,23 @@ def test_the_state_survives_a_json_round_trip_with_a_bin_of_one_response():
 
 
 def test_the_noise_of_a_sampler_matches_a_hand_calculation():
-    """Two tokens are listed, and all others count as one."""
+    """Only two tokens are listed. All others are treated as a single token."""
     noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
     np.testing.assert_allclose(np.exp(with_noise(np.log([[0.5, 0.3]]), noise)), [[0.4, 0.4]])
-    # Another schedule's 0.2, 0.6 and 0.2 become 0.16, 0.8 and 0.2, of a sum of 1.16.
+    # With another schedule, probabilities 0.2, 0.6 and 0.2 become 0.16, 0.8 and 0.2 before they are
+    # divided by their sum, 1.16.
     np.testing.assert_allclose(
         np.exp(with_noise(np.log([[0.2, 0.6]]), noise)), [[0.16 / 1.16, 0.8 / 1.16]]
     )
 
 
-def test_the_noise_of_complete_and_padded_lists_is_defined():
+def test_noise_is_defined_for_complete_and_padded_lists():
     whole = np.array([[log(0.75), log(0.25), -inf]])
     noise = engine_noise(whole, whole)
     assert not noise.any()
     np.testing.assert_allclose(np.exp(with_noise(whole, noise)), [[0.75, 0.25, 0.0]], atol=2e-6)
-    # A remaining mass of 0.001 is real; one ten-millionth is just rounding.
+    # A remaining mass of 0.001 is real, but a mass of 1e-7 is only a rounding error.
     for rest, expected in ((1e-3, log(1e-3 / 1e-2)), (1e-7, log(1e-6 / 1e-2))):
         assert engine_noise([[np.log1p(-rest)]], [[np.log1p(-1e-2)]])[0, 1] == pytest.approx(
             expected, abs=1e-6

@@ -1,4 +1,4 @@
-"""Compare counts of draft acceptance by length with the values that were counted."""
+"""Test that counts of draft acceptance by length preserve the statistics of the counted values."""
 
 import json
 import math
@@ -26,8 +26,8 @@ def test_counts_preserve_the_mean_and_percentile_of_every_bin():
 
 
 def test_percentiles_match_a_hand_calculation():
-    # With four drafts, one per quarter, the fifth percentile is a fifth of the way into the first
-    # one's bucket.
+    # Each of four drafts accounts for a quarter, so the 5th percentile is a fifth of the way into
+    # the first draft's bucket.
     found = DraftAcceptance.of([0.2, 0.4, 0.6, 1.0], [5, 5, 5, 5], 10)
     assert abs(found.percentile(5) - (0.2 + 0.2 / BUCKETS)) < 1e-9
     assert found.percentile() == found.percentile(5)

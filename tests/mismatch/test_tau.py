@@ -1,4 +1,6 @@
-"""Test tau on both scales: the law of squares, intervals, verdicts, and unreachable values."""
+"""Test absolute and relative tau: quadrature, intervals, verdicts, and values that cannot be
+reached.
+"""
 
 from dataclasses import replace
 from math import isnan, nan
@@ -15,8 +17,8 @@ def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMi
 
 
 def test_relative_p5_subtracts_noise_in_quadrature():
-    # 0.13 is rejected in total, of which noise accounts for 0.05 and sparsity for 0.12, since 5^2 +
-    # 12^2 = 13^2.
+    # In total, 0.13 is rejected. Noise accounts for 0.05 and sparsity for 0.12, since 5^2 + 12^2 =
+    # 13^2.
     assert relative_p5(0.87, 0.95) == pytest.approx(0.88)
     assert Tau(0.88, relative=True).level(0.95) == pytest.approx(0.87)
     assert relative_p5(0.87, 1.0) == pytest.approx(0.87) and Tau(0.87).level(0.95) == 0.87
@@ -31,8 +33,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("noise", [0.1, 0.25])
 def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
-    """Sample distributions of every sharpness. Errors from sparsity are rare and large, whereas
-    noise affects every token.
+    """Sample distributions from nearly flat to nearly one-hot. Errors from sparsity are rare and
+    large, whereas noise affects every token.
     """
     rng = np.random.default_rng(0)
     T, V = 40_000, 12
@@ -64,7 +66,8 @@ def test_the_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceilin
     assert relative_span((0.9, 0.89, 0.91), (1.0, 1.0, 1.0)) == pytest.approx((0.9, 0.89, 0.91))
     exact, unknown, _ = relative_span((0.9, nan, nan), (0.95, 0.94, 0.96))
     assert not isnan(exact) and isnan(unknown)
-    # At the ceiling, little can be said: the estimate is 1, but 0.957 is also possible.
+    # When p5 equals the ceiling, the interval is wide: the estimate is 1, but 0.9623 is also
+    # possible.
     assert relative_span((0.95, 0.94, 0.96), (0.95, 0.94, 0.96)) == pytest.approx(
         (1.0, 0.9623, 1.0), abs=1e-3
     )
@@ -72,7 +75,7 @@ def test_the_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceilin
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 def test_at_least_nine_out_of_ten_intervals_contain_the_true_value(noise):
-    """Both p5 values are drawn around known values, as in independent rollouts."""
+    """Draw both p5 values around known values, as if they came from independent rollouts."""
     rng = np.random.default_rng(1)
     truth, spread = 0.9, 0.004
     p5 = 1 - np.hypot(1 - truth, noise) + spread * rng.standard_normal(2000)
@@ -91,7 +94,7 @@ def test_verdicts_use_the_requested_scale():
     noisy = measured(0.87, ceiling=(0.95, 0.945, 0.955))
     assert Tau(0.86).verdict(noisy) == Tau(0.86, relative=True).verdict(noisy) == "holds"
     assert Tau(0.9).verdict(noisy) == "below" and Tau(0.9, relative=True).verdict(noisy) == "below"
-    # Relative tau is met if 0.87 is close to the ceiling, although absolute tau is not.
+    # A p5 of 0.87 that is close to the ceiling meets relative tau, but not absolute tau.
     close = measured(0.87, ceiling=(0.88, 0.875, 0.885))
     assert Tau(0.9).verdict(close) == "below" and Tau(0.9, relative=True).verdict(close) == "holds"
     assert Tau(0.5, relative=True).verdict(measured(0.87)) == "undecided", "no ceiling was measured"
@@ -122,7 +125,8 @@ def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
         in said
     )
     assert Tau(0.955).out_of_reach(bins) is None
-    # Relative to the ceiling, 0.9 is far enough away, but 0.99 cannot be distinguished from it.
+    # A relative tau of 0.9 is far enough below the ceiling, but 0.99 cannot be distinguished from
+    # it.
     assert Tau(0.9, relative=True).out_of_reach(bins) is None
     said = Tau(0.99, relative=True).out_of_reach(bins)
     assert (

@@ -1,6 +1,6 @@
-"""Test a cascade, in which history guesses tokens, the sparse actor turns the guesses it agrees
-with into drafts, and the policy verifies them. Samples must follow the dense policy, whatever is
-guessed.
+"""Test the cascade: history guesses tokens, the sparse actor turns the guesses it agrees with into
+drafts, and the policy verifies the drafts. Samples must follow the dense policy, whatever history
+guesses.
 """
 
 import itertools
@@ -38,10 +38,10 @@ def cascade(pages=1, k=6, m=3, **options):
     return Decoding.lossless(schedule, draft_tokens=k, guess_tokens=m, **options)
 
 
-# --- what the actor keeps of a guess ---
+# --- which guesses the actor keeps ---
 
 
-def test_a_guess_is_kept_with_its_probability_and_otherwise_another_token_is_drawn():
+def test_a_guess_is_kept_with_the_actors_probability_or_replaced_by_another_token():
     q = torch.tensor([0.2, 0.5, 0.0, 0.3], dtype=torch.float64)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     q_BTV = q.expand(1000, 2, 4)
@@ -62,7 +62,7 @@ def test_guesses_after_a_rejected_guess_are_dropped():
     assert drawn.tolist() == [[1, 2, 3, 4]] and kept.tolist() == [1]
 
 
-# --- one selection for all tokens of a pass ---
+# --- one page selection for all tokens of a pass ---
 
 
 def cached(model, ids):
@@ -73,7 +73,9 @@ def cached(model, ids):
 
 
 def pass_over(model, ids, guesses):
-    """Return the logits of one sparse pass over the last of ``ids`` and ``guesses``."""
+    """Run one sparse pass over the last token of ``ids`` and all ``guesses``, and return its
+    logits.
+    """
     sequences = cached(model, ids)
     with torch.no_grad(), steps_of_several(model):
         return sequences.read(torch.cat([ids[:, -1:], guesses], 1))
@@ -121,8 +123,8 @@ def test_the_output_for_a_token_does_not_depend_on_later_guesses(monkeypatch, br
 
 
 def output(p, q_of, r):
-    """Compute a token's distribution after all three stages. Guesses are drawn from ``r``, and
-    after reading the guess g, the actor's distribution is ``q_of[g]``.
+    """Compute the distribution of a token after all three stages. The guess is drawn from ``r``,
+    and an actor that has read the guess g drafts from ``q_of[g]``.
     """
     V = len(p)
     found = torch.zeros_like(p)
@@ -147,7 +149,7 @@ def test_selecting_pages_by_random_guesses_would_be_inexact():
     r = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, one, one], r), p)
     assert (output(p, [one, other, one], r) - p).abs().max() > 0.02
-    # With deterministic guesses, as from history, even such an actor would be exact.
+    # If guesses are deterministic, as they are from history, even such an actor is exact.
     certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(output(p, [one, other, one], certain), p)
 
@@ -156,7 +158,9 @@ def test_selecting_pages_by_random_guesses_would_be_inexact():
 
 
 def grouped(vocabulary=97):
-    """Return prompts of different lengths that contain repetitions. Two of them have siblings."""
+    """Return seven prompts of different lengths, which contain repetitions. Two of the prompts
+    occur more than once, so their responses are siblings.
+    """
     rows = [row * 2 for row in prompts([40, 17, 3, 64], vocabulary)]
     return [rows[0], rows[1], rows[0], rows[2], rows[0], rows[3], rows[1]]
 
@@ -248,7 +252,7 @@ def broken(monkeypatch, how):
 
 def sampled(model, prompt, count, tokens, k, m):
     """Sample the first ``tokens`` tokens of ``count`` responses with a cascade, in groups of four.
-    Return them with the numbers of drafts and passes.
+    Return the tokens and the counts of drafts, passes and accepted drafts.
     """
     ids = torch.tensor([prompt]).expand(count, -1)
     history = History(ids.tolist(), [b // 4 for b in range(count)], tokens + k, m, CPU)

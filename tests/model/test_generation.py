@@ -155,7 +155,7 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
 
 
 def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Such passes would silently be dense, whatever ``generate`` runs them for."""
+    """Such a pass would silently be dense."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):
@@ -217,7 +217,7 @@ def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_a_missing_teacher_forced_pass_is_reported_at_the_end_of_the_context(model):
+def test_leaving_a_context_without_a_teacher_forced_pass_is_an_error(model):
     twin = copy.deepcopy(model)
     with (
         pytest.raises(ConfigError, match=r"no pass through layers \[0, 1\] was teacher-forced"),
@@ -228,7 +228,7 @@ def test_a_missing_teacher_forced_pass_is_reported_at_the_end_of_the_context(mod
 
 @pytest.mark.slow
 def test_generation_with_a_static_cache_compiles_once_and_counts_every_step(model):
-    """Compilation is also requested on a CPU, with a backend that only counts."""
+    """The backend only counts graphs, so compilation can also be requested on a CPU."""
     graphs, seen = [], []
 
     def count(graph, example_inputs):

@@ -67,9 +67,9 @@ def model(request, tokenizer) -> LlamaForCausalLM:
 
 
 def write(path, model, tokenizer, quantised=None, **changed):
-    """Write the model as llama.cpp would, and return the model that the file represents.
-    ``quantised`` is the type that matrices are stored in. ``changed`` contains fields with other
-    values, and tensors to omit (None).
+    """Write the model as llama.cpp would, and return the model that the file represents. Matrices
+    are stored in the type ``quantised``. ``changed`` gives new values for fields, or None for
+    tensors to omit.
     """
     config = model.config
     names = {f"{theirs}.weight": f"{ours}.weight" for ours, theirs in TENSORS.items()}
@@ -133,9 +133,7 @@ def merges_of(tokenizer) -> list:
 
 
 def side_by_side(weight, heads):
-    """Reorder the rows of each head from 0 1 2 ... | h h+1 h+2 ... to 0 h 1 h+1 2 h+2 ..., row by
-    row.
-    """
+    """Interleave the rows of each head: 0 1 2 ... | h h+1 h+2 ... becomes 0 h 1 h+1 2 h+2 ..."""
     head_dim = len(weight) // heads
     half = head_dim // 2
     order = [

@@ -9,7 +9,7 @@ from sparrow.model.history import History, guess
 
 
 def guessed(*streams, most=2, longest=8, shortest=1):
-    """Guess how the first of these streams continues. The others are its siblings."""
+    """Guess how the first stream continues. The other streams are its siblings."""
     width = max(map(len, streams))
     padded = torch.tensor([[[*s, *[99] * (width - len(s))] for s in streams]])
     return guess(padded, torch.tensor([list(map(len, streams))]), most, longest, shortest)[
@@ -44,7 +44,7 @@ def test_guesses_come_from_the_same_response_first_and_then_from_its_siblings():
 
 
 def by_hand(streams, most, longest, shortest):
-    """Look up a suffix token by token."""
+    """Look up a suffix one token at a time."""
     own = streams[0]
     best, found = (0, False, -1), []
     for i, stream in enumerate(streams):

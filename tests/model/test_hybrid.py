@@ -1,5 +1,5 @@
-"""Test hybrid models: their full-attention layers are sparse, their linear layers are unchanged,
-and everything else is refused by name.
+"""Test hybrid models: their full-attention layers are sparse, and their linear layers are
+unchanged. Anything that Sparrow does not support in a hybrid model raises an error that names it.
 """
 
 import pytest
@@ -61,9 +61,9 @@ def test_a_hybrids_attention_layers_decode_like_the_eager_reference(kind):
 
 
 def test_a_hybrids_rollouts_match_its_teacher_forced_scores():
-    # As published, one layer in four has full attention. Linear layers sum in a different order in
-    # single steps than in a chunk, so with larger weights, float32 results would differ by more
-    # than the bound.
+    # As in the published model, one layer in four has full attention. Linear layers sum in a
+    # different order in single steps than in chunks. With larger weights, float32 results would
+    # therefore differ by more than the bound.
     model = build("qwen3_next", None, initializer_range=0.2)
     number = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=number).tolist() for n in (40, 33, 25)]

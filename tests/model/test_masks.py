@@ -1,5 +1,5 @@
-"""Test rows whose tokens are not contiguous, and masks that pages cannot express. Either the
-results equal those of each row alone, without padding, or the input is refused. Page selection is
+"""Test rows whose tokens are not contiguous, and masks that are not equivalent to padding. A row
+must either give the same results as it does alone without padding, or be refused. Page selection is
 tested elsewhere.
 """
 
@@ -83,7 +83,7 @@ def alone(model, rows, answers):
 
 
 def arrangements():
-    """Return the same rows padded in every way, as name -> (rows, ids, mask)."""
+    """Return the same rows padded in several ways, as {name: (rows, ids, mask)}."""
     first = [tokens(a, seed=i) for i, (a, _) in enumerate(TURNS)]
     second = [tokens(b, seed=9 + i) for i, (_, b) in enumerate(TURNS)]
     rows = [torch.cat(turns) for turns in zip(first, second, strict=True)]
@@ -158,7 +158,7 @@ def test_a_row_of_only_padding_does_not_affect_other_rows(model):
 
 
 def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(model):
-    """Virtual tokens precede the padding, so every padded row has a gap, which peft includes in its
+    """Virtual tokens precede the padding, so every padded row has a gap. peft counts the gap in its
     positions.
     """
     torch.manual_seed(3)
@@ -170,7 +170,8 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(mode
     generated = []
     names_it_cache = "cache" in inspect.signature(type(model).forward).parameters
     if names_it_cache and Version(peft.__version__) <= Version("0.21.2"):
-        # This version of peft adds its virtual tokens to every pass without ``past_key_values``.
+        # This version of peft prepends its virtual tokens in every pass without
+        # ``past_key_values``.
         set_schedule(peft_model, SPARSE)
         with pytest.raises(
             ConfigError, match="generate computes 7 tokens in one pass after its prompt"
@@ -218,7 +219,7 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(mode
 
 
 def causal(rows):
-    """Return bool ``[B, 1, T, T]`` for a 2D mask of real tokens."""
+    """Return the causal mask, bool ``[B, 1, T, T]``, for a 2D mask of real tokens."""
     T = rows.shape[1]
     return (rows.bool()[:, None] & torch.ones(T, T, dtype=torch.bool).tril())[:, None]
 
@@ -292,7 +293,7 @@ def test_packed_sequences_are_refused_with_the_remedy(model):
     for mask in (block, additive(block, float("-inf"))):
         with pytest.raises(ConfigError, match=message), teacher_forced(model, [4]):
             model(input_ids=ids, position_ids=positions, attention_mask=mask)
-    # Dense training with these masks is unchanged.
+    # Dense training still accepts packed sequences.
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     parts = [model(input_ids=part).logits for part in ids.split([12, 18], 1)]
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=0, atol=1e-4)

@@ -250,8 +250,8 @@ def test_a_model_whose_mask_differs_between_heads_is_refused():
 
 
 def advised(build_with):
-    """Follow the advice of an error, and check that the model is then accepted and gives the
-    original output if all pages are kept.
+    """If an error suggests a setting, load the model with it. The model must then be accepted, and
+    must give the original output if all pages are kept. Return the error message.
     """
     model = build_with({})
     original = decoded(model)

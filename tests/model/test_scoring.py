@@ -1,7 +1,8 @@
 """Test chunked log-probs against the model's own logits, and how sequences are packed into
 micro-batches.
 
-Shapes: B sequences, T tokens, M response tokens of the batch end to end, n top ids, V vocabulary.
+Shapes: B sequences, T tokens, M response tokens of all sequences concatenated, n top ids, V
+vocabulary.
 """
 
 from itertools import pairwise
@@ -30,8 +31,8 @@ def ragged_batch(top: bool = True, seed: int = 0) -> Batch:
 
 
 def direct(model, batch: Batch, temperature: float):
-    """Compute log-probs ``[M, V]`` and ids ``[M]`` of each row alone, without padding, from the
-    model's own logits.
+    """Compute log-probs ``[M, V]`` and ids ``[M]`` from the model's own logits, one row at a time
+    and without padding.
     """
     log_p, target = [], []
     for row, (p, r) in zip(batch.input_ids, SPANS, strict=True):
@@ -153,7 +154,8 @@ def test_dropout_in_training_mode_is_not_mistaken_for_changed_logits():
 
 
 def test_micro_batches_match_a_hand_calculation():
-    # Longest first: 9 alone (two would pad to 18); 5 and 4 pad to 10; then 3, 3, 2 pad to 9.
+    # The longest sequences come first. 9 is alone, because two sequences would pad to 18. 5 and 4
+    # pad to 10, and 3, 3 and 2 pad to 9.
     assert micro_batches([3, 5, 9, 2, 4, 3], 10) == [[2], [1, 4], [0, 5, 3]]
     assert micro_batches([4, 25, 4], 10) == [[1], [0, 2]]
     assert micro_batches([], 10) == []

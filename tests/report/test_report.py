@@ -1,5 +1,4 @@
-"""Test the report on a run: reading the log, the numbers in tables, the figures, and the token
-view.
+"""Test the report on a run: how the log is read, and what tables, figures and the token view show.
 
 Shapes: S steps, N length bins.
 """
@@ -208,8 +207,8 @@ STEP = step_row(1)
 
 
 class Page(HTMLParser):
-    """Parsed tables as rows of cell texts, figures by id with their text, token spans by response,
-    and the attributes of every tag.
+    """Parse a page into its tables (rows of cell texts), the text of its figures by id, the token
+    spans of each response, and the attributes of every tag.
     """
 
     def __init__(self, html: str) -> None:
@@ -389,8 +388,8 @@ def test_a_configuration_not_written_by_sparrow_train_is_refused(tmp_path):
 
 
 def test_summary_rows_match_a_hand_calculation(tmp_path):
-    # There are 100 + ... + 800 = 3600 tokens, of which a tenth of the first 100 were masked: 3590 /
-    # 3600 = 99.72 %.
+    # There are 100 + ... + 800 = 3600 tokens. A tenth of the first 100 was masked, which leaves
+    # 3590 / 3600 = 99.72 %.
     bins = bins_only(
         bin_row(0, 0.9, 0.88, 0.93), bin_row(1, 0.8, 0.75, 0.85, 0.855), bin_row(2, 0.5, upper=0.9)
     )
@@ -835,7 +834,9 @@ def test_two_runs_have_different_markers_and_dashes(steps):
 
 
 def test_labels_are_unambiguous():
-    """A label is never just "all" or "level", but says all of what, or level with what."""
+    """A label must not be just "all" or "level". It must name the thing counted or compared, as in
+    "all responses".
+    """
     labels = {
         label
         for panels in PANELS.values()
@@ -900,11 +901,12 @@ def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     names = [figure.title for figure in figures.figures([log])["Schedule"]]
     assert names == ["What a sparse layer reads", "Schedule by step"]
     read = [line.get_ydata() for line in drawn(figures.draw_pages, log, log=log).lines]
-    # Of 90 tokens, (2 + 3) and (4 + 3) pages of 10 are read; of 190 tokens, (6 + 3) pages.
+    # With 90 tokens, 2 + 3 and then 4 + 3 pages of 10 tokens are read. With 190 tokens, 6 + 3 pages
+    # are read.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
-    # If length bins are wider than the schedule's bins, a bin may end in a different bin of the
-    # schedule than it begins.
+    # If length bins are wider than the schedule's bins, the start and end of a length bin may lie
+    # in different bins of the schedule.
     wide = [b | {"bin": 0, "start": 0, "end": 200} for b in mismatch(0)["bins"][:1]]
     rows = [row | {"mismatch": mismatch(0) | {"bins": wide, "bin_tokens": 200}} for row in rows]
     wider = log_of(*rows, schedules=log.schedules)
@@ -949,8 +951,8 @@ def test_a_lossless_run_reports_its_drafts():
 
 
 def bounded(step: int, **changes) -> dict:
-    """Return a step whose lists do not determine p5: with such lists, even dense samples would have
-    as low a p5.
+    """Return a step whose top-n lists are too short to determine p5. Even dense samples could have
+    a lower bound as low as this.
     """
     bins = bins_only(bin_row(0, 0.6, 0.55, 0.65, 0.99), bin_row(1, 0.7, 0.6, 0.75, 0.999))
     return step_row(step, mismatch=bins, **changes)
@@ -972,7 +974,9 @@ MODES = {
 
 @pytest.fixture
 def page_of(tmp_path, monkeypatch):
-    """Return the page and the log of a run in a given mode. The page has no figures."""
+    """Return a function that writes a run in a given mode. The function returns the run's page,
+    without figures, and its log.
+    """
     monkeypatch.setattr(page, "figures", lambda logs: {})
 
     def made(mode: str, **changes) -> tuple[Page, RunLog]:

@@ -464,8 +464,8 @@ def _output(code, tests, given, expected):
     ],
 )
 def test_mutants_are_judged_as_in_a_single_process(verifier, name, number, not_told):
-    """All mutants fail, except those that the tests cannot detect, which also pass in a single
-    process.
+    """Every mutant must fail, unless it also passes in a single process because the tests cannot
+    detect it.
     """
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
     pairs = []
@@ -486,8 +486,8 @@ def test_mutants_are_judged_as_in_a_single_process(verifier, name, number, not_t
 
 
 def test_correct_programs_also_pass_in_a_single_process(verifier):
-    """The cases above also pass and fail in a single process, which shows that their tests are
-    honest.
+    """The correct programs above must also pass in a single process, which shows that their tests
+    are honest.
     """
     with ThreadPoolExecutor(2) as pool:
         rights = list(pool.map(lambda case: natively(case[1], {"test": case[0]}), CASES.values()))

@@ -295,8 +295,8 @@ def test_a_verdict_cannot_be_forged(name, mode, kinds):
 
 
 def test_programs_do_not_inherit_the_imports_and_globals_of_the_harness(verifier):
-    """The harness's ``from __future__`` imports and globals do not affect the program, but its own
-    imports work.
+    """The harness's ``from __future__`` imports and globals do not affect the program. The
+    program's own ``from __future__`` imports take effect.
     """
     program = "def f(x: int): pass\nprint(f.__annotations__['x'] is int, sorted(k for k in globals() if k[0] != '_'))"
     assert verifier.judge(program, {"inputs": [""], "outputs": ["True ['f']"]}).passed
@@ -327,7 +327,7 @@ def test_a_programs_total_time_is_limited():
         (1.5, 0.0),  # the limit was all that the program had left
     ],
 )
-def test_a_program_stopped_for_lack_of_cpu_time_has_used_its_last_limit(spent_s, left_s):
+def test_only_a_timeout_at_the_programs_limit_uses_up_its_remaining_time(spent_s, left_s):
     run = judge_module._Run("", "", Limits(wall_s=1.0, program_s=2), "bwrap", spent_s)
     with pytest.raises(sandbox.ChildTimeoutError), run._time(1.0):
         raise sandbox.ChildTimeoutError

@@ -1,5 +1,5 @@
-"""Test that a program's limits count only its own time and output, however busy the machine is, and
-can be configured.
+"""Test that a program's limits can be configured, and that they count only its own time and output,
+however busy the machine is.
 """
 
 import json
@@ -42,8 +42,8 @@ def pretend(monkeypatch, share, state="S"):
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
 def test_called_functions_get_more_time_if_they_wait_for_the_processor(monkeypatch, share, verdict):
-    """The call takes 1.6 s, and 1 s is allowed. That would be too much for a sleeping program, but
-    not for one that gets a third of a processor.
+    """The call takes 1.6 s, and the limit is 1 s. That is too long for a sleeping program, but not
+    for a program that gets a third of a processor.
     """
     pretend(monkeypatch, share)
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
@@ -270,8 +270,8 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 def test_waiting_for_the_processor_in_many_short_calls_does_not_count_toward_the_limit(
     monkeypatch, kept_from
 ):
-    """Each call is answered before it is checked. Together, the calls take 1.2 s, and 0.6 s is
-    allowed.
+    """Each call is answered before it is checked. All calls together take 1.2 s, and the limit is
+    0.6 s.
     """
     start = time.monotonic()
 

@@ -1,5 +1,5 @@
-"""Test that answers are extracted from responses and compared correctly, according to public
-labels, and always within the time limit.
+"""Test that answers are extracted from responses and compared within the time limit, and that
+verdicts agree with public labels.
 """
 
 import json
@@ -197,8 +197,8 @@ def test_labelled_pairs_are_judged_correctly(verifier, category):
 
 @pytest.mark.slow
 def test_the_table_of_answer_categories_in_the_docs_is_up_to_date(verifier):
-    """Check the counts by category, that there are no false accepts, and which false rejects there
-    are.
+    """The counts by category must match the page. No pair may be falsely accepted, and at most 3 %
+    of all pairs may be falsely rejected.
     """
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     table = re.findall(r"^\| (\w+) \| .+ \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
@@ -224,7 +224,7 @@ def test_at_least_800_labelled_pairs_are_balanced_between_equal_and_unequal():
 
 
 def test_documented_math_verify_errors_are_judged_correctly(verifier):
-    """Each row of the page is a pair that only math-verify judges incorrectly."""
+    """Each row of the table in the docs is a pair that math-verify judges incorrectly."""
     page = (Path(__file__).parents[2] / "docs/math-verify/README.md").read_text()
     cases = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (equal|different) \|", page, re.MULTILINE)
     assert len(cases) == 27
@@ -328,7 +328,7 @@ def test_the_time_limit_drops_to_a_quarter_after_many_hanging_answers(monkeypatc
         references = [str(number) for number in range(24)]
         assert not any(threads.map(verifier.equal, answers, references))
         lost = [seconds for _, seconds in verifier._losses]
-        # four comparisons may have started before the budget was used up
+        # Up to four comparisons may have started before the budget was used up.
         assert verifier.lost == 24 and sum(lost) <= 2 + 4 + 24 / 4
         assert verifier.equal("x+x", "2x")
 
@@ -382,8 +382,8 @@ def test_hanging_answers_do_not_affect_other_answers():
 
 @pytest.mark.slow
 def test_other_answers_are_judged_while_every_worker_hangs(born, monkeypatch):
-    """Two comparisons that would take ten minutes run while others are answered, and end when their
-    workers are killed, so the result does not depend on the speed of the machine.
+    """Two comparisons that would take ten minutes run while other answers are judged. They end only
+    when the test kills their workers, so the result does not depend on the machine's speed.
     """
     monkeypatch.setattr("sparrow.rewards.math.START_LIMIT_S", 3600.0)
     with (

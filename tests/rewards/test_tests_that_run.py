@@ -1,6 +1,6 @@
 # ruff: noqa: E501  (a program on a line)
-"""Test that a program passes only if a test has called it: test functions that nothing calls are
-run, and tests that execute nothing do not pass.
+"""Test that a program passes only if a test has called it. Test functions that nothing calls are
+run, and a test that executes nothing does not pass.
 """
 
 import json

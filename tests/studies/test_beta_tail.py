@@ -1,5 +1,5 @@
-"""Test the fit of a Beta distribution to the tail: it recovers known parameters, and its distance
-is checked by resampling.
+"""Test the fit of a Beta distribution to the tail: it must recover known parameters, and the
+weighted KS distance must equal the distance for repeated tokens.
 
 Shapes: T tokens.
 """
@@ -72,8 +72,8 @@ def test_the_beta_fit_accepts_values_at_zero_and_at_the_cutoff(study):
     assert fit.n == 5000
     assert (fit.a, fit.b) == pytest.approx((inside.a, inside.b), rel=1e-5)
     assert (fit.a, fit.b) == pytest.approx((2.0, 1.0), rel=0.08)
-    # The KS statistic uses the original values, so the half of the tokens at exactly zero counts in
-    # full.
+    # The KS statistic uses the original values. Half of the tokens are exactly zero, so it is at
+    # least 0.5.
     tail[:2500] = 0.0
     assert study.beta_tail.beta_tail_fit(tail).ks >= 0.5
 

@@ -1,5 +1,5 @@
-"""Test the first stage of a cascade: guesses from history, passes and cycles against hand counts,
-and the speed-up computed from measured parts.
+"""Test guesses from history in the first stage of a cascade. Passes and cycles are compared with
+hand counts, and the speed-up is computed from measured parts.
 """
 
 import json
@@ -38,9 +38,9 @@ def test_a_suffix_that_has_not_occurred_yields_no_guess(study):
 
 def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
     kept = study.history.kept_guesses([5, 6, 7, 8, 5], [[6, 7, 9, 5, 6, 7]], [], 3, 8, 1)
-    # After 5, the guess is 6 7 8, of which two tokens are right. Then it is 7 8 5 (one is right),
-    # and then 8 5 6 (none). 9 is new. After the second 5, the most recent occurrence gives 6 7 9,
-    # and all remaining tokens are guessed correctly.
+    # After 5, the guess is 6 7 8, and its first two tokens are right. The next guesses are 7 8 5
+    # (one right) and 8 5 6 (none right). The token 9 is new. After the second 5, the most recent
+    # occurrence gives 6 7 9, and all remaining tokens are guessed correctly.
     assert kept[0].tolist() == [2, 1, 0, 0, 2, 1]
 
 
@@ -50,7 +50,7 @@ def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study)
     assert alone[0].tolist() == [0] * 6
     first, second = study.history.kept_guesses([0], [ahead, behind], [], 3, 8, 1)
     assert first.tolist() == [0] * 6
-    # At step 2, the sibling has sampled only 1 2, so the guess after 1 is just 2, and similarly at
+    # At step 2, the sibling has sampled only 1 2, so the guess after 1 is just 2. The same holds at
     # each later step.
     assert second.tolist() == [0, 0, 1, 1, 1, 1]
 
@@ -58,7 +58,8 @@ def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study)
 def test_guesses_from_an_earlier_epoch_use_the_whole_response(study):
     kept = study.history.kept_guesses([0], [[1, 2, 3, 4]], [[1, 2, 3, 4, 5]], 3, 8, 1)
     assert kept[0].tolist() == [3, 3, 2, 1]
-    # The response's own tokens are more recent than the earlier one's.
+    # The response's own tokens are more recent than the tokens of the response from the earlier
+    # epoch.
     kept = study.history.kept_guesses([0], [[1, 7, 1, 7]], [[3, 1, 2]], 1, 1, 1)
     assert kept[0].tolist() == [0, 0, 0, 1]
 
@@ -98,8 +99,9 @@ def test_the_interval_contains_the_ratio_of_sums(study):
 
 @pytest.fixture
 def samples(tmp_path):
-    """Write four responses of 24 tokens to each of two prompts of two kinds. One kind counts to ten
-    over and over, and the other never repeats itself.
+    """Write samples of two kinds of text, with two prompts of each kind and four responses of 24
+    tokens to each prompt. Responses of one kind count to ten over and over, and those of the other
+    kind never repeat a token.
     """
     arrays = {}
     for kind, number, place in np.ndindex(2, 2, 4):
@@ -133,9 +135,9 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
     own = found["counting", "own", 3]
     assert own["tokens_per_pass"] == [24 / (12 + 3)] * 3
     assert own["nats"] == [0.5] * 3 and own["slowest"] == pytest.approx(12)
-    # The earlier epoch makes guesses from the first token on, so passes yield 8 and 4 tokens. In
-    # the second cycle, the suffix last occurred two tokens before the end of an earlier response,
-    # so passes yield 3, 8 and 1.
+    # With the earlier epoch, guesses are right from the first token on, so passes yield 8 and 4
+    # tokens. In the second cycle, the suffix last occurred two tokens before the end of an earlier
+    # response. There, passes yield 3, 8 and 1 tokens.
     epoch = found["counting", "epoch", 7]
     assert epoch["tokens_per_pass"] == [24 / (2 + 3)] * 3 and epoch["slowest"] == pytest.approx(3)
     assert found["counting", "epoch", 3]["tokens_per_pass"] == [24 / (3 + 4)] * 3
@@ -145,8 +147,8 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
     assert "| counting | 1 | 0.50 | 7 | " in history and "| 4.80 [4.80, 4.80] |" in history
     assert "| passes per cycle of 12 | slowest of 32 |" in history and "| 12.0 | 12.0 |" in history
     speed = study.tables_cascade.cascade_speed()
-    # 9 tokens of 15 ms each, against 12 passes of 4 ms plus 15 ms; then with 2.5 and with 3 passes
-    # of 5 ms
+    # Dense decoding takes 15 ms for each of 9 tokens. A cycle takes 15 ms, plus 12 passes of 4 ms
+    # without guesses, or 2.5 or 3 passes of 5 ms with guesses.
     assert "| 32 x 15,000 | 2.14x | " in speed and "| 4.91x (4.50x) |" in speed
 
 

@@ -1,5 +1,5 @@
-"""Test a trained head as the first stage of a cascade: its steps against drafting one token at a
-time, what it learns, and cycles against hand counts.
+"""Test a trained head as the first stage of a cascade. Its steps are compared with drafting one
+token at a time, and its cycles with hand counts. It must also learn to count.
 """
 
 import json
@@ -38,7 +38,7 @@ def llama(**changed) -> LlamaForCausalLM:
 
 @pytest.fixture
 def counting():
-    """Return a policy whose next token is nearly always the last one plus one."""
+    """Return a policy whose next token is nearly always the previous token plus one."""
     policy = llama()
     for layer in policy.model.layers:
         layer.self_attn.o_proj.weight.zero_()
@@ -75,7 +75,7 @@ def test_each_step_equals_drafting_one_token_at_a_time(study):
                 torch.testing.assert_close(steps[step][slot], head.norm(output[-1]))
 
 
-def test_the_head_sees_no_later_token_and_starts_as_the_last_layer(study):
+def test_the_head_sees_no_later_token_and_starts_as_a_copy_of_the_last_layer(study):
     policy = llama()
     head = study.eagle.Head(policy)
     tokens = torch.randint(WORDS, (8,)).tolist()
@@ -115,11 +115,11 @@ def test_the_loss_compares_each_slot_with_the_policy_one_token_later(study):
         ([[0, 0, 0, 0]], [1, 1, 1, 1]),
         ([[1] * 6] * 2, [1, 0, 0, 1, 0, 0]),
         ([[0.5] * 3], [1, 0.5, 0.75]),
-        # One draft is accepted for sure; the second is accepted half of the time.
+        # The first draft is always accepted, and the second is accepted half of the time.
         ([[1, 1, 1, 1], [0.5] * 4], [1, 0, 0.5, 0.5]),
     ],
 )
-def test_the_probability_that_a_cycle_starts_at_a_token(study, accepted, start):
+def test_cycle_start_probabilities_match_a_hand_calculation(study, accepted, start):
     assert study.head.starts(np.array(accepted, float)).tolist() == start
 
 
@@ -127,12 +127,12 @@ def test_guesses_are_kept_up_to_the_first_wrong_one(study):
     is_guessed = np.array([[1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]], bool)
     kept = study.head.kept_by_head(is_guessed)
     assert kept.tolist() == [2, 0, 2, 1]  # 0 0, 1 1 and 2 2 are kept; then the response ends
-    # The same guesses as drafts: cycles start at tokens 0 and 3.
+    # If the same guesses are used as drafts, cycles start at tokens 0 and 3.
     assert study.head.starts(is_guessed.astype(float)).tolist() == [1, 0, 0, 1]
     assert study.history.passes(kept, 3, 4) == [2]
 
 
-def test_measurements_are_those_of_the_distributions(study):
+def test_overlap_and_acceptance_match_a_direct_computation(study):
     policy = llama()
     head = study.eagle.Head(policy)
     tokens = torch.randint(WORDS, (9,)).tolist()
@@ -150,7 +150,9 @@ def test_measurements_are_those_of_the_distributions(study):
 
 @pytest.fixture
 def samples(tmp_path):
-    """Save two responses of 24 tokens to each of 16 prompts. They count, which history can't know."""
+    """Save two responses of 24 tokens to each of 16 prompts. The responses count upwards, so
+    history cannot guess them.
+    """
     arrays = {}
     for number in range(16):
         key = f"counting/1.0/{number}"
@@ -202,7 +204,7 @@ def test_the_head_learns_to_count(study, samples, counting, tmp_path, monkeypatc
     assert "| 0 to 16 | 16 to 32 |" in positions
 
 
-def test_a_prompt_is_never_on_both_sides(study):
+def test_no_prompt_is_both_trained_on_and_held_out(study):
     found = [
         study.history.Group("stories", temperature, [prompt], [[1]], 0.5)
         for temperature in (0.7, 1.0)

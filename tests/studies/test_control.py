@@ -221,7 +221,7 @@ def test_an_invalid_unit_loses_only_the_reward_of_its_own_lines(parts):
     lost = len("def x(:") + len("return x")
     kept = round(160 * found["length"]) - lost
     assert found["valid"] == pytest.approx(kept / (kept + lost)) and kept > 160 * good["length"]
-    # At the end, the same bad unit does not count, because it may have been truncated.
+    # At the end of a response, the same invalid unit is not counted, because it may be truncated.
     assert parts(GOOD + bad[: bad.index("\n\n\ndef last")] + "\n")["valid"] == 1
 
 
@@ -326,7 +326,9 @@ def test_repetition_earns_less_than_the_code_it_displaces(parts):
 
 @pytest.fixture(scope="module")
 def checkpoint(study, tmp_path_factory):
-    """Return the folder of a tiny random model of this package's sources, and its problems."""
+    """Save a tiny random model and problems made from this package's sources. Return the folder and
+    the tokenizer.
+    """
     folder = tmp_path_factory.mktemp("text")
     train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
     texts = list(study.corpus.texts(train, set()))[:30]
@@ -485,7 +487,8 @@ def test_summary_numbers_match_a_hand_calculation(study):
         made_up_run("p75", 2, [0.0] * 10, [[0, 0.2], [10, 0.1]]),
     ]
     assert s.end_reward(runs[0]) == pytest.approx(0.4) and s.held_out_end(runs[0], 7) == 0.3
-    # The standard deviation of 0.4 and 0.6 over the root of 2 is 0.1; t(0.975, 1) is 12.706.
+    # The standard deviation of 0.4 and 0.6, divided by the root of 2, is 0.1. t(0.975, 1) is
+    # 12.706.
     assert s.over_seeds(map(s.end_reward, runs[:2])) == pytest.approx(
         [0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4
     )
@@ -493,7 +496,7 @@ def test_summary_numbers_match_a_hand_calculation(study):
     # There is no dense run with seed 2.
     assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
-    # Compared with p75's run with seed 0 over the five steps that both completed.
+    # The comparison is with p75's run with seed 0, over the five steps that both runs completed.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
     assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [
         pytest.approx(0.1),
@@ -503,7 +506,8 @@ def test_summary_numbers_match_a_hand_calculation(study):
 
 
 def test_the_ranking_and_the_points_of_the_figure_match_a_hand_calculation(study):
-    # From arm to arm, p5 and rewards rise and held-out rewards fall. Dense is not ranked.
+    # From one arm to the next, p5 and rewards rise, and held-out rewards fall. The dense arm is not
+    # ranked.
     def run(arm, seed, p5, reward, held_out):
         tail = dict.fromkeys(("p1", "p5", "p10", "mean"), [p5] * 2)
         measured = {**tail, "kl": [1 - p5] * 2, "actor": ""}

@@ -21,7 +21,8 @@ def test_cycles_are_chosen_where_all_their_tokens_were_sampled(study):
     for s, row in enumerate(start.tolist()):
         assert all(sampled[s, first + 1 : first + 5].all() for first in row)
         assert [first < 32 for first in row] == [True] * 4 + [False] * 4
-    # 9 predicts the first of four consecutive sampled tokens, and 19 the first of ten.
+    # Cycles of four sampled tokens fit into 10 to 13 and 20 to 29. A cycle starts one token
+    # earlier, at 9 or at 19 to 25.
     assert set(start[:, :4].flatten().tolist()) <= {9, *range(19, 26)}
 
 
@@ -62,7 +63,8 @@ def test_bins_are_counted_by_their_distance_from_the_target(study):
     measured = study.one_schedule.Acceptance(alpha, np.arange(300), np.tile([0, 1], 150))
     found = study.one_schedule.judged(measured, kept, 0.86)
     assert [found[name] for name in ("above", "within", "below")] == [1, 1, 1]
-    # Four pages of 16 are read at 64 tokens or more, and all tokens at smaller lengths.
+    # Sequences of 64 tokens or more read four pages of 16 tokens. Shorter sequences are read in
+    # full.
     assert found["tokens_read"] == pytest.approx((64 * 65 / 2 + 64 * 236) / 300, abs=0.05)
 
 
@@ -80,7 +82,7 @@ def test_sequences_are_spread_over_all_documents(study):
         study.texts.cut(Words(), ["1 2 3"], 2, 4)
 
 
-def test_the_first_variants_are_those_that_all_others_are_compared_with(study):
+def test_the_variants_that_all_others_are_compared_with_come_first(study):
     every = study.what_is_read.variants(30, [512])
     even = every[: len(study.what_is_read.EVEN)]
     assert [v.budget for v in even] == list(study.what_is_read.EVEN)

@@ -146,7 +146,7 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     assert [run["arm"] for run in found["runs"]] == ["dense", "dense", "p80-distill"]
     assert dense["steps"] == [2, 3] and dense["minutes"] == pytest.approx([0.15, 0.1])
     assert dense["reward_minus_dense"][0] == 0
-    # 0.3 - 0.15 over the two steps that both runs with seed 0 completed
+    # 0.3 - 0.15, over the two steps that both runs with seed 0 completed.
     assert distilled["reward_minus_dense"] == [pytest.approx(0.15), None, None]
     assert distilled["held_out_end"] == [0.4, None, None]
     assert distilled["lowest_p5"] == [0.8, None, None]

@@ -82,7 +82,7 @@ def test_the_graph_engine_is_dense_up_to_the_verified_length_and_sparse_afterwar
     for r, scores, end in zip(rollouts, dense, ends, strict=True):
         assert np.abs(r.top_logprobs - scores.top_logprobs)[:end].max() < 2e-4
         assert len(r) == end or np.abs(r.top_logprobs - scores.top_logprobs)[end:].max() > 0.01
-    # On one response in four, the acceptance of verified tokens is measured with a sparse actor.
+    # A sparse actor measures the acceptance of verified tokens, but only for one response in four.
     assert [np.isfinite(r.verification.acceptance).all() for r in rollouts] == [True, False, False]
     first = rollouts[0]
     cut = replace(
@@ -112,8 +112,8 @@ def test_the_graph_engine_is_dense_up_to_the_verified_length_and_sparse_afterwar
 def test_tokens_are_priced_at_the_length_they_represent():
     schedule = SparsitySchedule((13, 21), bin_tokens=64, page_size=4, dense_layers=(0,))
     lossless, lossy = as_if_large(schedule, 192)(160, 0.99)
-    # 64 tokens represent 2,000, so 24 pages of 4 represent 3,000 tokens, or 187 pages of 16 at
-    # length 5,000.
+    # 64 tokens represent 2,000. 24 pages of 4 tokens therefore represent 3,000 tokens, which is 187
+    # pages of 16 tokens at a length of 5,000.
     large = SparsitySchedule((100, 187 - 2), dense_layers=(0, 1))
     expected = decode_step(SHAPES["qwen3-1.7b"], MACHINES["h200"], [5000] * 192, large).seconds
     assert lossy == pytest.approx(expected, rel=0.01) and 1.05 < lossless / lossy < 1.15
@@ -183,8 +183,8 @@ def test_the_difference_from_dense_runs_matches_a_hand_calculation():
         made_up_run("a", 1, [0.0] * 10 + [0.6] * 10, [[10, 0.5], [20, 0.5]]),
     ]
     assert last_reward(runs[0]) == 1.0 and outcome(runs[0]) == pytest.approx(0.8)
-    # Differences of -0.1 and 0.1: their standard deviation over the root of 2 is 0.1; t(0.975, 1)
-    # is 12.706.
+    # The differences are -0.1 and 0.1. Their standard deviation, divided by the root of 2, is 0.1.
+    # t(0.975, 1) is 12.706.
     assert against_dense(runs[2:], runs, last_reward) == pytest.approx((0.0, 1.2706), abs=1e-4)
     assert against_dense(runs[2:], runs, outcome) == pytest.approx((-0.05, 0.6353), abs=1e-4)
     assert late_outcome(runs[0]) == pytest.approx(0.8) and late_outcome(
@@ -315,8 +315,8 @@ def test_probabilities_of_drawing_the_same_token_match_a_hand_calculation():
         torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]),
         torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]]),
     )
-    # The intervals [0, 0.5] and [0.5, 1] overlap with those of the same tokens in the other
-    # distribution only in the first quarter.
+    # In p, the first two tokens have the intervals [0, 0.5] and [0.5, 1]. In q, they have [0, 0.25]
+    # and [0.25, 0.5]. Only the first token's intervals overlap, by 0.25.
     assert drafter_invariance.inverse_match(p, q) == pytest.approx((0.25 + 1) / 2)
     # P(same) = sum over v of 1 / sum over w of max(p(w) / p(v), q(w) / q(v)) = 2 / (1 + 1 + 2).
     generator = torch.Generator().manual_seed(0)

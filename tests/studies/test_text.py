@@ -32,8 +32,8 @@ CONTEXT, PAGES = 512, 16
 
 @pytest.fixture(scope="module")
 def trained(study, tmp_path_factory):
-    """Return the folder, the model and the card of a two-layer model trained on this package for a
-    second, with ``attention`` held out.
+    """Train a two-layer model on this package's sources, except the folder ``attention``, for one
+    second. Return the checkpoint folder, the model and the model card.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     options = [
@@ -54,7 +54,9 @@ def trained(study, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """Return a model whose attention matters, a batch of text for it, and two starts per text."""
+    """Return a model whose attention matters, a batch of texts, and two start positions in each
+    text.
+    """
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
     ids = torch.randint(VOCAB, (2, 256), generator=torch.Generator().manual_seed(1))
@@ -173,8 +175,8 @@ def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
 def test_drafts_of_a_cycle_match_the_teacher_forced_actor(study, sharp, dense_layers, budgets):
-    """With pages selected at every step (reuse 1), cycles match the package's teacher-forced actor
-    with all earlier tokens as its prompt.
+    """If pages are selected at every step (reuse 1), the drafts of a cycle match the package's
+    teacher-forced actor when all earlier tokens are its prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
@@ -326,7 +328,7 @@ def test_the_script_writes_the_file_read_by_the_tables(study, trained, tmp_path,
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
-    # With a dense layer, the small model may lose too little acceptance to fit a tail.
+    # If one layer is dense, the small model may lose too little acceptance for a fit of the tail.
     lossy = [
         row
         for row in found["rows"]

@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def command(folder, *more, **changed):
-    """Return arguments of the study; ``changed`` replaces ``OPTIONS``."""
+    """Return the study's options. ``changed`` overrides ``OPTIONS``."""
     flags = [
         "--samples",
         str(folder / "samples.npz"),
@@ -48,8 +48,8 @@ def command(folder, *more, **changed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Create a checkpoint and random responses. The held-out responses are also used for training,
-    because nothing can be generalised from random responses.
+    """Create a checkpoint and random responses. The held-out responses are the same as the training
+    responses, because nothing learned from random responses generalises.
     """
     out = tmp_path_factory.mktemp("checkpoint")
     tiny_model(max_position_embeddings=256).save_pretrained(out)

@@ -29,7 +29,7 @@ def sharp(study):
 @pytest.fixture(scope="module")
 def calibration(study):
     """Return a calibration of 4 layers and 2 heads. The missed mass is largest in head 1 of layer
-    2, and halves with every unit.
+    2, and it halves with each additional unit.
     """
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])
@@ -110,8 +110,8 @@ def test_bytes_match_a_hand_calculation(study):
     assert read(first_follower=1) == pytest.approx(
         pages[0] - short + np.mean([8, 8, 0, 0, 16, 16, 0, 0])
     )
-    # top-k is 5, 1, 17 and 5 pages, so twice as many candidates are in 3, 1, 9 and 3 groups,
-    # besides the newest one
+    # top-k is 5, 1, 17 and 5 pages, so twice as many candidate pages lie in 3, 1, 9 and 3 groups.
+    # The newest group is always added.
     first = [4, 4, 0, 4, 8, 8, 8, 8]
     second = [min(4 * 4, 16), 2 * 4, 0, 4 * 4, 4 * 4, 2 * 4, 32, 4 * 4]
     least = np.minimum(

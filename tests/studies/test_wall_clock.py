@@ -22,7 +22,7 @@ FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 
 @pytest.fixture(scope="module")
 def checkpoint(study, tmp_path_factory):
-    """Return the folder of a tiny random model of this package's sources, and its problems."""
+    """Save a tiny random model and problems made from this package's sources. Return the folder."""
     folder = tmp_path_factory.mktemp("text")
     train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
     tokenizer = study.corpus.train_tokenizer(list(study.corpus.texts(train, set()))[:30], 400)
@@ -84,7 +84,7 @@ def test_an_arm_runs_end_to_end(checkpoint, tmp_path, arm):
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
     steps = [row for row in rows if "reward" in row]
     assert len(steps) == 2 and all(len(row["seconds"]) == 4 for row in steps)
-    # In bfloat16, a dense actor equals the policy up to rounding, but the sparse actor does not.
+    # In bfloat16, a dense actor matches the policy up to rounding, but the sparse actor does not.
     assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
 
@@ -194,8 +194,9 @@ def test_paired_steps_match_a_hand_calculation(study):
         run("p86", 1, [[9.0, 0.1], [11.0, 0.1]]),
     ]
     (row,) = study.wall_clock_summary.paired([*dense, *ours])
-    # 10 and 20 s against 5 and 10 s, and 10 s against 2 s. The first steps and dense's fourth step
-    # are left out.
+    # With the first model, dense steps take 10 and 20 s, and p86's steps 5 and 10 s. With the
+    # second model, they take 10 s and 2 s. The first step of every run is left out, and so is the
+    # fourth dense step, which has no counterpart.
     gain, low, high = row["step_speedup"]
     assert (
         row["pairs"] == 5
@@ -226,7 +227,7 @@ def test_the_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypat
 
 
 def main(checkpoint, folder, arm, steps, tokens, seconds):
-    """Run an arm's process. A second call finds its log and does nothing."""
+    """Run an arm in this process. If the arm already has a log, this does nothing."""
     for part in FOLDERS:
         sys.path.insert(0, str(ROOT / part))
     import wall_clock

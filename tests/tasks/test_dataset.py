@@ -1,5 +1,5 @@
-"""Test tasks made from dataset rows: rows are read in their real format, streamed reproducibly, and
-refused with the position of the error.
+"""Test tasks made from dataset rows. Rows are read in their real format and streamed reproducibly.
+An error names the position of the row.
 """
 
 import base64
@@ -43,8 +43,8 @@ def task(rows=ROWS, **options) -> DatasetTask:
 
 
 def facts(problem):
-    """Return a problem's contents in a form that can be compared, because partial objects are only
-    equal if they are identical.
+    """Return a problem's contents in a form that can be compared. ``functools.partial`` objects are
+    equal only if they are identical.
     """
     return (
         problem.id,

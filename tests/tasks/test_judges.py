@@ -1,4 +1,6 @@
-"""Test users' reward functions: how each form is called, and which are refused before a rollout."""
+"""Test users' reward functions: how each form is called, and which forms are refused before a
+rollout.
+"""
 
 import functools
 import pickle

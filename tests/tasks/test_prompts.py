@@ -158,7 +158,7 @@ def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, like GPT-2's on text without longer tokens."""
+    """Return a GPT-2-like tokenizer with one token per byte and no longer tokens."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -167,8 +167,8 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that, like Llama 2's, has words with leading spaces, and bytes for
-    everything else.
+    """Return a tokenizer like Llama 2's: words include their leading space, and all other text is
+    split into bytes.
     """
     known = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
     tokenizer = Tokenizer(

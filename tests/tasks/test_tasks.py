@@ -1,4 +1,4 @@
-"""Test tasks: problems are a pure function of (index, seed), solutions are accepted, and text
+"""Test tasks: a problem depends only on its index and the seed, solutions are accepted, and text
 survives the tokenizer.
 """
 
@@ -73,7 +73,7 @@ def test_long_programs_reuse_a_name_only_after_its_value_was_read() -> None:
         assert problem.solution.endswith(f"answer: {run_program(problem.prompt)}")
 
 
-def test_problems_are_a_pure_function_of_index_and_seed() -> None:
+def test_problems_depend_only_on_index_and_seed() -> None:
     task = Trace(12)
     problems = [task.problem(i, seed) for seed in range(5) for i in range(40)]
     again = [task.problem(i, seed) for seed in range(5) for i in range(40)]

@@ -48,7 +48,7 @@ def trainer(
 
 
 def shard_on_cpu() -> None:
-    """Make accelerate shard without GPUs, which torch supports but accelerate does not."""
+    """Make accelerate shard a model without GPUs. torch supports this, but accelerate does not."""
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     make = AcceleratorState.__init__
 
@@ -84,7 +84,9 @@ def resume(folder: Path) -> None:
 
 
 def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
-    """Kill the second process during the update that follows this step's checkpoint."""
+    """Return a listener that kills the second process during the update after this step's
+    checkpoint.
+    """
 
     def die(event: str, metrics: dict) -> None:
         if (
@@ -98,7 +100,9 @@ def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
 
 
 def stopping(folder: Path) -> Callable[[Callable[[], object]], None]:
-    """Run the given code, and append the error that stops it to this process's file."""
+    """Return a function that runs the given code, and writes the error that stops it to this
+    process's file.
+    """
     told = []
 
     def stop(run: Callable[[], object]) -> None:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from sparrow.train.advantages import compute_advantages
 
-# Group 7 is rows 0, 2, 4, 5 with rewards 1 0 0 0; group 3 is rows 1, 3, 6 with equal rewards; group
-# 5 is row 7 alone.
+# Group 7 has rows 0, 2, 4 and 5, with rewards 1, 0, 0 and 0. Group 3 has rows 1, 3 and 6, with
+# equal rewards. Group 5 has only row 7.
 GROUPS = torch.tensor([7, 3, 7, 3, 7, 7, 3, 5])
 REWARDS = torch.tensor([1.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.1, 1.0])
 
@@ -24,7 +24,7 @@ def rows(first: float, others: float) -> list[float]:
         # / 3) = 1/2
         ("grpo", rows(1.5, -0.5)),
         ("dr_grpo", rows(0.75, -0.25)),
-        # the mean of the other rewards is 0 for row 0, and 1/3 for the others
+        # The mean of the other rewards is 0 for the first row, and 1/3 for the others.
         ("rloo", rows(1.0, -1 / 3)),
     ],
 )
@@ -37,7 +37,8 @@ def test_advantages_match_a_hand_calculation(kind, expected):
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 def test_equal_rewards_have_advantages_of_exactly_zero(kind):
-    # 3 * 0.1 / 3 rounds to something other than 0.1, which a division by std + eps would blow up.
+    # In floating point, 3 * 0.1 / 3 is not exactly 0.1. A division by std + eps would amplify the
+    # difference.
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     advantages, metrics = compute_advantages(kind, rewards, torch.zeros(3, dtype=torch.int64))
     assert advantages.tolist() == [0.0, 0.0, 0.0]

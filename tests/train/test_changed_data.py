@@ -1,4 +1,4 @@
-"""Test that a run only resumes with the problems it began with."""
+"""Test that a run can be resumed only with the problems it began with."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Test how a step's experience is collected: the parts of a reward, which groups are replaced, and
-that processes agree.
+"""Test how a step's experience is collected: which parts a reward has, which groups are replaced,
+and whether processes agree.
 """
 
 import json
@@ -28,7 +28,8 @@ from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 
 
 def test_the_overlong_penalty_matches_a_hand_calculation():
-    # DAPO: no penalty up to 16384 of 20480 tokens, then linear, -1 at the limit.
+    # In DAPO, responses of up to 16384 of 20480 tokens have no penalty. Beyond that, the penalty
+    # falls linearly, to -1 at the limit.
     lengths = (1, 16384, 17408, 18432, 20480)
     assert [overlong_penalty(n, 20480, 4096) for n in lengths] == [0, 0, -0.25, -0.5, -1]
 
@@ -180,8 +181,8 @@ class Digits:
 
 
 class Signs:
-    """An engine that answers plus to even samples of a prompt and minus to odd ones, which it
-    recognises by their seeds.
+    """An engine that answers plus to even samples of a prompt and minus to odd ones. It recognises
+    samples by their seeds.
     """
 
     def __init__(self) -> None:
@@ -214,7 +215,7 @@ class Threads(Ranks):
 
 
 def collected(ranks: int, prompts=8, resample=2, cursor=0):
-    """Return what each of several processes collects."""
+    """Return what each process collects, and the processes' engines."""
     barrier, slots, found, engines = (
         threading.Barrier(ranks),
         [None] * ranks,
@@ -241,8 +242,8 @@ def collected(ranks: int, prompts=8, resample=2, cursor=0):
 
 def test_groups_with_equal_rewards_are_replaced_until_none_is_left():
     (one,), (engine,) = collected(1)
-    # Among problems 0 to 7, all rewards of 0, 3 and 6 are equal, so 8, 9 and 10 replace them. The
-    # same is true for 9, which 11 replaces.
+    # Of problems 0 to 7, problems 0, 3 and 6 have equal rewards, so problems 8, 9 and 10 replace
+    # them. Problem 9 has equal rewards too, and problem 11 replaces it.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [
@@ -350,7 +351,7 @@ def test_truncated_responses_do_not_contribute_to_the_loss(tmp_path, monkeypatch
         tmp_path / "mask", steps=1, rollout=rollout, reward=RewardConfig(overlong="mask")
     ).train()
     assert [advantage for advantage, _ in keep] == [advantage for advantage, _ in seen]
-    # In theory, a response may also end on its own after 24 tokens.
+    # This assumes that no response ends on its own after exactly 24 tokens.
     assert [length if length < 24 else 0 for _, length in keep] == [length for _, length in seen]
     assert 0 < sum(length > 0 for _, length in seen) < 64 and any(
         a for a, length in keep if length == 24

@@ -29,8 +29,8 @@ KINDS = [
 
 
 def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log p, log q and the mask of right-padded sequences with these ratios p/q. With log q
-    = 0, log p/q is exact.
+    """Return log p, log q and the mask of right-padded sequences with these ratios p/q. log q is 0,
+    so log p - log q is exact.
     """
     longest = max(len(row) for row in ratios)
     log_p_BT = torch.full(
@@ -317,7 +317,7 @@ def test_obrs_preserves_the_expectation_under_the_target_policy(p_V, q_V, obrs_l
 
 
 def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
-    """Check the same without using the acceptance probability, by averaging over 10,000 evenly
+    """Check the expectation without the acceptance probability, by averaging over 10,000 evenly
     spaced draws.
     """
     p_V, q_V = (
@@ -336,8 +336,8 @@ def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
     torch.testing.assert_close(
         q_V * correction.weight_BT.double().mean(0), 0.6 * p_V, rtol=0, atol=1e-4
     )
-    # If the sum is divided by the number of accepted draws instead of all draws, Z cancels, which
-    # gives an estimate of E_p itself.
+    # Dividing the sum by the number of accepted draws, rather than by all draws, cancels Z. The
+    # result estimates E_p itself.
     accepted = (q_V * correction.mask_BT.double().mean(0)).sum().item()
     assert accepted == pytest.approx(0.6, abs=1e-4)
 

@@ -1,4 +1,4 @@
-"""Test the dial against hand calculations, and with an overoptimistic meter."""
+"""Test the dial against hand calculations and with a meter that is too optimistic."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ TAU = Tau(0.95)
 
 
 def tail(index, p5, low=None, sequences=100, ceiling=nan):
-    """Return a bin with a width of 100 tokens."""
+    """Return a bin 100 tokens wide."""
     low, start = p5 - 0.005 if low is None else low, 100 * index
     return BinMismatch(
         index, start, start + 100, 1000, sequences, 0.99, p5, low, p5 + 0.005, p5, ceiling=ceiling
@@ -37,7 +37,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
     assert dial.verified_up_to == inf
     assert words(dial.turn(drafts, [])) == [(i, "lossless", "ready") for i in (1, 2, 3)]
     assert dial.verified_up_to == 300
-    # Bin 3 now contains unverified tokens, so only these count, and its drafts are ignored.
+    # Bin 3 now contains unverified tokens. Only these count, and the bin's drafts are ignored.
     found = dial.turn([*drafts[:2], tail(3, 0.5)], [tail(3, 0.96)])
     assert words(found) == [
         (1, "lossless", "ready"),
@@ -60,7 +60,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
         (tail(3, nan, low=nan), "may be below tau 0.95"),
     ],
 )
-def test_a_bin_that_may_miss_tau_and_all_shorter_bins_stay_lossless(longest, reason):
+def test_a_bin_that_may_miss_tau_stays_lossless_and_so_do_all_shorter_bins(longest, reason):
     dial = Dial(TAU, twice_as_fast)
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), longest], [])
     assert dial.verified_up_to == inf and found[-1].verdict == "waits" and reason in found[-1].why
@@ -94,7 +94,7 @@ def test_a_bin_with_few_responses_cannot_become_lossy_but_can_restore_verificati
     )
 
 
-def test_a_failing_bin_and_all_shorter_bins_become_lossless_but_not_longer_ones():
+def test_only_a_failing_bin_and_all_shorter_bins_become_lossless():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     found = dial.turn([], [tail(1, 0.99), tail(2, 0.9499), tail(3, 0.96)])
@@ -125,7 +125,7 @@ def test_a_bin_becomes_lossy_only_if_that_is_faster():
 
 
 def test_lossy_mode_is_retried_less_and_less_often_if_the_meter_is_too_optimistic():
-    """Drafts have a p5 of 0.99, but unverified tokens turn out to have one of 0.93."""
+    """Drafts have a p5 of 0.99, but unverified tokens turn out to have a p5 of 0.93."""
     dial, lossy = Dial(TAU, twice_as_fast), []
     for _ in range(100):
         up_to = dial.verified_up_to
@@ -164,12 +164,12 @@ def test_the_gain_matches_a_hand_calculation():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
-    # 100 tokens take 2 ms each and 300 take 1 ms, whereas lossless mode takes 2 ms for each of the
-    # 400.
+    # 100 tokens take 2 ms each, and 300 take 1 ms each. In lossless mode, all 400 would take 2 ms
+    # each.
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx(0.8 / 0.5)
     assert gain(bins, {}) == 1.0
-    # Lossless mode takes 1.5 ms in the first bin and 2.5 ms in the second, and lossy mode takes 1
-    # ms.
+    # Lossless mode takes 1.5 ms per token in the first bin and 2.5 ms in the second. Lossy mode
+    # takes 1 ms in both.
     dial = Dial(TAU, lambda length, acceptance: (length * 1e-5, 1e-3))
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])

@@ -1,5 +1,5 @@
-"""Test what the dial learns from a step: which tokens count as drafts, as verified and as
-unverified, and what is logged.
+"""Test which of a step's tokens the dial counts as drafts, as verified and as unverified, and what
+is logged.
 """
 
 import json
@@ -61,8 +61,8 @@ def test_verified_and_unverified_tokens_are_separated():
 
 
 def test_the_dials_metrics_match_a_hand_calculation():
-    """Twelve responses of 16 tokens begin at length 16. Half of each is verified, because the dial
-    was at 24.
+    """Twelve responses of 32 tokens begin at length 16. The dial is at 32, so the first half of
+    each response is verified.
     """
     dial = Dial(Tau(0.9), lambda length, acceptance: (2.0, 1.0))
     dial.load({"verified_up_to": 32, "waits": [], "failures": []})
@@ -158,8 +158,8 @@ def test_the_correction_does_not_change_verified_tokens():
     assert {r.verification.tokens for r in rollouts} == {exact} and 20 < exact < 24
     assert (found.weight_BT[:, :exact] - 1).abs().max() < 1e-3
     assert (found.weight_BT[:, exact:] - 1).abs().mean() > 0.05
-    # The trainer finds that verified tokens differ only by the engine's rounding, and unverified
-    # tokens by more.
+    # According to the trainer, verified tokens differ only by the engine's rounding, and unverified
+    # tokens differ more.
     alpha = [
         token_acceptance(r, s.top_logprobs, SCHEDULE) for r, s in zip(rollouts, dense, strict=True)
     ]

@@ -141,7 +141,7 @@ def test_actor_weights_are_merged_out_of_place():
     ids = torch.randint(0, 151, (1, 50))
     with adapter.active():
         adapted = model(input_ids=ids).logits.float()
-    # Merged weights are rounded to bf16 once more than with a separate adapter, so the relative
+    # Merging rounds the weights to bf16 once more than a separate adapter does, so the relative
     # error is 2^-8 per layer.
     assert (actor(input_ids=ids).logits.float() - adapted).norm() < 0.05 * adapted.norm()
     assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
@@ -259,7 +259,7 @@ def test_bucket_kl_matches_a_hand_calculation_and_is_a_lower_bound():
     assert (bucket_kl(full_p[:, :7], full_q[:, :7]) <= exact + 1e-5).all()
 
 
-def test_responses_with_the_lowest_acceptance_tail_are_the_worst():
+def test_the_worst_responses_have_the_lowest_acceptance_tail():
     acceptance = [
         np.full(9, 0.9),
         np.array([0.2] + [1.0] * 8),

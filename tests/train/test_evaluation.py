@@ -1,4 +1,6 @@
-"""Test evaluations and exports during a run: none is lost or repeated, and training is unaffected."""
+"""Test evaluations and exports during a run. None must be lost or repeated, and they must not
+affect training.
+"""
 
 import json
 from dataclasses import replace

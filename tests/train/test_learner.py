@@ -1,5 +1,5 @@
-"""Test the learner: learning rate schedules, the reference policy, and a LoRA on the policy, each
-of which resumes exactly.
+"""Test the learner with learning rate schedules, a reference policy, and a LoRA on the policy. Runs
+with any of them must resume exactly.
 """
 
 import copy

@@ -30,7 +30,7 @@ def step_of(tmp_path, monkeypatch, **changes):
     """Return a first step's experience and assessment, the trainer, and the gradient by name."""
     seen = {}
     made = make_trainer(tmp_path, rollout=ROLLOUT, optimizer=OPTIMIZER, **changes)
-    # The reference must differ from the policy, or the KL would have no gradient.
+    # The reference must differ from the policy. Otherwise, the KL would have no gradient.
     if made.learner._reference is not None:
         other = tiny_model(vocab_size=made.model.config.vocab_size, initializer_range=0.1, seed=3)
         made.learner._reference.model.load_state_dict(other.state_dict())
@@ -69,7 +69,9 @@ def advantages(experience) -> list[float]:
 
 
 def weight(kind: str, ratio: torch.Tensor) -> torch.Tensor:
-    """Return the weight of tokens with these ratios p/q: 0 if the token is left out."""
+    """Return the weights of tokens with these ratios p/q. A token that is left out has the weight
+    0.
+    """
     match kind:
         case "token_tis":
             return ratio.clamp(max=2.0)
@@ -82,7 +84,7 @@ def weight(kind: str, ratio: torch.Tensor) -> torch.Tensor:
 
 
 def summed(tokens: list[torch.Tensor], normalization: str) -> torch.Tensor:
-    """Combine token losses by response as the normalization specifies."""
+    """Combine the token losses of each response as ``normalization`` specifies."""
     match normalization:
         case "grpo":
             return sum(t.mean() for t in tokens) / len(tokens)
@@ -129,8 +131,8 @@ def test_the_gradient_comes_only_from_included_responses(
         logp = logprobs(made.model, rollout)
         if not (was_cut and overlong == "mask"):
             ratio = (logp.detach() - torch.from_numpy(rollout.logprobs)).exp()
-            # In the first update, the policy is still the one that sampled, so rho is 1 and its
-            # gradient is that of logp.
+            # In the first update, the policy is still the one that sampled. The ratio is therefore
+            # 1, and its gradient is that of logp.
             policy.append(-weight(kind, ratio) * advantage * (logp - logp.detach()).exp())
         if beta:
             away = logprobs(made.learner._reference.model, rollout).detach() - logp

@@ -119,7 +119,7 @@ def test_dual_clip_matches_a_hand_calculation():
     )
     loss.backward()
     assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
-    # There is no such bound for a nonnegative advantage, however small it is.
+    # This bound never applies to nonnegative advantages, however small they are.
     small = [
         policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0]
         for c in (config, LossConfig())
@@ -186,7 +186,7 @@ def test_the_loss_of_half_precision_inputs_is_computed_in_float32(dtype):
     normalization=st.sampled_from(["grpo", "dapo", "dr_grpo"]),
     seed=st.integers(0, 2**31),
 )
-def test_micro_batch_losses_and_gradients_add_up_to_the_whole_batchs(
+def test_micro_batch_losses_and_gradients_add_up_to_those_of_the_batch(
     lengths, cuts, normalization, seed
 ):
     B, T = len(lengths), max(lengths)

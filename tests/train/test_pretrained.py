@@ -93,7 +93,8 @@ def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, 
     save_tokenizer(loaded, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-    # Earlier versions fail if there is a list under the name that transformers 5 uses.
+    # transformers 5 stores this list under another name, ``extra_special_tokens``. Earlier versions
+    # fail if they find a list there.
     assert written["additional_special_tokens"] == ["<think>"]
     assert "extra_special_tokens" not in written
     again = AutoTokenizer.from_pretrained(tmp_path / "out")

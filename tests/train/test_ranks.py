@@ -1,5 +1,5 @@
-"""Test that several processes train like one, report the same error if something fails, and detect
-a dead process.
+"""Test that several processes train like a single one, report the same error if something fails,
+and detect a dead process.
 """
 
 import json
@@ -125,7 +125,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         )
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     weights = [load_file(run / "model" / "model.safetensors") for run in (one, other)]
-    # Even if a gradient is only a rounding error, Adam takes a full step.
+    # Adam takes a full step even if a gradient is only a rounding error.
     gaps = torch.cat([(weights[0][name] - weights[1][name]).abs().flatten() for name in weights[0]])
     assert gaps.quantile(0.99) < 2e-5 and weights[0].keys() == weights[1].keys()
 
@@ -140,7 +140,9 @@ def test_two_processes_train_like_one(tmp_path):
 
 
 def test_a_sharded_run_resumes_exactly_after_losing_a_process(tmp_path):
-    """FSDP2 with distillation and gradient checkpointing is compared with one process."""
+    """Compare a run that uses FSDP2, distillation and gradient checkpointing with a run in one
+    process.
+    """
     (code, error), (killed, _) = launch("lose", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     (told,) = json.loads((tmp_path / "told-0.json").read_text())
@@ -172,7 +174,7 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
         )
-    # One process continues after two have stopped, and gets the same result as a single process
+    # One process resumes the run of two processes. It must get the same result as one process
     # throughout.
     from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Test everything that adjusts the schedule: the closed loop on simulated engines, each mover
-against hand calculations, and all of them in the trainer.
+"""Test everything that adjusts the schedule: the closed loop on simulated engines, the loop and the
+guard against hand calculations, and both in the trainer.
 """
 
 import logging
@@ -65,7 +65,7 @@ def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """Return a bin with this relative p5, as measured with noisy engines."""
+    """Return a bin that has this relative p5 when the engines are noisy."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
@@ -73,8 +73,8 @@ def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
 
 def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
-    # No p5 is close to 0.95 here, so with absolute tau, the loop raises any schedule. A p5 of 0.99
-    # cannot be distinguished from dense.
+    # A ceiling of 0.95 is below an absolute tau of 0.96, so the loop raises any schedule. With
+    # relative tau, it judges only the loss due to sparsity.
     assert ClosedLoop(Tau(0.96)).propose(start, start, report(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
     assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()[
@@ -118,7 +118,7 @@ def test_exactly_one_kind_of_tau_is_required():
         TrainConfig(tau=0.8, relative_tau=0.9)
 
 
-# --- the update, in numbers worked out by hand (3 pages are always kept) ---
+# --- the update against hand calculations (3 pages are always kept) ---
 
 
 def test_a_bin_below_tau_is_raised_at_once_in_proportion_and_at_most_doubled():
@@ -160,8 +160,8 @@ def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
     assert floors(0.905, (20,)) == (20,)  # the floor never decreases
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
-    # If a schedule is lowered by hand, bins that meet tau with room to spare are not raised, and
-    # bins that fail return to the floor.
+    # After a schedule is lowered by hand, bins that meet tau with room to spare are not raised.
+    # Bins that fail return to the floor.
     assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[99])[0] == (97, 200)
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
@@ -206,7 +206,7 @@ def test_bins_with_few_responses_keep_their_pages_unless_they_clearly_fail():
     )
 
 
-def test_bins_below_the_first_bin_with_data_follow_it():
+def test_shorter_bins_follow_the_first_bin_with_data():
     low = turn([90, 90, 97, 200], seen(2, 0.9359), room_steps=[0, 0, 1])
     assert low == ((83, 83, 83, 200), (0, 0, 0))
     assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
@@ -224,7 +224,7 @@ def test_bins_below_tau_are_found_and_raised():
     )
 
 
-# --- the movers, each by hand ---
+# --- the loop and the guard, each against hand calculations ---
 
 
 def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
@@ -233,7 +233,7 @@ def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
 
 
 def loose(bin: int, low: float, high: float) -> BinMismatch:
-    """Return a bin whose lists determine p5 only up to an interval."""
+    """Return a bin whose top-n lists only bound p5 by ``low`` and ``high``."""
     return replace(seen(bin, low), upper_bound=high)
 
 
@@ -350,9 +350,9 @@ def test_closed_loop_and_guard_can_be_combined_and_restore_their_state():
 def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
     exponent, needed, start, noise, seed
 ):
-    """In the simulated engines, the rejected share falls as a power of the pages read, and longer
-    sequences need more pages. Finally, the actor suddenly becomes worse, as if its adapter were
-    lost, and needs twice as many pages.
+    """In the simulated engines, the rejected share falls as a power of the number of pages read,
+    and longer sequences need more pages. At step 60, the actor suddenly needs twice as many pages,
+    as if it had lost its adapter.
     """
     needed = np.maximum.accumulate(needed)
     rng = np.random.default_rng(seed)
@@ -381,8 +381,8 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
             assert np.all(p5 >= TAU - 0.02)
         elif 30 <= step < 60:
             assert np.all(p5 >= TAU - 0.02)
-            # A bin may read more than it needs if a bin of shorter lengths needs as much, and any
-            # bin may read one page too many.
+            # Only the first bin is checked, because bins of longer lengths also read the pages that
+            # shorter ones need. The first bin may read one page too many.
             one_less = 1 - (1 - TAU) * (needed[0] / (pages[0] - 1)) ** exponent
             assert one_less <= TAU + 0.02 + 4 * noise
         control = after
@@ -390,10 +390,9 @@ def test_the_closed_loop_reaches_tau_from_any_start_and_recovers_in_two_steps(
 
 @pytest.mark.parametrize("surer", [0.0, 0.5])
 def test_the_closed_loop_settles_without_oscillating_on_a_simulated_reasoner(surer):
-    """Four bins simulate the bundled reasoner. Each bin rejects 5 % at the number of pages that it
-    needs, and the rejected share is proportional to the pages to the power of -4 to -2.5. p5 is as
-    noisy as with 192 responses. ``surer`` is the fraction by which the rejected share falls over 60
-    steps.
+    """Four bins simulate the bundled reasoner. A bin rejects 5 % if it reads exactly ``needed``
+    pages, and the rejected share is proportional to pages ** -exponent. p5 is as noisy as with 192
+    responses. Over the 60 steps, the rejected share also falls by the fraction ``surer``.
     """
     tau, needed, exponent = 0.97, np.array([15, 20, 33, 38]), np.array([4.0, 3.4, 2.8, 2.5])
     rng = np.random.default_rng(0)

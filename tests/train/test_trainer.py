@@ -241,8 +241,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
 
 
 class Choosing(HFEngine):
-    """An engine that chooses different numbers of drafts in every process, as if they depended on
-    time, and can replay given choices.
+    """An engine that chooses different numbers of drafts in every process, as a choice by speed
+    would. It can also replay given choices.
     """
 
     def __init__(self, *args, **kwargs):
@@ -283,7 +283,7 @@ def test_a_resumed_run_repeats_the_logged_draft_lengths(tmp_path, monkeypatch, c
 
 
 def test_draft_choices_of_a_run_that_logged_no_guesses_are_repeated(tmp_path, monkeypatch):
-    """Earlier versions did not choose the number of guesses per pass."""
+    """Runs of earlier versions did not log the number of guesses per pass."""
     monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
     make_trainer(tmp_path, steps=2, save_every=1).train()
     shutil.rmtree(tmp_path / "checkpoints" / "step-2")
@@ -406,7 +406,7 @@ def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen
 
 @pytest.mark.slow
 def test_a_killed_process_can_be_resumed(tmp_path):
-    """Check the same with a real SIGKILL at an arbitrary moment."""
+    """Resume a process that was killed by a real SIGKILL at an arbitrary moment."""
     process = start_process(tmp_path / "killed", steps=50)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     for _ in range(1200):
@@ -463,7 +463,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 
 @dataclass
 class Noisy:
-    """An engine with different numerics, whose listed log-probs are always slightly off."""
+    """An engine whose numerics differ from the trainer's: its listed log-probs are always slightly
+    off.
+    """
 
     engine: HFEngine
 

@@ -1,4 +1,4 @@
-"""Test LoRA adapters in lossless mode, in a real vLLM; ``test_lossless.py`` runs this file in its
+"""Test LoRA adapters in lossless mode in a real vLLM. ``test_lossless.py`` runs this file in its
 own process. The engines use vLLM's LoRA code for GPUs. Its kernels can only multiply in 16 bits, so
 equivalent torch code replaces them.
 """
@@ -40,7 +40,7 @@ WHOSE = (0, 1, 2, 2, 0, 1)  # the adapter of each prompt; 0 means no adapter
 
 
 def rows_by_adapter(token_lora_mapping, sorted_rows, counts, starts, adapters, without, active):
-    """Yield each adapter in use with its rows, determined the way vLLM's kernels do it."""
+    """Yield each adapter in use and the rows that use it, as vLLM's kernels determine them."""
     if without.item():
         return
     for place in range(int(active)):
@@ -83,7 +83,7 @@ def gpu_code():
 
 
 def adapter_of(folder, model_folder, seed, layers=EVERY_LAYER):
-    """Write an adapter to a folder, and return the model with the adapter merged."""
+    """Write an adapter to a folder, and return a copy of the model with the adapter merged."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -97,7 +97,7 @@ def adapter_of(folder, model_folder, seed, layers=EVERY_LAYER):
 
 
 def adapter_on(model_folder, adapter_folder):
-    """Return another model with an adapter merged."""
+    """Return the model in ``model_folder`` with an adapter merged."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -106,7 +106,9 @@ def adapter_on(model_folder, adapter_folder):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return a folder with a model, and the model without an adapter and with each of two."""
+    """Return a folder with a model and two adapters. Also return three models: the original one,
+    and one with each adapter merged.
+    """
     folder = tmp_path_factory.mktemp("model")
     plain = tiny.checkpoint(folder, num_hidden_layers=2)
     models = [plain, *(adapter_of(folder / f"adapter-{n}", folder, n) for n in (1, 2))]
@@ -205,7 +207,9 @@ def test_batches_with_and_without_adapters_replay_different_graphs(made, stock):
 
 
 def test_seeded_samples_match_stock_vllm_with_adapters(made):
-    """With ``drafter_invariant``, check batches whose adapters change as requests come and go."""
+    """With ``drafter_invariant``, sampled tokens must match in batches whose adapters change as
+    requests come and go.
+    """
     folder, _ = made
     sampling = dict(temperature=1.0, seed=3, tokens=24, asked=ASKED * 2, whose=WHOSE * 2)
     found = []
@@ -247,7 +251,7 @@ def test_drafts_use_base_weights_that_were_updated_while_adapters_are_loaded(mad
 
 
 def test_drafts_with_8_bit_weights_use_the_adapters(made):
-    """The copy contains the weights without adapters; drafts apply adapters as all other steps do."""
+    """The copy contains the weights without adapters. Drafts apply adapters as all other steps do."""
     folder, models = made
     shares = []
     for whose in (WHOSE, (0,) * 6):

@@ -55,7 +55,7 @@ def stock(made):
 
 
 def lossless(folder, ranker, seed, **settings):
-    """Return tokens of lossless mode."""
+    """Return tokens sampled in lossless mode, with their ranks."""
     with cases.engine(folder, cases.lossless(3, **settings), **LAYOUT) as llm:
         wanted = [
             cases.parameters(LENGTH, temperature=1.0, seed=seed + i, flat_logprobs=True)

@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference():
-    """Return the same model in transformers."""
+    """Return an engine in transformers with the same model."""
     return HFEngine(tiny.tiny_model(), tiny.SMALL, eos_ids=[])
 
 

@@ -49,7 +49,7 @@ def test_greedy_tokens_match_stock_vllm(old_and_new):
         assert 0 < counts["accepted"] < counts["drafted"]
 
 
-# --- the weights that drafts multiply with ---
+# --- the weights that drafts use ---
 
 
 def rounded(x):
@@ -80,8 +80,8 @@ def rounding(model, rounds=True):
 @torch.no_grad()
 def gap(cached_by, model, found, written, rounds=True):
     """Return the mean total variation distance between vLLM's drafts and those of a model with
-    rounded weights. Each cycle starts with a cache written by ``cached_by``, and drafts add their
-    keys and values to it.
+    rounded weights. Each cycle starts with a cache that ``cached_by`` has written, and drafts
+    append their keys and values to it.
     """
     gaps = []
     for i, own in by_sequence(found, written).items():
@@ -102,7 +102,7 @@ def gap(cached_by, model, found, written, rounds=True):
 
 
 def answered(llm, found, seed=3):
-    """Generate new responses, and return their cycles and the tokens of all sequences."""
+    """Generate new responses, and return their cycles and all sequences' tokens."""
     llm.reset_prefix_cache()
     found.clear()
     completions = generate(llm, ASKED, 24, temperature=1.0, seed=seed)
@@ -292,8 +292,8 @@ def where_copies_are(worker):
 
 
 def test_the_weight_copy_is_made_again_after_sleep(old_and_new, cycles):
-    """vLLM does not sleep on a CPU. Instead, the memory that its allocator would drop, including
-    the copy, is overwritten.
+    """vLLM does not sleep on a CPU. The test instead overwrites the memory that vLLM's allocator
+    would drop, including the copy.
     """
     folder, _, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:

@@ -1,10 +1,10 @@
-"""Run Triton kernels on a CPU with numpy, more than ten times as fast as Triton's interpreter,
-which also checks types. Only the language features of simple kernels are supported; all other
-kernels are left to the interpreter. Values are numpy arrays, and scalars are arrays without axes.
-All of a launch's programs run at once, as rows of these arrays. If programs diverge (at an ``if``
-or in the length of a loop), each group is restarted separately. That works because nothing is
-stored before the end. Kernels whose blocks have two axes, or that read the result of an atomic
-operation, run one program at a time.
+"""Run Triton kernels on a CPU with numpy. This is more than ten times as fast as Triton's
+interpreter, which also checks types. Only the language features of simple kernels are supported,
+and all other kernels are left to the interpreter. Values are numpy arrays, and scalars are arrays
+without axes. All programs of a launch run at once, as rows of these arrays. If they diverge, at an
+``if`` or in the length of a loop, the programs on each branch start again separately. That is safe
+because nothing is stored before the end. Programs run one at a time if a kernel's blocks have two
+axes, or if the kernel reads the result of an atomic operation.
 """
 
 import ast
@@ -27,7 +27,7 @@ TYPES |= {torch.bool: np.bool_, torch.uint64: np.uint64}
 
 
 class Parted(Exception):
-    """Raised if programs that run at once diverge. Contains the branch that each of them takes."""
+    """Raised if programs that run at once diverge. Contains the branch that each program takes."""
 
 
 class OneByOne(Exception):
@@ -35,13 +35,13 @@ class OneByOne(Exception):
 
 
 class Value(np.ndarray):
-    """A tensor of the language, which no operation changes."""
+    """A tensor of Triton's language. No operation changes it in place."""
 
     def to(self, dtype, **_):
         return self.astype(dtype)
 
     def _common(self):
-        """Return the value that all programs running at once share."""
+        """Return the value of all programs that run at once, or raise ``Parted`` if they differ."""
         if self.size > 1 and (self != self.flat[0]).any():
             raise Parted(np.broadcast_to(self, (language.programs, 1))[:, 0])
         return self.flat[0]
@@ -91,7 +91,7 @@ def _span(address, mask, size):
 
 
 def _forward_store(loaded, address, mask, stored):
-    """Replace loaded values with those of pending stores to the same addresses."""
+    """If an address has a pending store, replace the value loaded from it with the stored value."""
     if stored is None or loaded.size * stored[0].size > FEW or loaded.dtype != stored[1].dtype:
         raise OneByOne
     there, x, written = (each.ravel() for each in stored)
@@ -103,14 +103,14 @@ def _forward_store(loaded, address, mask, stored):
 
 
 def _axis(x, axis):
-    """Return a block's axis, the first one after the programs' axis."""
+    """Return the numpy arguments to reduce a block, whose axis comes after the programs' axis."""
     if axis not in (0, None):
         raise OneByOne
     return dict(axis=1, keepdims=True) if np.ndim(x) == 2 else dict(axis=axis)
 
 
 def _range(*bounds, **_):
-    """Act like ``range`` for programs that run at once. They diverge only if their loops have
+    """Act like ``range`` for programs that run at once, which diverge only if their loops have
     different lengths.
     """
     begin, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
@@ -265,7 +265,7 @@ def _is_known(kernel, seen):
 
 
 def _function(kernel):
-    """Return a kernel's function, with this language in place of Triton's."""
+    """Return a kernel as a Python function that uses this language instead of Triton's."""
     theirs = kernel.fn.__globals__
     if id(theirs) not in _globals:
         ours = _globals[id(theirs)] = {"range": language.range}

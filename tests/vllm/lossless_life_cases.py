@@ -1,4 +1,6 @@
-"""Test events in an engine's life in lossless mode, in a real vLLM; see ``test_lossless.py``."""
+"""Test lossless mode during the life of an engine: sleep, a new cache, new weights, a resumed run,
+and thousands of requests. The engine is a real vLLM; see ``test_lossless.py``.
+"""
 
 import gc
 import weakref
@@ -31,8 +33,8 @@ SIZES = (100, 1500, 1500)
 
 
 def lose(worker, level):
-    """Overwrite the memory of a worker that vLLM drops when it sleeps: the KV cache and, at level
-    2, the weights.
+    """Overwrite the memory of a worker that vLLM drops in sleep: the KV cache and, at level 2, the
+    weights.
     """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         whole = torch.empty(0, dtype=layer.kv_cache.dtype).set_(layer.kv_cache.untyped_storage())
@@ -44,8 +46,8 @@ def lose(worker, level):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
-    """vLLM does not sleep on a CPU. Instead, the memory that its allocator would drop is
-    overwritten.
+    """vLLM does not sleep on a CPU. The test instead overwrites the memory that vLLM's allocator
+    would drop.
     """
     folder, model, new, weights = old_and_new
     found = Landmarks(monkeypatch)
@@ -64,7 +66,7 @@ def test_memory_dropped_by_sleep_is_never_read(old_and_new, monkeypatch, level):
 
 
 def tune(worker):
-    """Run the pass in which vLLM tunes FlashInfer's kernels, which it skips on a CPU."""
+    """Run the pass in which vLLM tunes FlashInfer's kernels. vLLM skips this pass on a CPU."""
     runner = worker.model_runner
     with torch.inference_mode():
         runner._dummy_run(
@@ -124,7 +126,9 @@ def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
 
 
 def test_replaying_another_engines_choices_reproduces_its_samples(old_and_new, monkeypatch):
-    """Even with a seed, samples depend on the number of drafts, which depends on time."""
+    """Even with a seed, samples depend on the number of drafts, which in turn depends on measured
+    times.
+    """
     folder, *_ = old_and_new
     asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
     decoding = cases.lossless(4, adapt=True, pages=4, adapt_draft_budget=True)
@@ -166,15 +170,15 @@ def tokens_cached(worker):
 
 @torch.no_grad()
 def mixed(old, new, ids, cached):
-    """Return the log-probs ``[T, V]`` after each token if one model processes the first ``cached``
-    tokens and another one the rest.
+    """Return the log-probs ``[T, V]`` after each token. One model processes the first ``cached``
+    tokens, and another model processes the rest.
     """
     first = old(torch.tensor([ids[:cached]]), use_cache=True)
     rest = new(torch.tensor([ids[cached:]]), past_key_values=first.past_key_values)
     return torch.cat([first.logits[0], rest.logits[0]]).double().log_softmax(-1).numpy()
 
 
-def test_drafts_of_old_weights_are_verified_by_new_weights(old_and_new):
+def test_drafts_made_with_old_weights_are_verified_with_new_weights(old_and_new):
     folder, old, new, weights = old_and_new
     done, cached = {}, None
     with cases.engine(folder, cases.lossless(4)) as llm:
@@ -224,7 +228,7 @@ def test_a_new_engine_reproduces_samples_only_with_the_same_number_of_drafts(
         assert list(a.token_ids) == list(b.token_ids) and np.array_equal(
             logprobs_of(a), logprobs_of(b)
         )
-    # With other numbers of drafts, other random numbers are used.
+    # A different number of drafts uses different random numbers.
     assert tokens_of(other) != tokens_of(wanted)
 
 
@@ -232,7 +236,7 @@ def test_a_new_engine_reproduces_samples_only_with_the_same_number_of_drafts(
 
 
 def idle(llm):
-    """Check that no request has left any state behind, and return the number of tensors."""
+    """Check that no request has left any state behind. Return the number of tensors in memory."""
     generate(llm, [[1, 2, 3]], 1)  # a worker forgets requests when it receives others
     core = llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler

@@ -73,7 +73,7 @@ def by_sequence(cycles, written):
 
 
 def reference_cycle(model, monkeypatch, ids, cycle, temperature):
-    """Compute the distributions p and q and the acceptance of vLLM's drafts with the reference."""
+    """Compute p, q and the acceptance of vLLM's drafts with the reference."""
     seen = []
     stock = speculative.verify
     given = [torch.tensor([token]) for token in cycle["ids"][1:]]

@@ -1,5 +1,5 @@
-"""A reference for engines with an 8-bit KV cache: transformers with all keys and values rounded in
-the same way.
+"""A reference for engines with an 8-bit KV cache: transformers, with all keys and values rounded in
+the same way as in the engine.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ PROMPTS.append(PROMPTS[2])  # it reads the other prompt's blocks in the step tha
 
 
 def scales_of(sparrow):
-    """Return the key and value scales of every layer of an fp8 cache, ``[K]`` each;
-    None for int8.
+    """Return the scales of keys and values, ``[K]`` each, for every layer of an fp8 cache. Return
+    None for an int8 cache.
     """
     runtime = find(sparrow.llm.llm_engine.vllm_config)
     if runtime.cache.in_8_bits == torch.int8:
@@ -35,11 +35,11 @@ def flat(scales):
 
 @contextlib.contextmanager
 def rounded(scales):
-    """Make transformers attend to keys and values rounded to e4m3 or, without scales, to int8;
-    yield the originals by layer.
+    """Make transformers attend to keys and values that are rounded to e4m3 or, if ``scales`` is
+    None, to int8. Yield a list that collects the original keys and values by layer.
 
-    With e4m3, keys are passed as stored, without their scale, and queries are multiplied by that
-    scale, so that 8-bit landmarks are the same as well.
+    With e4m3, keys are passed in stored form, without their scale, and queries are multiplied by
+    the scale instead. 8-bit landmarks are then the same as in the engine.
     """
     seen = []
 
@@ -65,11 +65,11 @@ def gaps(a, b):
 
 
 def agree(a, b, few=0.0):
-    """Return whether log-probs agree, allowing for keys and values so close to the midpoint between
-    two e4m3 values that an error of 1e-7 changes their rounding. A batch of these prompts has
-    400,000 keys and values, so there are a few such cases. Tokens that read one of them differ by
-    1e-3, and others by 1e-5. If one of them changes the selection of a page, a ``few`` tokens
-    differ by more. Without rounding, the median difference is 0.05.
+    """Return whether log-probs agree. Some keys and values are so close to the midpoint between two
+    e4m3 values that an error of 1e-7 changes their rounding. There are a few of them among the
+    400,000 in a batch of these prompts. Tokens that read one of them differ by 1e-3, and all other
+    tokens by 1e-5. If one of them changes which page is selected, tokens differ by more; ``few`` is
+    the share of tokens for which this is allowed. Without rounding, the median difference is 0.05.
     """
     apart = gaps(a, b)
     return bool(np.quantile(apart, 0.5) < 5e-4 and np.quantile(apart, 1 - few) < 1e-2)
@@ -83,7 +83,9 @@ def as_rounded(rollouts, reference, schedule, sparrow):
 
 
 def as_prompts(sparrow, rollouts):
-    """Return the engine's log-probs for these rollouts' tokens when they are part of a prompt."""
+    """Return the log-probs that the engine computes for the responses' tokens when they are part of
+    a prompt.
+    """
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

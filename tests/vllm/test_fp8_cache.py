@@ -1,4 +1,6 @@
-"""Test an fp8 KV cache's scales, and weights that vLLM quantises, in real vLLM engines on a CPU."""
+"""Test the scales of an fp8 KV cache, and weights that vLLM quantises, in real vLLM engines on a
+CPU.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -95,7 +97,7 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
             assert torch.equal(scale_K, (0.75 * largest_K / 448).log2().ceil().exp2())
             beyond[which, i] = (x_KTD.abs().amax(2) > 448 * scale_K[:, None]).any(0)[:cached]
     assert counted == beyond.any(0).sum()
-    # Some tokens have keys beyond the range, and others have values beyond it.
+    # For some tokens, only keys exceed the range, and for others, only values do.
     assert (beyond.sum((1, 2)) < counted).all()
 
 
@@ -135,7 +137,7 @@ def test_only_tokens_stored_in_the_same_step_may_be_read():
     ):
         cache.begin_step(0, table, np.array(computed), 16)
         assert cache.reads_beyond(slots) == beyond
-    # a sequence that continues in a block that an earlier step has partly filled
+    # a sequence that continues in a block partly filled by an earlier step
     cache.begin_step(0, table[:1], np.array([5]), 16)
     assert cache.reads_beyond(torch.tensor([53]))
 

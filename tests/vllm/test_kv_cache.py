@@ -25,14 +25,14 @@ CACHES = pytest.mark.parametrize("name", ["fp8", INT8])
 
 
 def is_far_from(rollouts, exact, name):
-    """Return whether log-probs differ from unrounded ones by more than ``agree`` allows."""
+    """Return whether log-probs differ from the unrounded ones by more than ``agree`` allows."""
     median, most = {"fp8": (1e-2, 0.3), INT8: (3e-3, 0.03)}[name]
     return np.quantile(gaps(rollouts, exact), 0.5) > median and logprob_gap(rollouts, exact) > most
 
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """Record the groups of rows that each prefill is divided into."""
+    """Record the groups into which the rows of each prefill are divided."""
     seen, groups = [], kv_cache.groups
     monkeypatch.setattr(
         "sparrow.vllm.backend.groups",

@@ -1,4 +1,4 @@
-"""Test the plugin's parts in isolation. Only tests that are marked accordingly need vLLM."""
+"""Test the parts of the plugin in isolation. vLLM is needed only for tests marked accordingly."""
 
 import contextlib
 import importlib
@@ -239,7 +239,8 @@ def test_steps_in_which_all_rows_read_everything_are_recognised_by_length():
     assert made.reads_everything(lengths(112, 0, 20)) and made.reads_everything(lengths())
     assert not made.reads_everything(lengths(20, 113))
     assert not made.reads_everything(None)  # in an engine whose host does not know the lengths
-    # From its start, the second bin reads less than it holds, although later bins read more.
+    # Where the second bin begins, it already reads less than the whole sequence, although later
+    # bins read more.
     made.set_schedule(SCHEDULE.replace(top_k=(0, 0, 30), bin_tokens=40))
     assert made.pages.whole_up_to == 48
     made.set_schedule(SparsitySchedule.dense(dense_layers=(0,)))
@@ -271,7 +272,7 @@ def test_counters_use_the_drafts_budget():
     made.model.sparse_layers, used = [0], []
     made.drafting.meter = SimpleNamespace(use=used.append)
     pages = []
-    # Drafts read 8, 4, 4 and 16 pages, including the sink page and two recent pages.
+    # Drafts read 8, 4, 4 and 16 pages. These include the sink page and two recent pages.
     for budget in (1, 0, 0, 2):
         made.use_budget(budget)
         pages.append(step(made, lengths(400)).tolist())
@@ -308,7 +309,8 @@ UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 
 
 def test_counters_are_averaged_over_heads():
     made = runtime(UNEVEN, sparse=3, dense=1)
-    # Length 400: on average 4 pages and three more, of 25. Length 40: all 3 pages.
+    # At length 400, heads read 4 of 25 pages on average and three more. At length 40, they read all
+    # 3 pages.
     step(made, lengths(400, 40))
     counts = made.counters()
     assert counts["tokens_read"] == 440 + 3 * (16 * 7 + 40) and counts["pages_read"] == 3 * (7 + 3)
@@ -891,7 +893,7 @@ def engine_arguments(**given):
     ],
 )
 def test_environment_variables_configure_an_engine_like_its_config(given, backend):
-    """This is also true if a plain engine was started first, so that FlashAttention is not
+    """This also holds after a plain engine has started, in which case FlashAttention is not
     Sparrow's.
     """
     made = engine_arguments(**given, additional_config={"theirs": 1})
@@ -989,8 +991,8 @@ def test_patching_a_missing_name_fails_with_an_error_that_names_it(monkeypatch):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
-    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and belong to
-    no user, and the engine only checks itself after them.
+    """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and serve no
+    user, and the engine checks itself only after them.
     """
     from sparrow.vllm import patches, selfcheck
 

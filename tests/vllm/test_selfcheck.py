@@ -1,5 +1,5 @@
-"""Test the start-up self-check in real vLLM engines on a CPU. Everything that it checks is broken
-once. ``selfcheck_cases.py`` covers lossless mode.
+"""Test the start-up self-check in real vLLM engines on a CPU. Each test breaks one thing that the
+self-check must detect. ``selfcheck_cases.py`` covers lossless mode.
 """
 
 import json
@@ -44,7 +44,7 @@ def double_queries(monkeypatch):
 
 
 def log_of(monkeypatch):
-    """Record Sparrow's messages in vLLM's log from now on."""
+    """Record Sparrow's messages in vLLM's log from this point on."""
     from vllm import logger
 
     said, init = [], logger.init_logger
@@ -121,7 +121,7 @@ def test_a_wrong_score_scale_fails_the_self_check(worker, monkeypatch):
 
 
 def rescaled(impl, scale):
-    """Return ``impl.forward`` with a different scale."""
+    """Return a version of ``impl.forward`` that uses a different scale."""
     stock, right = impl.forward, impl.scale
 
     def forward(*arguments):
@@ -168,7 +168,7 @@ def test_storing_tokens_in_another_block_fails_the_self_check(worker, monkeypatc
 
 
 def moved(cache):
-    """Return a copy of this cache, which is elsewhere in memory."""
+    """Return a copy of this cache at a different place in memory."""
     storage = cache.untyped_storage().clone()
     return cache.new_empty(0).set_(storage, cache.storage_offset(), cache.shape, cache.stride())
 

@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = dict(
     max_model_len=1024,
 )
 SMALL = SparsitySchedule(top_k=(2, 3, 4, 6), bin_tokens=100, dense_layers=(0,))
-"""A schedule that is sparse from about a hundred tokens, in all layers except the first."""
+"""A schedule that is sparse beyond about a hundred tokens, in all layers except the first."""
 UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
 CACHE_IN_8_BITS = pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
@@ -70,7 +70,7 @@ def discoverable(folder: Path) -> str:
 
 
 def on_v2(folder: Path) -> str:
-    """Return the same for processes that use vLLM's V2 model runner, which lossless mode
+    """Return a ``PYTHONPATH`` for processes that use vLLM's V2 model runner, which lossless mode
     requires.
     """
     (folder / "sitecustomize.py").write_text("import tests.vllm.v2_on_cpu\n")
@@ -98,7 +98,7 @@ def same_tokens(a: list[Rollout], b: list[Rollout]) -> bool:
 
 
 def logprob_gap(a: list[Any], b: list[Any]) -> float:
-    """Return the largest difference between the log-probs of sampled tokens, in rollouts or scores
-    of the same tokens.
+    """Return the largest difference between the log-probs of sampled tokens. The arguments are
+    rollouts or scores of the same tokens.
     """
     return max(float(np.abs(x.logprobs - y.logprobs).max()) for x, y in zip(a, b, strict=True))

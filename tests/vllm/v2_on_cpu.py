@@ -1,6 +1,6 @@
-"""Run vLLM's V2 model runner, the default on GPUs, on a CPU, with its Triton kernels in Triton's
-interpreter. Import this module before vLLM. vLLM only checks whether Triton has a backend for the
-device, so nothing is compiled.
+"""Run vLLM's V2 model runner on a CPU, with its Triton kernels in Triton's interpreter. This runner
+is the default on GPUs. Import this module before vLLM. vLLM only checks whether Triton has a
+backend for the device, so nothing is compiled.
 """
 
 import os
@@ -22,7 +22,7 @@ _patch_tensor = interpreter._patch_lang_tensor
 
 def _patched_tensor(tensor, scope):
     """Convert an array with one element to a number. Triton 3.6's interpreter relies on this
-    conversion, which numpy 2.4 no longer makes.
+    conversion, which numpy 2.4 no longer supports.
     """
     _patch_tensor(tensor, scope)
     for name in ("__index__", "__int__"):

@@ -1,14 +1,14 @@
 """Programs that attack the sandbox, the process that judges them, or the machine. A program passes
-its tests if and only if its attack succeeds; programs whose attack is their answer can never pass.
-After every attack, ``harness.py`` also checks that the judging process is alive, has answered in
-time and has not grown, that an honest program judged at the same time got the correct verdict, and
-that nothing is left behind or changed.
+its tests if, and only if, its attack succeeds. Programs whose attack is the answer itself can never
+pass. After every attack, ``harness.py`` also checks the judging process: it must be alive, must
+have answered in time, must not have grown, and must have judged an honest program correctly at the
+same time. Nothing may be left behind or changed.
 
     python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
 
-PARENT, OUTSIDE, SEGMENT and ABSTRACT in a program are the judging process, a folder with a file
-``secret`` and a listening Unix socket ``socket``, a System V shared memory segment, and the name of
-an abstract Unix socket.
+In a program, PARENT stands for the judging process, and OUTSIDE for a folder with a file ``secret``
+and a listening Unix socket ``socket``. SEGMENT stands for a System V shared memory segment, and
+ABSTRACT for the name of an abstract Unix socket.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Attack:
 
 
 def _cut(group: str, text: str, kind: Kind = "stdio", answered: bool = True) -> list[Attack]:
-    """Split a text into attacks at its ``### name`` headings. With ``answered``, programs whose
-    attack succeeds also give the right answers, so that they pass their tests.
+    """Split a text into attacks at its ``### name`` headings. With ``answered``, code that prints
+    the right answers is appended, so that a program passes its tests if its attack succeeds.
     """
     attacks = []
     for part in text.split("### ")[1:]:

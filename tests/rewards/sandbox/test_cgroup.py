@@ -1,8 +1,7 @@
-"""Test that control groups are found if available, that they are limited and entered from the
-start, and that they are removed with their contents. Writing limits is tested on a copy of the
-kernel's file layout. If this process may create groups, the kernel itself is used to test entering,
-killing and removing them. If groups may also limit memory and tasks, these limits' effects are
-tested too.
+"""Test that control groups are found if available, that they limit their programs from the start,
+and that they are removed with their contents. Writing limits is tested on a copy of the kernel's
+file layout. If this process may create groups, the tests also enter, kill and remove real ones. If
+real groups may limit memory and tasks, the effects of these limits are tested too.
 """
 
 import errno
@@ -21,7 +20,7 @@ ONE = {"inputs": ["1"], "outputs": ["1"]}
 
 
 def layout(tmp_path, monkeypatch, controllers, own="/trainer"):
-    """Create a group ``trainer`` below a root with these controllers enabled for its groups."""
+    """Create a root with these controllers enabled for its groups, and a group ``trainer`` in it."""
     root = tmp_path / "root"
     (root / "trainer").mkdir(parents=True)
     (root / "cgroup.subtree_control").write_text(controllers)
@@ -145,7 +144,7 @@ def test_real_kernel_groups_are_entered_and_emptied(mount):
 
 @pytest.fixture
 def kernel_s() -> Path:
-    """Return where the kernel lets this process create groups that limit memory and tasks."""
+    """Return the group in which this process may create groups that limit memory and tasks."""
     if (group := cgroup.parent()) is None:
         pytest.skip("this process cannot create control groups of version 2 with memory and pids")
     return group

@@ -157,8 +157,8 @@ HOSTILE = {
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Return a function that waits until no sandboxed process of this test remains, and fails if
-    one does not end.
+    """Return a function that waits until none of this test's sandboxed processes is left, and fails
+    if one does not end.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
@@ -230,8 +230,8 @@ def test_programs_cannot_see_each_others_files(mode):
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
 def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent):
-    """For example, the packages of an environment in a clone below /tmp can be read but not
-    changed.
+    """If a clone below /tmp contains the environment, programs can read its packages but not change
+    them.
     """
     if not os.access(parent, os.W_OK):
         pytest.skip(f"{parent} is not writable")
@@ -311,8 +311,8 @@ def test_various_honest_programs_pass(mode):
 
 
 def test_python_starts_as_usual_except_for_pth_files(mode):
-    """Installed packages add .pth files that run whenever Python starts (25 ms here). Sandboxed
-    programs skip them.
+    """Installed packages add .pth files that run whenever Python starts, which takes 25 ms here.
+    Sandboxed programs skip them.
     """
     program = "import sys\nprint(any(p.endswith('-packages') for p in sys.path), quit, help)\n"
     program += (
@@ -325,8 +325,8 @@ def test_python_starts_as_usual_except_for_pth_files(mode):
 
 
 def test_programs_run_with_garbage_collection_and_without_unneeded_harness_modules(mode):
-    """The harness imports only the modules that a mode needs, and with the garbage collector
-    off.
+    """The harness imports only the modules that a mode needs. It imports them with the garbage
+    collector off.
     """
     program = "import gc, sys\nprint(gc.isenabled(), 'inside.exchange' in sys.modules)\n"
     judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": ["True False"]})
@@ -428,7 +428,7 @@ def test_open_files_and_processes_do_not_accumulate(mode, marked):
 
 @pytest.fixture
 def forgetful():
-    """Make this test, and all later ones, detect anew which isolation works here."""
+    """Forget which isolation works here, so that this test and all later ones detect it again."""
     caches = box._fault, box._wall, box._announce
     for cache in caches:
         cache.cache_clear()

@@ -69,7 +69,7 @@ def test_honest_programs_are_judged_correctly_while_attacks_run_and_nothing_rema
 
 @pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
 def test_the_soak_test_detects_a_memory_leak(leak_bytes, flat, monkeypatch):
-    """A leak of a tenth of a megabyte in each of 400 programs can be told from no leak."""
+    """A leak of 0.1 MB per program must be detected after 400 programs."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
     kept = []

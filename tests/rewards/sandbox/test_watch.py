@@ -1,5 +1,5 @@
-"""Test what is counted while a program runs, what the kernel counts, what is removed afterwards,
-and that failed starts are retried.
+"""Test the limits on a running program's files and tasks, how its files and processes are removed
+afterwards, and that a failed start is retried.
 """
 
 import logging

@@ -17,7 +17,7 @@ from sparrow.vllm.lossless.plan import Guessed, drafts_of
 from sparrow.vllm.lossless.setup import passes_of
 
 CHOICES = (0, 4, 8)
-# Measured milliseconds, rounded, of a dense step, of a draft, and of each additional token to
+# Measured times in milliseconds, rounded: a dense step, a draft, and each additional token to
 # verify.
 LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: mostly reading the cache
 SHORT = dict(
@@ -36,7 +36,7 @@ def best(acceptance, machine):
 def simulate(
     chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0
 ):
-    """Return the number of drafts in each cycle, and the tokens per second over all cycles."""
+    """Return the number of drafts in each cycle, and the overall number of tokens per second."""
     rng = np.random.default_rng(seed)
     chosen, seconds, tokens = [], 0.0, 0
     for i in range(cycles):
@@ -87,8 +87,8 @@ def test_a_single_slow_cycle_does_not_change_the_choice():
     "growth", [0, 5]
 )  # tokens per cycle, so the batch soon reaches a new length class
 def test_dense_steps_can_be_chosen_even_if_their_first_times_are_slow(seed, growth):
-    """Simulate one sequence, where every step waits for the host, and four drafts are a fifth
-    slower than none.
+    """Simulate one sequence, for which every step waits for the host. Four drafts are 15 % slower
+    than none.
     """
     machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftChooser(CHOICES), []
     for i in range(120):
@@ -112,8 +112,8 @@ def test_dense_steps_are_timed_again_after_drafting_has_started():
 
 
 def test_one_slow_dense_step_does_not_override_earlier_measurements():
-    """Four drafts are a third faster than none. At the next length, the only measurement of a dense
-    step includes a pause.
+    """Four drafts are about 40 % faster than none. At the next length, the only measured dense step
+    includes a pause.
     """
     machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftChooser(CHOICES)
     assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
@@ -153,8 +153,8 @@ def test_rejected_draft_counts_are_retried_less_and_less_often():
 
 
 def test_drafting_continues_when_sequences_outgrow_measured_lengths():
-    """A batch outgrows the lengths at which drafting was faster, and nothing but drafting has been
-    timed at the new lengths.
+    """A batch grows beyond the lengths at which drafting was faster. At its new lengths, only
+    drafts have been timed.
     """
     chooser = DraftChooser(CHOICES)
     for length in range(4_000, 30_000, 8):
@@ -200,8 +200,8 @@ def test_growing_sequences_reuse_timings_from_shorter_lengths(acceptance):
 def test_noisy_timings_do_not_cause_drafting_with_little_benefit(
     rows, length, dense, draft, acceptance
 ):
-    """With short contexts on an H200, drafts gain or lose a few percent, less than dense step times
-    vary by.
+    """With short contexts on an H200, drafting gains or loses only a few percent. The times of
+    dense steps vary more than that.
     """
     machine, floor = dict(dense=dense, draft=draft, verified=0.0), []
     for seed in range(8):
@@ -231,8 +231,8 @@ def test_few_steps_are_timed_while_drafting_is_off(acceptance, drafts, watched):
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
 def test_a_repeated_choice_equals_the_choice_a_new_decision_would_make(acceptance):
-    """Two choosers see the same times. One is asked at every step, and the other only when
-    necessary.
+    """Two choosers see the same times. One is asked at every step, and the other only when it has
+    to be.
     """
     always, seldom = DraftChooser(CHOICES), DraftChooser(CHOICES)
     rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
@@ -264,7 +264,7 @@ def test_draft_counts_that_are_far_too_slow_are_timed_only_twice():
 
 
 def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
-    """Return the number of drafts in each cycle if, as in vLLM, the time of a cycle is known only
+    """Return the number of drafts in each cycle. As in vLLM, the time of a cycle is known only
     ``under_way`` cycles later.
     """
     rng, chosen = np.random.default_rng(0), [0]
@@ -299,7 +299,7 @@ def test_the_fastest_draft_count_is_used_even_if_its_timings_arrive_late():
 
 
 def test_the_first_timing_after_a_change_never_favours_the_new_draft_count():
-    """The first cycle after the number of drafts changes may seem too short."""
+    """The first cycle after a change may appear shorter than it is."""
     machine = dict(dense=4.1, draft=3.8, verified=0.15)
     chooser = DraftChooser((0, 4))
     for _ in range(measured.DENSE_PROBES):
@@ -370,8 +370,8 @@ def test_the_typical_time_is_the_interquartile_mean():
     ],
 )
 def test_pauses_of_the_host_do_not_mislead_the_chooser(rows, length, machine, acceptance):
-    """Every 0.4 seconds, the host pauses while two cycles end, so the second one seems to take no
-    time.
+    """Every 0.4 seconds, the host pauses while two cycles end. The second of them then seems to
+    take no time.
     """
     floor = []
     for seed in range(6):
@@ -409,8 +409,8 @@ def mixture_times(rows, length):
 
 
 def test_the_first_drafts_cost_most_in_a_mixture_of_experts():
-    """Verifying four drafts for eight sequences reads most of the experts, and eight drafts read
-    hardly more. Times therefore do not grow linearly, as they do in a dense model.
+    """For eight sequences, verifying four drafts already reads most of the experts, so eight drafts
+    read hardly more. In a dense model, times grow linearly.
     """
     none, four, eight = (mixture_times(8, 30_000)[k] for k in CHOICES)
     assert eight - four < 0.9 * (four - none)
@@ -419,7 +419,7 @@ def test_the_first_drafts_cost_most_in_a_mixture_of_experts():
 @pytest.mark.parametrize("acceptance", [0.9, 0.95, 0.99])
 @pytest.mark.parametrize("order", [1, -1], ids=["ending", "joining"])
 def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(acceptance, order):
-    """When sequences of a rollout end or join, all passes read fewer or more experts."""
+    """When sequences end or join, all passes read fewer or more experts."""
     chooser = DraftChooser(CHOICES)
     seconds = ideal = 0.0
     for stage, rows in enumerate([64, 45, 32, 23, 16, 11, 8, 4, 2, 1][::order]):
@@ -440,8 +440,8 @@ def test_choices_for_a_mixture_of_experts_are_good_while_the_batch_size_changes(
 
 
 def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
-    """The times are the 4B model's in milliseconds, for 48 sequences and then for 21 longer ones.
-    These start with four drafts, although eight are 7 % faster.
+    """The times are those of the 4B model in milliseconds, first for 48 sequences and then for 21
+    longer ones. The smaller batch starts with four drafts, although eight are 8 % faster.
     """
     chooser = DraftChooser(CHOICES)
     many, few = (
@@ -456,8 +456,8 @@ def test_timings_for_a_new_batch_size_are_scaled_by_its_first_timed_choice():
 
 
 def test_a_smaller_batch_tries_dense_steps_even_if_only_drafts_were_timed():
-    """Eight drafts are slightly faster than none. In a smaller batch, a cycle becomes shorter by
-    more than a whole dense step.
+    """In the larger batch, eight drafts are slightly faster than none. In the smaller batch, a
+    cycle is 8 ms shorter, which is more than the larger batch's dense step takes.
     """
     chooser = DraftChooser((0, 8))
     many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
@@ -485,19 +485,20 @@ def test_timings_at_new_lengths_are_scaled_by_dense_step_timings():
 GUESSES = 3
 NUMBERS = (0, 4, 8, 12)
 STAGES = (*NUMBERS, *(Guessed(k) for k in NUMBERS if k))
-# The probabilities that a guess is kept, and that a draft is accepted: a draft without guesses, one
-# drawn in a pass over guesses, and a guess used as a draft.
+# The probability that a guess is kept (kept), and the probabilities that a draft is accepted: a
+# draft made without guesses (plain), a draft drawn in a pass over guesses (drawn), and a guess used
+# as a draft (filled).
 REPETITIVE = dict(kept=0.75, plain=0.945, drawn=0.921, filled=0.3)
 NOVEL = dict(kept=0.1, plain=0.945, drawn=0.921, filled=0.05)
 UNSURE = dict(kept=0.4, plain=0.7, drawn=0.65, filled=0.2)
 HARD = dict(kept=0.1, plain=0.3, drawn=0.3, filled=0.05)
 MEDIUM = dict(dense=9.0, draft=3.5, verified=0.15)  # 64 x 4,096
 PASS = 1.08
-"""Time of a pass over four tokens of each sequence, relative to a draft."""
+"""The time of a pass over four tokens of each sequence, relative to the time of a draft."""
 
 
 def accepted_of(choice, rows, rng, kept, plain, drawn, filled):
-    """Draw the number of accepted drafts of each sequence."""
+    """Draw the number of accepted drafts for each sequence."""
     k = drafts_of(choice)
     p = np.full((rows, k), plain)
     if isinstance(choice, Guessed):
@@ -514,14 +515,14 @@ def stage_time(choice, dense, draft, verified):
 
 @cache
 def tokens_of_stages(text):
-    """Return the mean number of tokens per cycle, by choice."""
+    """Return the mean number of tokens per cycle for each choice."""
     rng = np.random.default_rng(1)
     return {each: 1 + accepted_of(each, 50_000, rng, **dict(text)).mean() for each in STAGES}
 
 
 def with_stages(chooser, cycles, text, machine, rows=64, length=15_000, seed=0, grows=False):
-    """Return the choices, and the speed relative to the best choice's in each cycle. A cycle's
-    measurements are known two cycles later.
+    """Return the choices, and the average speed relative to the best choice. The measurements of a
+    cycle are known two cycles later.
     """
     rng, under_way, chosen = np.random.default_rng(seed), [], []
     tokens, seconds, ideal, last = tokens_of_stages(tuple(text.items())), 0.0, 0.0, None
@@ -574,9 +575,9 @@ def test_the_fastest_stage_is_found_at_a_cost_below_two_percent(rows, text, mach
 @pytest.mark.parametrize(
     ("text", "machine"), [(REPETITIVE, MEDIUM), (UNSURE, MEDIUM), (NOVEL, LONG), (HARD, MEDIUM)]
 )
-def test_stages_of_one_sequence_are_compared_although_few_drafts_are_judged(text, machine):
+def test_stages_are_compared_reliably_for_a_single_sequence(text, machine):
     """The number of accepted drafts varies between cycles by half its mean, so it takes many cycles
-    to tell stages apart. That's only worth it if the stages are about equally fast.
+    to tell stages apart. Only stages of about the same speed are worth that many cycles.
     """
     shares = [
         with_stages(DraftChooser(STAGES), 3000, text, machine, rows=1, seed=seed)[1]
@@ -587,7 +588,7 @@ def test_stages_of_one_sequence_are_compared_although_few_drafts_are_judged(text
 
 @pytest.mark.parametrize("text", [REPETITIVE, NOVEL, UNSURE, HARD])
 def test_stages_are_chosen_well_while_sequences_grow(text):
-    """Dense steps are fastest for short sequences and become slower."""
+    """For short sequences, dense steps are fastest. They become slower as sequences grow."""
     shares = []
     for seed in range(3):
         chooser = DraftChooser(STAGES)
@@ -601,7 +602,7 @@ def test_stages_are_chosen_well_while_sequences_grow(text):
 
 
 def test_guesses_are_used_once_text_repeats_itself():
-    """Guesses that lost are tried again, and what was known about their acceptance is forgotten."""
+    """Guesses that lost are tried again. Their earlier acceptance is forgotten by then."""
     chooser = DraftChooser(STAGES)
     assert Counter(with_stages(chooser, 600, NOVEL, LONG)[0][-200:]).most_common(1)[0][0] == 12
     chosen, _ = with_stages(chooser, 2 * draft_length.TRY_AGAIN, REPETITIVE, LONG, seed=1)
@@ -609,7 +610,7 @@ def test_guesses_are_used_once_text_repeats_itself():
 
 
 def test_guesses_are_not_tried_where_even_perfect_guesses_would_lose():
-    """A draft takes longer than the dense step that it may save."""
+    """A draft takes longer than the dense step that it could save."""
     machine = dict(dense=2.0, draft=3.8, verified=0.15)
     chosen, _ = with_stages(DraftChooser(STAGES), 600, HARD, machine)
     assert not any(isinstance(choice, Guessed) for choice in chosen)
@@ -639,7 +640,7 @@ def test_tokens_per_cycle_with_guesses_are_measured_for_each_number_of_drafts():
 # --- the draft budget ---
 
 BASE = DRAFT_BUDGETS.index(1.0)
-# as above; ``read`` is the part of a draft's time that depends on its budget
+# As above. ``read`` is the part of a draft's time that depends on its budget.
 AT_4K = dict(dense=9.0, draft=2.8, read=1.1, verified=0.2)  # 64 x 4,096
 FEW = dict(dense=8.2, draft=2.0, read=0.15, verified=0.05)  # 8 x 30,000
 MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
@@ -648,9 +649,9 @@ MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
 def with_budgets(
     cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01
 ):
-    """Return the chooser, its budget in each cycle, and tokens per second relative to the best
-    drafts. As with async scheduling, the time of a cycle is known three cycles after its choice.
-    ``acceptance`` gives the acceptance for each budget.
+    """Return the chooser, its budget in each cycle with drafts, and the speed relative to the best
+    number of drafts and budget. As with async scheduling, the time of a cycle is known three cycles
+    after its choice. ``acceptance`` lists the acceptance for each budget.
     """
     chooser, rng = DraftChooser((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
 
@@ -714,9 +715,7 @@ def test_budgets_that_are_only_marginally_faster_do_not_reduce_throughput():
 
 
 def test_a_budget_whose_drafts_are_rejected_is_abandoned():
-    """Half the budget would be faster if the rejected share grew as expected, but here it grows
-    more.
-    """
+    """Half the budget would be faster if the rejected share grew as expected. Here, it grows more."""
     assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
     _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
     assert budgets.count(0) <= 6 * draft_budget.BUDGET_PROBES and budgets[-1] == BASE
@@ -746,8 +745,8 @@ def test_an_explicit_draft_schedule_is_never_changed():
 
 
 def test_the_budget_of_a_small_batch_does_not_fluctuate():
-    """Five cycles of one sequence say little about acceptance, and here, drafts take equally long
-    with any budget.
+    """Five cycles of one sequence say little about acceptance. The budget also makes hardly any
+    difference to the time of a draft here.
     """
     machine, shares = dict(FEW, read=0.02), []
     for seed in range(6):

@@ -30,8 +30,8 @@ def copied(weight):
 
 
 def rounded(x):
-    """Round each row of ``[..., columns]`` to fp8 with its own scale, and return the result in
-    double precision.
+    """Round each row of ``[..., columns]`` to fp8 with its own scale. Return the result in double
+    precision.
     """
     scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-9)
     return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale

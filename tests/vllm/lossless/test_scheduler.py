@@ -1,5 +1,5 @@
-"""Test what lossless mode's scheduler chooses and records for each step, without vLLM's own part of
-it.
+"""Test what lossless mode's scheduler chooses and records for each step. vLLM's part of the
+scheduler is replaced.
 """
 
 import pickle
@@ -25,7 +25,7 @@ UNKNOWN = DraftPlan(-1, budget=-1)
 
 @pytest.fixture
 def make(monkeypatch):
-    """Make a scheduler for at most this many sequences, with a clock that the test advances."""
+    """Make a scheduler for at most this many sequences. The test advances its clock."""
 
     adapts_budget = False
     guess_tokens = 0
@@ -70,8 +70,8 @@ def run(scheduler, lengths):
 
 
 def step(scheduler, names, choice, emitted, seconds=0.01, budget=0):
-    """Run one step of these sequences, with drafts of this choice and budget. The step yields
-    ``emitted`` tokens for each sequence.
+    """Run one step of these sequences. It verifies drafts of this choice and budget, and yields
+    ``emitted`` tokens, one number for each sequence.
     """
     drafts = drafts_of(choice)
     scheduler.clock.now += seconds
@@ -117,8 +117,8 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     run(scheduler, {"a": 100, "b": 300, "c": 200})
     for emitted in ([1, 1, 1], [1, 3, 5]):  # no step precedes the first
         step(scheduler, ["a", "b", "c"], 4, emitted)
-    # Of 4 drafts each, 0, 2 and 4 are accepted. The accepted drafts and the first rejected one
-    # count as judged.
+    # Each sequence has 4 drafts, of which 0, 2 and 4 are accepted. The accepted drafts and the
+    # first rejected draft count as judged.
     assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4, False, 0)]
     observed.clear()
     for _ in range(2):
@@ -136,9 +136,9 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
 def test_a_dense_steps_time_excludes_launching_the_next_steps_drafts(
     make, dense, verified, draft, drafts
 ):
-    """The host launches a step before the previous one ends, and takes twice as long if the step
-    has drafts. Times are in GPU milliseconds. With short contexts, dense steps wait for the host,
-    and drafts yield fewer tokens.
+    """The host launches a step before the previous one ends. A launch takes about twice as long if
+    the step has drafts. ``dense``, ``verified`` and ``draft`` are GPU times in milliseconds. With
+    short contexts, dense steps wait for the host, and drafting is slower.
     """
     scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
     run(scheduler, dict.fromkeys(names, 320))
@@ -187,7 +187,9 @@ def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
 
 
 def test_steps_are_recorded_with_their_drafts_budget(make, observed):
-    """Drafts are made in the previous step. Dense steps read everything, whatever drafts read."""
+    """A step verifies drafts that the previous step made. A dense step reads everything, whatever
+    the budget for drafts is.
+    """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100, "b": 300})
     for drafts, budget in ((2, 1), (2, 1), (2, 0), (2, 0), (0, 0), (0, 0), (0, 1)):
@@ -256,8 +258,8 @@ def test_workers_receive_the_budgets_of_new_drafts_and_of_drafts_being_verified(
 
 
 def test_no_budget_is_chosen_for_dense_steps(make, monkeypatch):
-    """Dense steps keep the draft budget of batches like theirs, because their times are recorded
-    for this budget.
+    """A dense step keeps the draft budget in use for batches like its own, because its time is
+    recorded for this budget.
     """
     scheduler = make(budgets=True)
     run(scheduler, {"a": 100})
@@ -296,7 +298,7 @@ def test_no_drafts_are_scheduled_after_a_replay_if_the_chooser_chooses_none(make
 
 
 def chosen(scheduler, choices, monkeypatch):
-    """Return what a new scheduler sends to the workers in these steps."""
+    """Run these steps in a new scheduler, and return what it sends to the workers."""
     numbers, budgets = (iter(column) for column in zip(*choices, strict=True))
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: next(numbers))
     monkeypatch.setattr(module.DraftChooser, "choose_budget", lambda *_: next(budgets))
@@ -373,7 +375,7 @@ def test_plans_attached_to_a_step_reach_the_workers():
 
 @pytest.mark.parametrize("guesses", [True, False])
 def test_a_step_without_a_plan_uses_vllms_draft_count_and_the_previous_budget(guesses):
-    """Steps of vLLM's warm-up have no plan, and neither do steps that are repeated without a
+    """vLLM's warm-up steps have no plan. The same is true of steps that are repeated without a
     choice.
     """
     scheduled = SchedulerOutput.make_empty()
@@ -400,8 +402,8 @@ def test_steps_with_unequal_draft_counts_are_not_timed(make, observed):
 
 
 def test_the_length_of_a_step_is_the_mean_over_remaining_sequences(make, observed):
-    """The next step is already in flight when a response ends, so some sequences of a step may have
-    ended before the step is recorded.
+    """When a response ends, the next step is already in flight. Some of a step's sequences may
+    therefore have ended before the step is recorded.
     """
     scheduler = make()
     run(scheduler, {"a": 1000, "b": 3000})
@@ -424,6 +426,6 @@ def test_the_choices_in_use_are_checked_rarely_and_logged_once(make, monkeypatch
         scheduler.schedule()
         drafts = scheduler.dynamic_sd_lookup[1]
         step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
-    # Choices are checked in every cycle at first, because that's free while none is in use, and
-    # then only once in this many cycles.
+    # While no choice is in use, looking for one costs nothing, so every cycle looks for one. After
+    # that, only one cycle in ``LOG_EVERY`` does.
     assert len(asked) <= 30 and said == [({"1 x 91": 0}, "")]
