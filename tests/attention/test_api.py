@@ -125,7 +125,7 @@ def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
         choose("flash", **MODEL, device=GPU)
 
 
-def test_the_threshold_for_few_rows_depends_on_the_gpu():
+def test_the_threshold_for_few_rows_decreases_with_the_number_of_kv_heads():
     # without a GPU, an H200's limit applies: 0.3 of 132 items
     assert cuda.few_rows(8, torch.device("cpu")) == 4
     assert cuda.few_rows(1, torch.device("cpu")) == 39

@@ -168,7 +168,7 @@ def test_a_bias_shared_by_both_arms_counts_as_rounding():
     assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
 
 
-def test_the_audit_cannot_tell_if_the_dense_arm_fails_too():
+def test_an_audit_is_inconclusive_if_the_dense_arm_fails_too():
     def other(p):
         return np.roll(p, 3, axis=1)
 
@@ -177,7 +177,7 @@ def test_the_audit_cannot_tell_if_the_dense_arm_fails_too():
     assert "the dense arm itself shifts" in verdict.reasons[0]
 
 
-def test_the_audit_cannot_tell_from_too_few_tokens_and_states_how_many_are_needed():
+def test_an_audit_of_too_few_tokens_is_inconclusive_and_states_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
     factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
@@ -185,7 +185,7 @@ def test_the_audit_cannot_tell_from_too_few_tokens_and_states_how_many_are_neede
     assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
 
 
-def test_the_audit_cannot_tell_from_too_few_sequences():
+def test_an_audit_of_too_few_sequences_is_inconclusive():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"

@@ -161,7 +161,7 @@ def test_a_model_that_does_not_fit_is_refused():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
-def test_the_published_runs_duration_is_within_the_predicted_range():
+def test_the_published_duration_falls_within_the_predicted_range():
     """The dense run took about 190 hours for 53,000 examples on 32 H200s. Neither the prompts per
     step nor the lengths were published.
     """

@@ -24,7 +24,7 @@ def test_a_drafters_break_even_point_matches_a_hand_calculation():
     assert found == pytest.approx((4.4 + 3 * 1.0 + 1.44) / 4.4)
 
 
-def test_a_block_of_drafts_reads_the_layers_once_and_computes_every_token():
+def test_drafting_a_block_reads_the_layers_once_and_computes_every_token():
     drafter = TrainedDrafter("block", 3, 1, 2, 0.5)
     # Two more tokens through 30 weights take 120 FLOPs, at half the peak.
     found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))

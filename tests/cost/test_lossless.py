@@ -201,7 +201,7 @@ def test_rows_recommend_the_fastest_mode():
     assert lone.startswith("Neither pays off (") and "fixed overheads: the batch is small" in lone
 
 
-def test_lossless_mode_is_not_predicted_for_a_model_that_it_refuses(capsys):
+def test_lossless_decoding_is_not_predicted_for_unsupported_models(capsys):
     main(["cost", "--model", "qwen3-next-80b-a3b", "--schedule", "fixed:256", "--gpu", "b200"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "lossless mode refuses models with linear attention" in printed

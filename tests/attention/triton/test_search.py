@@ -58,7 +58,7 @@ def test_the_shipped_configuration_stays_unless_another_is_faster():
     assert fastest(lambda variant: [100.0 if variant == SHIPPED else 99.5]) == SHIPPED
 
 
-def test_a_variant_that_is_slower_for_some_pages_is_not_chosen():
+def test_a_variant_that_is_slower_for_some_page_counts_is_not_chosen():
     def times(variant):
         return [50.0, 100.1] if variant.attend == ATTEND[0] else [100.0, 100.0]
 

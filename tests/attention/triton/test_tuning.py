@@ -68,7 +68,7 @@ def test_queries_of_several_tokens_fit_in_shared_memory_with_keys_and_values(
         assert config == choose(items, 1, D * itemsize, limits)
 
 
-def test_with_the_maximum_number_of_queries_and_the_widest_heads_an_a100_has_room_for_one_tile():
+def test_an_a100_has_room_for_only_one_tile_with_the_most_queries_and_the_widest_heads():
     # With two tiles in flight, the kernel compiled for an A100 needs 172,544 bytes.
     a100 = DEVICES[1]
     two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
