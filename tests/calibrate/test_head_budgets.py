@@ -1,5 +1,5 @@
-"""Test budgets by layer and kv head: the order in which pages are allocated, against hand
-calculations, and the command with a small model.
+"""Test budgets by layer and kv head. The order in which pages are allocated is compared with hand
+calculations, and the command runs on a small model.
 """
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""Test bad inputs that used to be ignored, to hang, or to end with another program's error message.
-Each must be reported in one sentence.
+"""Test bad inputs that commands used to ignore, or that made them hang or end with another
+program's error message. Each bad input must be reported in one sentence.
 """
 
 import json
