@@ -21,7 +21,7 @@ from transformers import (
 
 LIMIT_S = 30.0
 """A test that is not marked ``slow`` fails if it takes more than this many seconds of processor
-time. That's three times what the slowest one takes, so that none fails on a slow machine.
+time. The slowest of these tests takes a third of the limit, which leaves room for slow machines.
 """
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +119,7 @@ def architecture(request) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
-    """Return the folder of a tiny random model that reads and writes the bundled tasks."""
+    """Return the folder of a tiny random model with the tokenizer of the bundled tasks."""
     from sparrow.tasks import build_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -168,7 +168,7 @@ def peaked_checkpoint(tmp_path_factory) -> str:
 
 
 def fails(capsys, *argv: str, code: int = 1) -> str:
-    """Return the reason why a command exits with ``code``: the last message on stderr, in one
+    """Check that a command exits with ``code``, and return its last message on stderr as one
     line.
     """
     from sparrow.cli import main

@@ -1,5 +1,5 @@
-"""Test that the decode implementation is chosen in one place, reported by name, and never
-contradicts an explicit request.
+"""Test how the decode implementation is chosen and reported. An explicit request is never
+overridden.
 """
 
 import pytest
@@ -125,8 +125,8 @@ def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
         choose("flash", **MODEL, device=GPU)
 
 
-def test_the_threshold_for_few_rows_depends_on_the_gpu():
-    # without a GPU, an H200's limit applies: 0.3 of 132 items
+def test_the_threshold_for_few_rows_decreases_with_the_number_of_kv_heads():
+    # Without a GPU, the limit is an H200's: 0.3 x 132 items. Each kv head of a row is an item.
     assert cuda.few_rows(8, torch.device("cpu")) == 4
     assert cuda.few_rows(1, torch.device("cpu")) == 39
 

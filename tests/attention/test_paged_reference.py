@@ -88,8 +88,8 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_an_int8_cache_gives_the_same_results_as_its_dequantised_copy(dtype, landmark_dtype):
-    """Store tokens, complete pages and decode, and compare the results with those of a 16-bit cache
-    of the dequantised values.
+    """Compare an int8 cache with a cache that holds the dequantised values in the model's dtype.
+    The stored tokens, the landmarks and the decoded outputs must be equal.
     """
     torch.manual_seed(0)
     layout = PageLayout(4, landmark_dtype=landmark_dtype)
@@ -177,7 +177,8 @@ def test_a_landmark_is_written_only_when_the_last_slot_of_its_page_is_filled():
         layout=layout,
         implementation="reference",
     )
-    # Slot 7 ends page 1 of block 0 (tokens 4 .. 7), slot 11 page 0 of block 1 (tokens 8 .. 11).
+    # Slot 7 completes page 1 of block 0 (tokens 4 .. 7). Slot 11 completes page 0 of block 1
+    # (tokens 8 .. 11).
     assert marks[..., 0, 0].tolist() == [[-1.0, 5.5], [9.5, -1.0]]
     update_landmarks(
         CachedLayers([(k, marks)]),

@@ -31,8 +31,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
-    """Apply the definition to one query token and kv head: the sink and recent pages, and the best
-    of the rest, with ties going to the earlier page.
+    """Select pages for one query token and kv head as the definition says: the sink and recent
+    pages, and those of the others with the best scores. Of two equal pages, the earlier one wins.
     """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
@@ -126,8 +126,8 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
 @pytest.mark.parametrize(
     ("length", "top_k", "layout", "kept"),
     [
-        # 30 tokens in pages of 4: eight pages, the last half full; the sink and the recent two take
-        # no slot.
+        # 30 tokens take eight pages of 4, and the last one is half full. The sink page and the two
+        # recent pages do not count toward top_k.
         (30, 0, {}, {0, 6, 7}),
         (30, 1, {}, {0, 2, 6, 7}),  # pages 2 and 4 tie, and the earlier one wins
         (30, 2, {}, {0, 2, 4, 6, 7}),

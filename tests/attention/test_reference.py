@@ -1,8 +1,8 @@
-"""Test the reference attention against a loop over rows, heads and tokens, and its two forms
-against each other.
+"""Test the reference attention against a loop over rows, heads and tokens, and test decoding
+against teacher forcing.
 
-Queries and keys are small multiples of 1/2, and page and group sizes are powers of two. So page
-scores are exact in float32, no selection depends on rounding, and ties are common.
+Queries and keys are small multiples of 1/2, and page and group sizes are powers of two, so page
+scores are exact in float32. No selection depends on rounding, and ties are common.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -31,8 +31,8 @@ def halves(*shape: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def cache(B, H, K, S, D, seed=0):
-    """Return exact q ``[B, H, S, D]`` and k ``[B, K, S, D]``, and random v ``[B, K, S, D]``, all in
-    float64.
+    """Return q ``[B, H, S, D]`` and k ``[B, K, S, D]`` in multiples of 1/2, and random v
+    ``[B, K, S, D]``, all in float64.
     """
     generator = torch.Generator().manual_seed(seed)
     q_BHSD, k_BKSD = (
@@ -54,8 +54,7 @@ def dot(x, y):
 
 
 def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
-    """Apply section 2 of the paper to the newest token of one sequence in plain Python floats, and
-    measure the margin by which pages are selected.
+    """Apply section 2 of the paper to the newest token of one sequence, in plain Python floats.
 
     Returns: ``out[H][D]``, ``weights[H]`` (token -> weight), and the smallest difference in score
     between a selected page and one that is not selected.
@@ -154,8 +153,8 @@ def test_decoding_with_any_page_layout_matches_a_naive_loop(data):
 
 
 def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
-    """Apply ``attend`` to the first of a sequence's T newest tokens. Each later token reads what
-    the first one read, plus the tokens since then. Return ``[H, T, D]``.
+    """Return the attention output of a sequence's T newest tokens, ``[H, T, D]``. The first one
+    reads what ``attend`` selects. Each later token reads the same, plus the tokens since then.
     """
     H, T, D = q_HTD.shape
     G, first = H // len(k_KSD), k_KSD.shape[1] - T + 1
@@ -192,7 +191,7 @@ BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # budgets of zero and of 2.
 
 
 def by_kv_head(x, head):
-    """Pick the query heads that belong to one of two kv heads."""
+    """Return only the query heads of kv head ``head``, which is 0 or 1."""
     return x.unflatten(1, (2, -1))[:, head]
 
 
@@ -239,7 +238,8 @@ def test_rows_start_at_column_zero_by_default():
 
 
 def test_unselected_pages_are_not_read():
-    # 98 tokens: seven pages of 16, of which the sink, one by score and the two recent are kept.
+    # 98 tokens take seven pages of 16. Four are kept: the sink, the best page by score, and the two
+    # recent pages.
     q, k, v = cache(1, 2, 1, 112, 8)
     q, length, top_k, layout = q[:, :, 97], torch.tensor([98]), torch.tensor([1]), PageLayout()
     out = decode(q, k, v, None, length, top_k, layout=layout)
@@ -262,10 +262,10 @@ def test_cache_contents_outside_the_sequence_have_no_effect():
 
 
 def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
-    """q, k, a logit, a weight, their sum and the output are each rounded at most once, with a
-    relative error of at most u = 2**-8. A logit's error is then at most delta = 3 u scale sum_d
-    |q_d k_d|, a weight is off by a factor of at most exp(2 delta + 2 u), and the output by another
-    u.
+    """Rounding to bfloat16 has a relative error of at most u = 2**-8. q, k, each logit, each
+    weight, the sum of the weights and the output are rounded at most once. So a logit is off by at
+    most delta = 3 u scale sum_d |q_d k_d|, and a weight by a factor of at most exp(2 delta + 2 u).
+    Rounding the output adds another u.
     """
     u, D, layout = 2**-8, 8, PageLayout(page_size=8)
     length = torch.tensor([1, 7, 8, 49, 130])

@@ -38,7 +38,9 @@ def asked(sequences, prompts=32):
 
 
 def arm(model, decoding, seed, sequences=SEQUENCES, length=LENGTH, prompts=32, **sampling):
-    """Return an engine's tokens, ranked densely, and its counters."""
+    """Sample with an engine. Return the tokens with their ranks under the dense policy, and the
+    engine's counters.
+    """
     engine = HFEngine(model, decoding, eos_ids=[], batch_size=2048)
     wanted = Sampling(length, top_n=0, seed=seed, **sampling)
     rollouts = engine.generate(asked(sequences, prompts), wanted)
@@ -128,7 +130,7 @@ def test_drafter_invariant_decoding_passes_the_audit(model):
     assert audit(tokens, dense(model, 6)).status == "exact"
 
 
-# --- what may be wrong ---
+# --- injected defects ---
 
 
 def shared_noise(monkeypatch):
@@ -160,7 +162,7 @@ def top_p_on_the_target_alone(monkeypatch):
 
 
 def draw_drafts_from(monkeypatch, other):
-    """Draw drafts from other distributions than verification assumes."""
+    """Draw drafts from distributions other than those that verification assumes."""
     right = Shape.distribution
     draw_along = speculative.draw_along
     seen = []
@@ -193,7 +195,7 @@ def while_drafting(monkeypatch):
 
 
 def a_stale_key_after_a_rejection(monkeypatch):
-    """Leave a rejected draft's keys and values in the cache instead of its replacement's."""
+    """Leave a rejected draft's keys and values in the cache, where its replacement's belong."""
     keep = CachedSequences.keep
     select = CachedSequences.select
     drafting = while_drafting(monkeypatch)

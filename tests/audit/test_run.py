@@ -1,5 +1,5 @@
-"""Test complete audits: what is sampled and how it is ranked, with full distributions and with top
-lists.
+"""Test complete audits: what is sampled, and how the samples are ranked with full distributions and
+with top lists.
 """
 
 from contextlib import contextmanager
@@ -31,9 +31,7 @@ def asked(count):
 
 
 class Lists:
-    """The most likely tokens according to transformers, in the format of the lists from a
-    prefill.
-    """
+    """The lists of most likely tokens that a prefill would return, computed with transformers."""
 
     def __init__(self, model):
         self.model = model
@@ -128,7 +126,7 @@ def test_an_engine_is_closed_before_the_next_one_starts(model):
 
 
 def test_each_arm_samples_with_a_different_seed(model):
-    """If both arms sampled the same tokens, there could never be a difference."""
+    """If both arms sampled the same tokens, the audit could never find a difference."""
     seeds = []
 
     def made():

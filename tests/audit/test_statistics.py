@@ -51,7 +51,7 @@ def hotter(p):
     return p**0.9
 
 
-# --- by hand ---
+# --- hand calculations ---
 
 
 def test_the_polynomials_are_orthonormal_with_the_stated_mean_absolute_values():
@@ -85,8 +85,8 @@ def test_standard_errors_treat_sequences_as_clusters():
 
 
 def test_tokens_are_grouped_by_their_position_within_a_cycle():
-    # The prefill token, then cycles of three tokens (no rejection), two (a rejection), one (a
-    # rejection) and three; then a second sequence.
+    # The first sequence consists of the token from the prefill and of cycles of three tokens (no
+    # rejection), two (a rejection), one (a rejection) and three. A second sequence follows.
     place = np.array([-1, 0, 1, 2, 0, 1, 0, 0, 1, 2, -1, 0])
     sequence = np.array([0] * 10 + [1] * 2)
     found = {
@@ -107,7 +107,7 @@ def test_drafts_after_the_eighth_are_tested_together():
     assert np.flatnonzero(named["drafts 9 to 12"]).tolist() == [8, 9, 10, 11]
 
 
-# --- samples of known distributions ---
+# --- samples from known distributions ---
 
 
 def test_exact_tokens_pass_the_audit():
@@ -154,7 +154,7 @@ def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power(
         strictest = verdict.level / len(verdict.findings)
         found += next(f for f in verdict.findings if f.name == name).p_value < strictest
     low, high = stats.binom.interval(0.999, 40, statistics.POWER)
-    # The random offset within a token blurs u, so slightly less than the full share is visible.
+    # u is drawn at random within a token's interval, which hides a small part of the bias.
     assert low - 8 <= found <= high
 
 
@@ -168,7 +168,7 @@ def test_a_bias_shared_by_both_arms_counts_as_rounding():
     assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
 
 
-def test_the_audit_cannot_tell_if_the_dense_arm_fails_too():
+def test_an_audit_is_inconclusive_if_the_dense_arm_fails_too():
     def other(p):
         return np.roll(p, 3, axis=1)
 
@@ -177,7 +177,7 @@ def test_the_audit_cannot_tell_if_the_dense_arm_fails_too():
     assert "the dense arm itself shifts" in verdict.reasons[0]
 
 
-def test_the_audit_cannot_tell_from_too_few_tokens_and_states_how_many_are_needed():
+def test_an_audit_of_too_few_tokens_is_inconclusive_and_states_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
     factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
@@ -185,7 +185,7 @@ def test_the_audit_cannot_tell_from_too_few_tokens_and_states_how_many_are_neede
     assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
 
 
-def test_the_audit_cannot_tell_from_too_few_sequences():
+def test_an_audit_of_too_few_sequences_is_inconclusive():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"

@@ -53,7 +53,7 @@ def samples(audits, arm, seeds):
     return audits.Sampled(drawn, {"drafted": 9} if arm in ARMS else {})
 
 
-def test_each_seed_of_an_arm_is_judged_against_its_dense_decoding(audits, monkeypatch):
+def test_each_seed_of_an_arm_is_compared_with_dense_decoding(audits, monkeypatch):
     # threads instead of processes
     monkeypatch.setattr(audits, "ProcessPoolExecutor", lambda n, spawn: ThreadPoolExecutor(n))
     started = []

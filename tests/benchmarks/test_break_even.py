@@ -70,7 +70,8 @@ def test_a_drafter_whose_run_was_cut_short_does_not_count_as_finished(scripts):
 def test_graph_sizes_cover_drafting_and_verification(scripts):
     script, _ = scripts
     assert script.graph_sizes("none", [8, 32]) == [8, 32]
-    # For 8 sequences: one token each, a block of 7 tokens, and 7 drafts with the token before them.
+    # Each of the 8 sequences has one token, a block of 7 tokens, or 7 drafts and the token before
+    # them.
     assert script.graph_sizes("dspark", [8]) == [8, 56, 64]
     assert {8 * 7, 8 * 13} <= set(script.graph_sizes("sparse", [8]))
 

@@ -1,5 +1,5 @@
-"""Test the paper's formulas against hand calculations, the bytes and FLOPs of steps, and the
-paper's ideal speed-ups.
+"""Compare the paper's formulas with hand calculations, with the cost model's bytes and FLOPs, and
+with the paper's ideal speed-ups.
 """
 
 import importlib
@@ -24,8 +24,8 @@ def eflops():
 
 
 def paper_intensity(machine: Machine) -> float:
-    """Return FLOPs per byte as Kinetics counts them, from the peak "with sparsity": 562.5 for the
-    B200.
+    """Return a machine's FLOPs per byte as Kinetics counts them. Its FLOPs are the peak "with
+    sparsity", which gives 562.5 for the B200.
     """
     return 2 * machine.flops / machine.hbm_bytes_s
 
@@ -68,8 +68,8 @@ def test_eflops_match_the_cost_model_if_d_covers_keys_and_values(eflops):
 
 
 def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
-    # D = kv_width, I = 412 FLOPs per byte, 40,000 tokens (where the tables end), scoring included,
-    # no prompt.
+    # D is kv_width, and I is 412 FLOPs per byte. Responses have 40,000 tokens, because the tables
+    # end there. Scoring is included, and there is no prompt.
     intensity = paper_intensity(H200)
     assert intensity == pytest.approx(412.3, abs=0.1)
     assert paper_intensity(MACHINES["b200"]) == 562.5
@@ -79,15 +79,15 @@ def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
     }
     assert found["qwen3-1.7b"] == pytest.approx(5.2, rel=0.03)
     assert found["qwen3-14b"] == pytest.approx(2.7, rel=0.03)
-    # 8B: the formulas give 3.5 for the 0.87 table, which the authors released too, and a fifth more
-    # for the 0.86 table.
+    # The published 3.5 for the 8B model follows from the 0.87 table, which the authors also
+    # released. The 0.86 table gives a fifth more.
     lenient = eflops.ideal_speedup(
         SHAPES["qwen3-8b"], SparsitySchedule.preset("qwen3-8b", 0.87), intensity, 40_000
     )
     assert lenient == pytest.approx(3.5, rel=0.03)
     assert found["qwen3-8b"] == pytest.approx(4.20, abs=0.01)
-    # 4B: 5.1 is out of reach. Even attention alone, without weights or scoring, is below it at
-    # every cutoff.
+    # No cutoff gives the published 5.1 for the 4B model. Even the speed-up of attention alone,
+    # without weights or scoring, is smaller.
     assert found["qwen3-4b"] == pytest.approx(4.11, abs=0.01)
     t = np.arange(1, 40_001)
     attention_alone = np.cumsum(t) / np.cumsum(SparsitySchedule.preset("qwen3-4b").tokens_read(t))

@@ -1,5 +1,5 @@
-"""Test the benchmark of short contexts with three simulated engines, on a clock that the test
-controls.
+"""Test the benchmark for short contexts. Three simulated engines run on a clock that the tests
+control.
 """
 
 import importlib

@@ -42,7 +42,7 @@ def test_each_engine_runs_each_cell_once_per_round_in_rotating_order(scripts):
 def test_the_cache_has_room_for_the_largest_cell(scripts):
     script, _ = scripts
     model = script.shape_config("smollm2-135m")
-    # 30 layers with 3 kv heads of 64 numbers for keys and as many for values, two bytes each
+    # Each of the 30 layers has 3 kv heads, whose keys and values are 64 numbers of two bytes each.
     needed = 256 * (5000 + 2048) * 30 * 3 * 64 * 2 * 2
     assert needed * 33 / 32 < script.cache_bytes(model, script.CELLS["smollm2-135m"]) < 1.1 * needed
 

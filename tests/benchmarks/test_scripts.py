@@ -42,8 +42,8 @@ for name in sys.argv[2:]:
             del sys.modules[module]
 print(json.dumps(found))
 """
-"""Prints each script's exit status and output. All scripts run in one process, so that vLLM is only
-imported once, but each script imports the others' modules anew.
+"""Prints each script's exit status and output. All scripts run in one process, so that vLLM is
+imported only once. The scripts' own modules are imported again for each script.
 """
 
 

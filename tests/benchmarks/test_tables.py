@@ -1,5 +1,5 @@
 """Test that docs/performance.md matches the benchmarks' JSON files, and that the rollout traces
-match its description.
+match their description on that page.
 """
 
 import importlib
@@ -48,9 +48,9 @@ def test_the_interval_of_a_speedup_matches_a_hand_calculation(tables):
         trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
         return {"join_ms": [5.0], "traces": {"9": trace}}
 
-    # Stock minus twice ours is 10, 0, -10. Successive values differ by 10, so the mean of three has
-    # a variance of 50 / 3, and its standard error is 0.408 of the 10 s that ours takes. With 2 * 4
-    # / 5 degrees of freedom, the half-width of the interval is 5.52 times as long.
+    # In the three states, stock - 2 * ours is 10, 0 and -10. Successive values differ by 10, so
+    # their mean has a variance of 50 / 3. Divided by our 10 s, its standard error is 0.408. With
+    # 2 * 4 / 5 degrees of freedom, the half-width of the interval is 5.52 standard errors.
     assert (
         tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none")
         == "2.00x [-0.25, 4.25]"
@@ -60,7 +60,7 @@ def test_the_interval_of_a_speedup_matches_a_hand_calculation(tables):
         tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none")
         == "2.00x [2.00, 2.00]"
     )
-    # 20 s and 10 s, plus 10 s each.
+    # The traces take 20 s and 10 s, and 10 s is added to each.
     assert (
         tables.speed.speedup(run([20, 20]), run([10, 10]), "9", "none", 10) == "1.50x [1.50, 1.50]"
     )

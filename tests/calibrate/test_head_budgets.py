@@ -1,5 +1,5 @@
-"""Test budgets by layer and kv head: the order in which pages are allocated, against hand
-calculations, and the command with a small model.
+"""Test budgets by layer and kv head. The order in which pages are allocated is compared with hand
+calculations, and the command runs on a small model.
 """
 
 import numpy as np
@@ -84,7 +84,7 @@ def test_head_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
         )
 
 
-def test_settings_that_leave_no_head_budgets_to_find_are_refused(tmp_path):
+def test_settings_that_cannot_yield_head_budgets_are_refused(tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
 
     def find(layout, top_k=16, tokens=2):

@@ -19,8 +19,8 @@ LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
 
 
 def world(lengths, needed, calls=None, noise=0.0):
-    """Simulate acceptance that falls linearly with the number of pages that top_k is short of
-    ``needed(bin)``. Except for noise, it's the same for all tokens.
+    """Simulate acceptance that drops by 0.01 for each page by which top_k is below
+    ``needed(bin)``. Except for noise, all tokens in a bin have the same acceptance.
     """
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -61,8 +61,8 @@ def test_each_bin_gets_the_cheapest_budget_by_bisection_and_interpolation():
 
 def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(4, 12, 24), 0.8999, refine=0)
-    # p5 is 0.87 at 12 and 0.95 at 24 (from 20 on), which gives 13 * (25 / 13) ** (3 / 8) - 1 =
-    # 15.6, although 15 would do.
+    # p5 is 0.87 with 12 pages and 0.95 with 24 (or any number from 20 on). Interpolation gives
+    # 13 * (25 / 13) ** (3 / 8) - 1 = 15.6 pages, although 15 would be enough.
     p5 = 0.87 + 0.08 * math.log(17 / 13) / math.log(25 / 13)
     assert found.schedule.top_k == (16, 16, ALL_PAGES) and found.bins[0].p5 == pytest.approx(p5)
     assert (
@@ -151,7 +151,8 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
-    # A quarter fewer pages or a third more are tried, and even fewer if fewer are enough.
+    # Each bin tries a quarter fewer pages if its budget is enough, and a third more if it is not.
+    # If a quarter fewer are enough, too, it tries even fewer.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
     # In the last bin, 33 would be enough, but interpolation predicts 34.
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)
@@ -164,8 +165,8 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
 
 
 def early(count, tokens):
-    """Return thirty responses that start at 160, and ``count`` others that start up to ``tokens``
-    tokens earlier.
+    """Simulate thirty responses that start at position 160, and ``count`` others that start
+    ``tokens`` tokens earlier.
     """
 
     def measure(schedule):
@@ -264,8 +265,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round also has a dense pass, but no pass under the schedule that its responses were
-    # sampled with (in the first round, the largest budget).
+    # Every round also scores its responses densely. It does not score them under the schedule they
+    # were sampled with, which is the largest budget in the first round.
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -339,7 +340,7 @@ def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_sma
     with pytest.raises(ConfigError, match=few):
         calibrated(VOCAB, 0.999)
     assert calibrated(VOCAB, 0.05).schedule.top_k[0] == 2 and not caplog.records
-    # Longer lists are requested until they decide the question.
+    # Longer lists are requested until they show whether p5 reaches the target.
     assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
     assert (
         caplog.messages[0]
@@ -416,10 +417,10 @@ def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeyp
 
 
 class TwoPrograms:
-    """A scorer, or a sampler with noisy logits, for a model whose logits depend only on prompt and
-    position. The fewer pages are read, the more the logits change. All ``V`` tokens are listed. The
-    noise is either the same under all schedules or drawn ``anew`` for each, as if sums were rounded
-    differently.
+    """A stand-in for a scorer, or for a sampler with noisy logits. The model's logits depend only
+    on the prompt and the position, and change more if fewer pages are read. Lists contain all
+    ``V`` tokens. All schedules have the same noise, unless it is drawn ``anew`` for each schedule,
+    as if sums were rounded differently.
     """
 
     V, T = 16, 320
@@ -527,7 +528,7 @@ def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # The reported p5 is always the sampler's, even for schedules that nothing was sampled under.
+    # The reported p5 is the sampler's, even under a schedule with which nothing was sampled.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

@@ -1,5 +1,5 @@
-"""Test plans for a cluster: memory and seconds against hand calculations, plans that do not fit,
-and the published 14B run.
+"""Compare plans for a cluster with hand calculations, measurements and the published 14B run, and
+test that plans that do not fit are refused.
 """
 
 import importlib
@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_memory_matches_a_hand_calculation():
-    # Between steps, each of 1e6 parameters takes 12 bytes, spread over 4 GPUs; gradients take 4.
-    # The model is 32 wide and has two layers.
+    # Each of the 1e6 parameters takes 12 bytes between steps, and its gradient takes 4. Both are
+    # spread over 4 GPUs. The model is 32 wide and has two layers.
     found = fit(TINY, Cluster(GPU, 4, tensor_parallel=2), longest=1000, token_budget=5000)
     assert (found.state, found.gradients, found.engine_weights) == (3e6, 1e6, 1e6)
     assert found.activations == 5000 * 32 * (4 + 34) + 7.5e9 + 3e6
@@ -54,7 +54,7 @@ def test_engines_with_more_gpus_than_kv_heads_cache_each_head_several_times():
     memory = fit(*many, longest=1000, token_budget=5000)
     held = int((0.85 * 400e9 - 4 * 3e6 - 2e6) // 256)
     assert memory.full_responses == held // 1000 and memory.kv == held * 256 / 4
-    # Each GPU reads as many bytes as with an engine of two GPUs.
+    # Each GPU reads as many bytes as in an engine of two GPUs, so all four read twice as many.
     single, twice = (cluster.engine_shape(*engine) for engine in (few, many))
     one, two = (decode_step(shape, GPU, [5000], schedule) for shape in (single, twice))
     assert (two.kv_bytes, two.landmark_bytes) == (2 * one.kv_bytes, 2 * one.landmark_bytes)
@@ -161,7 +161,7 @@ def test_a_model_that_does_not_fit_is_refused():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
-def test_the_published_runs_duration_is_within_the_predicted_range():
+def test_the_published_duration_falls_within_the_predicted_range():
     """The dense run took about 190 hours for 53,000 examples on 32 H200s. Neither the prompts per
     step nor the lengths were published.
     """

@@ -12,19 +12,19 @@ from sparrow.schedule import SparsitySchedule
 H200 = MACHINES["h200"]
 # Ten layers of 10 weights and an output layer of 20; 4 bytes of cache per token and layer.
 SMALL = ModelShape("small", 10, 1, 1, 1, 120, output=20)
-# Reads 100 bytes and computes 1,000 FLOPs in a second.
+# This machine reads 100 bytes and computes 1,000 FLOPs per second.
 SLOW = Machine("slow", 100.0, 100.0, 1000.0, 1e9)
 
 
 def test_a_drafters_break_even_point_matches_a_hand_calculation():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
-    # A dense step reads 240 bytes of weights and 5 x 40 of cache, and a pass reads 60 and 5 x 8.
-    # Verifying three drafts takes 2 x 120 x 3 FLOPs, at half the peak.
+    # A dense step reads 240 bytes of weights and 5 x 40 bytes of cache. A pass of the drafter reads
+    # 60 and 5 x 8. Verifying three drafts takes 2 x 120 x 3 FLOPs, at half the peak.
     found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
     assert found == pytest.approx((4.4 + 3 * 1.0 + 1.44) / 4.4)
 
 
-def test_a_block_of_drafts_reads_the_layers_once_and_computes_every_token():
+def test_drafting_a_block_reads_the_layers_once_and_computes_every_token():
     drafter = TrainedDrafter("block", 3, 1, 2, 0.5)
     # Two more tokens through 30 weights take 120 FLOPs, at half the peak.
     found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))

@@ -62,9 +62,10 @@ def test_the_time_of_a_cycle_matches_a_hand_calculation():
     found = lossless_step(
         shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Cycle(0.375, 0.5)
     )
-    # A draft takes 1 s for weights, 2 x 30 tokens, 10 + 20 landmarks, and 0.375 s. Verification
-    # takes 1 s for weights, 300 tokens, 4 more tokens at half the peak, and 0.5 + 2 x 0.125 s.
-    # Lists are for 1.75 tokens each.
+    # A draft takes 1 s for weights, the time to read 2 x 30 tokens and 10 + 20 landmarks, and
+    # 0.375 s of overhead. Verification takes 1 s for weights, the time to compute 4 more tokens at
+    # half the peak and to read 300 tokens, and 0.5 + 2 x 0.125 s of overhead. Each of the two
+    # sequences returns lists for 1.75 tokens.
     draft = (1.0, (60 * 16 + 30 * 8) / 1e3, 0.375)
     verify = (1.0 + 4 * 2 * 500 / (0.5 * 1e6), 300 * 16 / 1e3, 0.75)
     weight, attention, overhead = (2 * d + v for d, v in zip(draft, verify, strict=True))
@@ -201,7 +202,7 @@ def test_rows_recommend_the_fastest_mode():
     assert lone.startswith("Neither pays off (") and "fixed overheads: the batch is small" in lone
 
 
-def test_lossless_mode_is_not_predicted_for_a_model_that_it_refuses(capsys):
+def test_lossless_decoding_is_not_predicted_for_unsupported_models(capsys):
     main(["cost", "--model", "qwen3-next-80b-a3b", "--schedule", "fixed:256", "--gpu", "b200"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "lossless mode refuses models with linear attention" in printed

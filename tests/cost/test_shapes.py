@@ -122,8 +122,8 @@ def test_an_unsupported_type_of_mixture_is_refused():
 
 @pytest.mark.parametrize(("tokens", "read"), [(1, 400), (2, 200 + 800 * 7 / 16), (10**6, 1000)])
 def test_a_pass_reads_the_experts_to_which_its_tokens_are_routed(tokens, read):
-    """Of the experts' 800 parameters, one token leaves three quarters unused, and two tokens leave
-    9 / 16 unused.
+    """With one token, three quarters of the experts' 800 parameters are unused. With two tokens,
+    9 / 16 of them are unused.
     """
     assert TINY.weights_read(tokens) == pytest.approx(read)
     assert TINY.active_weights == 400
@@ -141,8 +141,8 @@ def test_a_decode_step_reads_the_experts_of_its_batch():
 
 
 def test_verification_reads_the_experts_of_all_its_tokens():
-    """One sequence with one draft: the draft step reads 400 parameters, verification of two tokens
-    550, and a cycle yields 1.5 tokens.
+    """For one sequence with one draft, the draft step reads 400 parameters, verifying two tokens
+    reads 550, and a cycle yields 1.5 tokens.
     """
     drafting = Drafting(1, SparsitySchedule.fixed(1, dense_layers=()), 0.5)
     cycle = lossless_step(TINY, H200, [50], drafting, NOTHING, Cycle(0.0, 1.0))
@@ -178,7 +178,7 @@ def test_a_drafter_for_a_mixture_is_dense_and_verification_reads_more_experts():
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
 
     def drafting_s(shape):
-        """Return the seconds of a cycle without its dense step and its verification."""
+        """Return how many seconds of a cycle are spent on drafting."""
         step_s = decode_step(shape, H200, lengths, None, plain).seconds
         further_s = verify_s(shape, H200, 4, 4 * eagle.drafts, VLLM_H200, CYCLE_H200)
         return drafters.break_even(shape, H200, lengths, eagle) * step_s - step_s - further_s

@@ -1,5 +1,5 @@
-"""Test that ``sparrow eval`` gives the same table however often it is interrupted, and never a
-different model's.
+"""Test that ``sparrow eval`` gives the same table however often it is interrupted, and that it
+never reuses a different model's samples.
 """
 
 import json

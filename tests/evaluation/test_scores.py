@@ -32,8 +32,8 @@ def test_majority_voting_matches_a_hand_calculation():
         ["4", "6", None, None],
         [None] * 4,
     ]
-    # 7 and 8 win and are right, 2 wins and is wrong, a right and a wrong answer tie, and there is
-    # no answer.
+    # The majorities 7 and 8 are right, and 2 is wrong. In the fourth problem, a right and a wrong
+    # answer tie. The last problem has no answers.
     assert majority_at_k(rewards, answers).value == pytest.approx((1 + 1 + 0 + 0.5 + 0) / 5)
     with pytest.raises(ValueError, match="one answer per reward"):
         majority_at_k(rewards, answers[:2])

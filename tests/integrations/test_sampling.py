@@ -1,4 +1,4 @@
-"""Test the sampling options that the adapters refuse with any trainer."""
+"""Test which sampling options the adapters refuse, whatever the trainer."""
 
 import pytest
 

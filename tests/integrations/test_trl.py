@@ -102,7 +102,7 @@ def sparse_only():
 
 
 def test_the_first_batchs_prompts_are_also_sampled_densely():
-    """Outside the context, the schedule is unchanged, and TRL receives its own rollout's responses."""
+    """Dense sampling ends before the rollout starts, and TRL receives the rollout's responses."""
     inner, told = Generation(), []
 
     @contextmanager
@@ -343,8 +343,8 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_the_acceptance_tail(tmp_pa
             <= step["sparrow/p5/128-192"]
             <= step["sparrow/p5/128-192/high"]
         )
-        # TRL still receives the log-probs of the sampled tokens, so its ratios, which are truncated
-        # at 2 here, have mean 1.
+        # TRL still receives the log-probs of the sampled tokens, so its importance ratios, which
+        # are truncated at 2 here, have a mean of about 1.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
         # the acceptance lost to vLLM's bfloat16, without sparsity
         assert (
@@ -354,7 +354,7 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_the_acceptance_tail(tmp_pa
 
 
 def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
-    """Some drafts are rejected, but log-probs are still the dense policy's, before and after a
+    """Some drafts are rejected, but the log-probs match the dense policy's before and after a
     weight update.
     """
     pytest.importorskip("vllm")

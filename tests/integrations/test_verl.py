@@ -1,5 +1,5 @@
-"""Test verl's trainer with sparse or lossless rollouts: where it plugs in, and what it measures
-through verl's own classes and Ray.
+"""Test verl's trainer with sparse or lossless rollouts: where the adapter plugs in, and what it
+measures through verl's own classes and Ray.
 """
 
 import asyncio
@@ -168,8 +168,8 @@ def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
     metrics = adapter.sampled_metrics(SCHEDULE, [torch.zeros(29)], [mask], [q], [p])
     assert metrics["sparrow/sampled/acceptance_mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
-    # 29 and 30 cached tokens end in the page up to 32, and 33 in the page up to 48. All are in the
-    # second bin of 32 tokens.
+    # With pages of 16 tokens, the positions 29 and 30 are rounded up to 32, and 33 to 48. All three
+    # are in the second bin of 32 tokens.
     assert (
         metrics["sparrow/sampled/p5_floor/32-64"]
         == metrics["sparrow/sampled/p5_floor"]
@@ -207,7 +207,7 @@ def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
     asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
-    # The first probe is dense, for the ceiling; the second decodes like the run.
+    # The first probe decodes densely to measure the ceiling. The second decodes as the run does.
     assert asked == [
         4,
         5,
@@ -244,8 +244,8 @@ def cluster():
 
 
 def replica(answers=()):
-    """Create a stand-in for ``vLLMReplica``. As in verl, its server passes on errors but not
-    results. The workers of its engine reply with ``answers[method]``.
+    """Create a stand-in for ``vLLMReplica``. As in verl, its server raises the workers' errors but
+    returns no results. The workers reply with ``answers[method]``.
     """
 
     class Engine:

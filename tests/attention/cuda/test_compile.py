@@ -1,5 +1,5 @@
-"""Test the CUDA kernel without a GPU: it compiles, and unsupported devices are refused with a
-reason.
+"""Test, without a GPU, that the CUDA kernel compiles and that unsupported devices are refused with
+a reason.
 """
 
 import ctypes
@@ -111,7 +111,7 @@ def test_shipped_configurations_fit_in_the_registers_without_spilling(
 )
 @pytest.mark.parametrize("items", [8, 512])
 def test_several_tokens_spill_at_most_four_registers(items, D, G, tokens, cache, FP8_LANDMARKS):
-    # Only 32 queries in an int8 cache spill any.
+    # Only the kernel for 32 queries and an int8 cache spills registers.
     most = 16 if G * tokens == 32 and cache == torch.int8 else 0
     assert spilled(items, D, G, tokens, cache, FP8_LANDMARKS) <= most
 
@@ -215,7 +215,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
         assert config == launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
-    # A warp's results reuse the memory of its pages and some of the bins.
+    # A warp writes its results over the pages that it read, so the results must fit there.
     results = queries * D * 4
     assert results <= config.stages * 2 * 16 * launch.key_bytes(D, dtype)
     division = config.division(items, 1, H200.multiprocessors)

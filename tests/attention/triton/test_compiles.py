@@ -40,7 +40,7 @@ A100 = DeviceLimits(multiprocessors=108, shared_memory=163 * 1024)
 
 
 class Device:
-    """A driver without a GPU."""
+    """A stand-in for Triton's driver on a machine without a GPU."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -57,7 +57,7 @@ class Device:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compile every kernel that gets launched, and return the compiled kernels by name."""
+    """Compile kernels instead of launching them, and return the compiled kernels by name."""
     kernels = {}
     run = triton.JITFunction.run
 

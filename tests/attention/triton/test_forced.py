@@ -1,13 +1,15 @@
-"""Test the teacher-forced Triton kernels against the reference, on a GPU or, with
-TRITON_INTERPRET=1, in the interpreter. ``test_interpreted.py`` runs this file in the interpreter.
-Queries and keys are small multiples of 1/2 (queries also of the group size). So scores are exact in
-float32 whatever the order of summation, ties are common, and the selected pages must *equal* the
-reference's. Outside the sequences, all buffers contain NaN.
+"""Test the teacher-forced Triton kernels against the reference. The tests run on a GPU or, with
+TRITON_INTERPRET=1, in Triton's interpreter, where ``test_interpreted.py`` runs this file.
+
+Queries and keys are small multiples of 1/2. If the group size is not a power of two, queries are
+also multiples of the group size. Scores are therefore exact in float32 in any order of summation,
+ties are common, and the selected pages must *equal* the reference's. All buffers contain NaN
+outside the sequences.
 
 Error bound: relative to the reference in float64, a kernel's error may be at most twice as large as
 the error of the reference in the kernel's own precision on the same inputs, plus half a unit in the
-last place of the largest result. The reference runs on the CPU, because a mean on a GPU multiplies
-by a rounded 1 / G, which breaks ties.
+last place of the largest result. The reference runs on the CPU, because torch computes a mean on a
+GPU by multiplying by a rounded 1 / G, which breaks ties.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N
 pages.
@@ -44,8 +46,8 @@ from tests.conftest import tiny_model  # noqa: E402
 
 @dataclass
 class Case:
-    """The arguments of ``teacher_forced`` on ``DEVICE`` and the gradient of its result, with NaN
-    outside the sequences.
+    """The arguments of ``teacher_forced`` and the gradient of its output, on ``DEVICE``. They
+    contain NaN outside the sequences.
     """
 
     q: torch.Tensor
@@ -63,8 +65,8 @@ class Case:
     def results(
         self, implementation: str, dtype: torch.dtype, device: str = DEVICE
     ) -> list[torch.Tensor]:
-        """Return the reference's output and gradients of q, k and v, in float64 on the CPU. NaN in
-        its inputs is replaced with 1.
+        """Compute the output and the gradients of q, k and v in ``dtype`` on ``device``, and return
+        them in float64 on the CPU. For the reference, NaN in the inputs is replaced with 1.
         """
         outside = 1.0 if implementation == "reference" else float("nan")
         q, k, v, d_out = (
@@ -98,8 +100,8 @@ def make_case(
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> Case:
-    """Build a case from ``rows`` of (start, length, prompt). Without ``top_k``, every column has a
-    different number of pages.
+    """Build a case from ``rows`` of (start, length, prompt). Without ``top_k``, the number of
+    pages varies between columns.
     """
     generator = torch.Generator().manual_seed(seed)
     T = max(start + length for start, length, _ in rows) + 3
@@ -113,8 +115,8 @@ def make_case(
             / 2
         )
 
-    # The keys of a page are nearly equal, so landmarks are exact, ties are common, and pages differ
-    # from each other.
+    # Keys have only five values, so landmarks are exact and ties are common. If G is not a power of
+    # two, queries are multiples of G, so that their mean over a group is exact, too.
     q, k = halves(K * G, 2) * (G if G & (G - 1) else 1), halves(K, 2)
     v, d_out = (torch.randn(len(rows), h, T, D, generator=generator) for h in (K, K * G))
     column = torch.arange(T)
@@ -161,7 +163,7 @@ def kept(case: Case) -> torch.Tensor:
 
 
 def expected_pages(case: Case, b: int) -> torch.Tensor:
-    """Return row b's selection according to the definition: bool ``[K, length, N of the row]``."""
+    """Return the pages that the definition selects in row b: bool ``[K, length, N of the row]``."""
     start, length, P = int(case.start[b]), int(case.length[b]), case.layout.page_size
     own = slice(start, start + length)
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()
@@ -208,7 +210,7 @@ def test_each_head_has_its_own_budget(budgets):
 def test_teacher_forcing_with_8_bit_landmarks_selects_the_same_pages_as_decoding(dtype):
     layout = PageLayout(16, landmark_dtype="fp8_e4m3")
     case = make_case([(1, 250, 3)], K=1, G=2, D=16, layout=layout, dtype=dtype)
-    # Means of 16 such keys need more bits, so a different set of pages ranks first.
+    # The means of 16 such keys are rounded to 8 bits, which changes the selected pages.
     case.k.copy_(torch.randint(-20, 21, case.k.shape, generator=torch.Generator().manual_seed(1)))
     check_selection(case)
     assert not torch.equal(
@@ -362,7 +364,7 @@ def test_a_checkpointed_layer_recomputes_neither_selection_nor_attention(monkeyp
         for ids in torch.arange(2, 50, device=DEVICE).view(2, 1, 24):
             with actor.teacher_forced(model, [7], implementation="triton"):
                 losses.append(model(input_ids=ids, use_cache=False).logits.float().square().mean())
-        # The two passes overlap, and the first forward pass is also the first to run backward.
+        # Both forward passes run before the backward passes, which run in the same order.
         losses[0].backward()
         losses[1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

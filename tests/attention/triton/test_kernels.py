@@ -1,8 +1,11 @@
-"""Test the decode kernels against the reference, on a GPU or, for Triton's kernels with
-TRITON_INTERPRET=1, in the interpreter. ``test_interpreted.py`` runs this file in the interpreter,
-which must be switched on before triton is imported. Queries and landmarks are small integers. So
-scores are exact in float32 whatever the order of summation, ties are common, and the selected pages
-must *equal* the reference's. Wherever a sequence has no token, all buffers contain NaN.
+"""Test the decode kernels against the reference. The tests run on a GPU or, with
+TRITON_INTERPRET=1, in Triton's interpreter, which cannot run the CUDA kernel. The interpreter must
+be switched on before triton is imported, so ``test_interpreted.py`` runs this file in a process of
+its own.
+
+Queries and landmarks are small integers, so scores are exact in float32 in any order of summation,
+ties are common, and the selected pages must *equal* the reference's. All buffers contain NaN
+outside the sequences.
 
 Error bound: relative to the reference in float64, a kernel's error may be at most twice as large as
 the error of the reference in the kernel's own precision on the same inputs, plus half a unit in the
@@ -135,9 +138,9 @@ def make_caches(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys, values and landmarks as views of one NaN-filled allocation, with the landmarks
-    in the padded tail of each block and, before them, room for the scales of int8 keys and
-    values (``make_scales``).
+    """Return keys, values and landmarks as views of one NaN-filled allocation. The landmarks lie in
+    the padded tail of each block. A block of int8 keys and values also has room for their scales
+    (``make_scales``), which precede the landmarks.
     """
     tail, pages, mark = 64, block_tokens // layout.page_size, layout.landmark_type(dtype)
     dtype = cache_dtype or dtype
@@ -188,7 +191,9 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """Assign ``to[at] = values``, even for float8, which torch has no kernel for."""
+    """Assign ``to[at] = values``. Values of 8 bits are assigned as bytes, because torch has no
+    kernel that assigns float8.
+    """
     if to.itemsize == 1:
         to, values = to.view(torch.uint8), values.view(torch.uint8)
     to[at] = values
@@ -433,8 +438,8 @@ def test_cuda_decodes_several_tokens_of_any_group(
 
 
 def with_room(config: Config, case: Case) -> Config:
-    """Double the pages in flight for an 8-bit cache, so that many queries' results fit in the
-    memory of those pages.
+    """For an 8-bit cache, double the number of pages in flight. The CUDA kernel writes its results
+    over these pages, which would otherwise be too small for the results of many queries.
     """
     if case.scales is None or not isinstance(config, cuda.CudaConfig):
         return config
@@ -456,7 +461,7 @@ def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(confi
         (1, {}),
         (64, dict(cache_dtype=E4M3)),
         (64, dict(cache_dtype=INT8)),
-        # far beyond float16's range, which 8-bit landmarks are multiplied in
+        # far beyond the range of float16, in which 8-bit landmarks are multiplied
         (2.0**40, dict(layout=FP8, dtype=torch.bfloat16)),
     ],
     ids=["16-bit cache", "fp8 cache", "int8 cache", "fp8 landmarks"],
@@ -517,8 +522,8 @@ def test_too_many_new_tokens_are_refused():
     "budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)]
 )
 def test_each_head_has_its_own_budget(config, split, budgets):
-    """Check rows in which some heads keep all pages, some keep a few, and some keep none by score,
-    processed in one part or in many.
+    """Check rows whose heads keep all pages, a few pages by score, or none by score. ``split``
+    divides the rows into many parts.
     """
     case = make_case(
         [700, 517, 0, 333, 333, 48, 200, 16],
@@ -671,7 +676,7 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
     )
     check(case, config)
     before, scales = run(case, config).clone(), case.scales
-    # Powers of 2 in scales, queries and results are exact, so results must be bitwise equal.
+    # Multiplying by a power of 2 is exact, so results must be bitwise equal.
     assert torch.equal(
         run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4
     )
@@ -679,7 +684,7 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
     assert torch.equal(
         run(replace(case, scales=CacheScales(scales.k * 2, scales.v)), config), before
     )
-    # Queries beyond float16's range, and a group whose queries are all zero.
+    # Use queries beyond float16's range, and a group whose queries are all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
         case.q[2] = 0
@@ -704,8 +709,8 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
     check(case, small_parts(config))
     case.scales.v[case.scales.v < 130] -= 20 if dtype == torch.bfloat16 else 0
     check(case, config)
-    # Tiny keys with huge queries, which are beyond float16's range, and a group whose queries are
-    # all zero.
+    # Use tiny keys with huge queries, beyond float16's range, and a group whose queries are all
+    # zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
         case.q[2] = 0
@@ -796,7 +801,7 @@ def test_pages_are_ranked_by_8_bit_landmarks(config, dtype):
         dtype=dtype,
     )
     check(case, config)
-    # Queries beyond float16's range, and a group whose queries are all zero.
+    # Use queries beyond float16's range, and a group whose queries are all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**40)
         case.q[2] = 0
@@ -947,8 +952,8 @@ def small_parts(config: Config) -> Config:
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_split_across_programs(config, top_k):
-    """Check rows that are far longer than the mean, dense and ranked, with more items than a launch
-    has programs.
+    """Check batches with a row that is much longer than the others and with more items than a
+    launch has programs. Rows are dense or ranked.
     """
     case = make_case(
         [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
@@ -1041,7 +1046,8 @@ def test_decoding_writes_the_landmarks_of_completed_pages(config, dtype, layout,
     if cache_dtype == INT8:
         case.scales.k[:] = torch.randint(125, 131, case.scales.k.shape)
     if cache_dtype is None and layout is FP8:
-        # Sums are exact, so landmarks must be bitwise equal to the reference's. Some exceed 448.
+        # Sums are exact, so landmarks must be bitwise equal to the reference's. Some exceed 448,
+        # the maximum of e4m3.
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
@@ -1069,7 +1075,7 @@ def test_decoding_writes_the_landmarks_of_completed_pages(config, dtype, layout,
 def test_8_bit_landmarks_match_the_reference(kind, dtype):
     P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
     k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
-    # Multiples of 2^-10, whose sums are exact. Means range from below e4m3's smallest value to
+    # Use multiples of 2^-10, whose sums are exact. Means range from below e4m3's smallest value to
     # above its largest.
     scale = 2.0 ** (torch.arange(6) * 4 - 10)
     k[:] = (torch.randint(-8, 9, k.shape) * scale[:, None, None, None]).to(DEVICE, dtype)
@@ -1256,8 +1262,8 @@ def test_the_public_operation_uses_exactly_the_requested_implementation():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """Check that the CUDA kernel, if requested by name, gives bitwise the same result for one row
-    as in a batch of forty.
+    """Request the CUDA kernel by name, for one row and for forty, and check that the results are
+    bitwise equal to those of the shipped configuration.
     """
     for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
         out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32

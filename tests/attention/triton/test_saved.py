@@ -145,7 +145,7 @@ def test_the_launcher_uses_the_choice_unless_a_configuration_is_given(monkeypatc
         assert launch.Launches(batch, workspace, shipped).config is shipped
 
 
-def test_the_kernels_name_says_that_they_are_tuned():
+def test_the_reported_name_says_that_the_kernels_are_tuned():
     CHOICES.save()
     choice = choose(None, **MODEL, device=torch.device("cuda"))
     assert str(choice) == "triton as tuned by sparrow tune"

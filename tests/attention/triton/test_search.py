@@ -1,5 +1,5 @@
-"""Test ``sparrow tune``: the search with simulated times, and complete runs on a GPU or in Triton's
-interpreter, which compare every configuration with the reference.
+"""Test ``sparrow tune``. The search is tested with simulated times. Complete runs, which compare
+every configuration with the reference, are tested on a GPU or in Triton's interpreter.
 
 ``test_interpreted.py`` runs this file in the interpreter.
 """
@@ -58,7 +58,7 @@ def test_the_shipped_configuration_stays_unless_another_is_faster():
     assert fastest(lambda variant: [100.0 if variant == SHIPPED else 99.5]) == SHIPPED
 
 
-def test_a_variant_that_is_slower_for_some_pages_is_not_chosen():
+def test_a_variant_that_is_slower_for_some_page_counts_is_not_chosen():
     def times(variant):
         return [50.0, 100.1] if variant.attend == ATTEND[0] else [100.0, 100.0]
 
@@ -129,7 +129,7 @@ def test_an_8_bit_cache_is_refused_on_a_gpu_that_cannot_convert_it(monkeypatch):
 
 
 def kernels(test):
-    """Mark a test that launches kernels, on a GPU or in the interpreter."""
+    """Mark a test as needing a GPU, unless Triton's interpreter runs its kernels."""
     if INTERPRETED:
         return test
     absent = not torch.cuda.is_available()
@@ -138,7 +138,9 @@ def kernels(test):
 
 @pytest.fixture
 def few_variants(monkeypatch):
-    """Try one variant of each kind, and 8 warps."""
+    """Limit the search to one ranking tile, one factor, and two attention tiles, one of which
+    uses 8 warps.
+    """
     monkeypatch.setattr(search, "ATTEND", (ATTEND[2], ATTEND[4]))
     monkeypatch.setattr(search, "RANK", RANK[:1])
     monkeypatch.setattr(search, "FACTORS", FACTORS[1:2])
@@ -183,7 +185,7 @@ def test_the_file_lists_measured_times_and_the_read_limit(few_variants):
             (2, 100.0, 80.0),
             (3, 100.0, 80.0),
         ]
-    # One row of 113 tokens in 8 pages: 5 ranked landmarks, of which 3 pages are left out.
+    # One row of 113 tokens has 8 pages. Of its 5 ranked pages, 3 are left out.
     read = 5 * 64 * 2 + (113 - 3 * 16) * 2 * 64 * 2
     assert choices.cells[0].measured[0].limit_us == pytest.approx(read / 1e6)
     assert len(set(configs)) > 4

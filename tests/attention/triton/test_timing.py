@@ -43,6 +43,6 @@ def clock(monkeypatch):
 def test_times_are_the_median_and_the_spread_per_launch(clock):
     launches = [lambda: clock.append("a"), lambda: clock.append("b")]
     times = timed(launches, replays=11, rounds=2)
-    # Replays of 1 to 11 ms, of four launches each.
+    # The replays take 1 to 11 ms, and each contains four launches.
     assert times == {"us": 6_000 / 4, "p10": 2_000 / 4, "p90": 10_000 / 4}
     assert clock == ["a", "b"] + ["a", "b"] * 2  # once for compilation, and twice in the graph

@@ -68,7 +68,7 @@ def test_queries_of_several_tokens_fit_in_shared_memory_with_keys_and_values(
         assert config == choose(items, 1, D * itemsize, limits)
 
 
-def test_with_the_maximum_number_of_queries_and_the_widest_heads_an_a100_has_room_for_one_tile():
+def test_an_a100_has_room_for_only_one_tile_with_the_most_queries_and_the_widest_heads():
     # With two tiles in flight, the kernel compiled for an A100 needs 172,544 bytes.
     a100 = DEVICES[1]
     two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
@@ -111,8 +111,8 @@ def test_capturing_vllms_batch_sizes_compiles_every_required_kernel(kv_heads):
     "items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)]
 )
 def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
-    # 512 items fill 4 x 132 places to 97 % and two rounds of 3 x 132 to 65 %; 768 fill them to 73 %
-    # and 97 %.
+    # With 4 programs per multiprocessor, 512 items fill 97 % of one wave, and 768 items fill 73 %
+    # of two waves. With 3 programs, 512 items fill 65 % of two waves, and 768 items fill 97 %.
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 

@@ -44,7 +44,7 @@ def test_an_audit_of_a_biased_actor_exits_with_1_and_reports_the_bias(capsys):
     assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
-def test_an_audit_that_cannot_tell_exits_with_2(capsys):
+def test_an_inconclusive_audit_exits_with_2(capsys):
     code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
     assert code == 2
     assert "cannot tell" in printed and "times as many tokens" in printed
@@ -103,7 +103,7 @@ def test_the_dense_arm_uses_the_same_engine_without_drafts(options, dense):
     assert command._dense_engine() == dense
 
 
-def test_an_audit_of_a_server_requires_a_dense_engine_or_none():
+def test_an_audit_of_a_server_requires_the_dense_engine_option():
     with pytest.raises(ConfigError, match="or to none, which counts rounding as bias"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 

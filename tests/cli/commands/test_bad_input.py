@@ -1,5 +1,5 @@
-"""Test that user errors (settings out of range, bad files, faults) are reported in one sentence
-before any work starts.
+"""Test that mistakes and faults, such as settings out of range, bad files and full disks, are
+reported in one sentence, and before any work starts where that is possible.
 """
 
 import errno
@@ -93,7 +93,7 @@ def test_an_option_out_of_range_is_refused(command, option, message, capsys):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Make any loading fail, because errors must be found before work starts."""
+    """Fail if a model is loaded, because errors must be found before any loading."""
     import sparrow.cli.loading
 
     def load_model(*args):
@@ -410,7 +410,7 @@ def test_invalid_dataset_options_are_refused(option, message, checkpoint, tmp_pa
     )
 
 
-# --- tasks and rewards of the user's own ---
+# --- the user's own tasks and rewards ---
 
 OWN = """
 from sparrow.tasks import Problem

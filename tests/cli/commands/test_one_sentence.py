@@ -1,5 +1,5 @@
-"""Test bad inputs that used to be ignored, to hang, or to end with another program's error message.
-Each must be reported in one sentence.
+"""Test bad inputs that commands used to ignore, or that made them hang or end with another
+program's error message. Each bad input must be reported in one sentence.
 """
 
 import json
@@ -106,7 +106,7 @@ def test_an_error_names_the_commands_limit_option():
 
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
-def test_the_refusal_of_a_reward_path_suggests_the_module_name(path):
+def test_a_refused_reward_path_suggests_the_module_name(path):
     with pytest.raises(
         ConfigError, match="pass judges:right and run the command in the file's folder"
     ):

@@ -165,7 +165,7 @@ def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
     for one in found:
         assert len(one.lower) == 40
         np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
-    # In the second response, everything is read, so actor and policy are the same. In the others,
+    # In the second response, the actor reads everything and equals the policy. In the others,
     # sparsity lowers acceptance by more than rounding does.
     assert found[1].lower.min() > 1 - 1e-4
     assert found[0].upper.min() < 0.97 and found[2].upper.min() < 0.97

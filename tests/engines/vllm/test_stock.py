@@ -1,4 +1,4 @@
-"""Test a server without Sparrow, simulated by a small HTTP server, and lists in vLLM's format."""
+"""Test rollouts and top lists from a server without Sparrow, simulated by a small HTTP server."""
 
 import json
 import threading
