@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from sparrow.audit.statistics import Finding, Mean, Verdict
-from sparrow.cli import main, parse
+from sparrow.cli import main
+from sparrow.cli.entry import parse
 from sparrow.cli.commands.audit import Audit
 from sparrow.engines.base import Counters
 from sparrow.errors import ConfigError
