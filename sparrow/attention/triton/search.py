@@ -69,8 +69,8 @@ class Grid:
 
 
 def check_target(target: Target, grid: Grid, device: torch.device) -> None:
-    """Raise ConfigError if the Triton kernels don't support the shape on ``device``, or the
-    sequences are too long to rank or too short to leave out a page.
+    """Raise ConfigError if the Triton kernels don't support the shape on ``device``, or if the
+    sequences are too long to rank, or too short for any page to be left out.
     """
     for name, value, supported in (
         ("head dim", target.head_dim, HEAD_DIMS),
