@@ -72,8 +72,8 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """Bandwidth, in bytes per second, at which a GPU gets the others' shards, within a host or
-        across hosts.
+        """Bandwidth, in bytes per second, at which a GPU receives other GPUs' shards. It depends on
+        whether the cluster has more than one host.
         """
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
