@@ -89,7 +89,7 @@ def decode_several(
 
     The first new token's query selects the pages, and all T tokens read them, so what a token reads
     doesn't depend on the tokens after it. ``length_B`` includes all the new tokens, and ``top_k_B``
-    is the first one's budget. The other arguments are the same as for ``decode``.
+    is the budget of the first new token. The other arguments are the same as for ``decode``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
@@ -125,9 +125,9 @@ def paged_decode(
     """Compute one sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
     Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the remaining
-    pages. If that covers every page, the row is dense. Cache entries beyond a row's length have no
-    effect, and a row of length 0 returns zeros. If a new token completes a page, this call also
-    writes the page's landmark; for tokens that aren't decoded, such as the prompt, call
+    pages. If no page is left out, the row's attention is dense. Cache entries beyond a row's length
+    have no effect, and a row of length 0 returns zeros. If a new token completes a page, this call
+    also writes the page's landmark; for tokens that aren't decoded, such as prompt tokens, call
     ``update_landmarks``. The kernels are bitwise deterministic, never sync with the device and
     don't allocate memory if ``out`` is given, so the call can be captured in a CUDA graph and
     replayed with different lengths and budgets.
@@ -141,7 +141,7 @@ def paged_decode(
         v_cache: cached values, a strided view like ``k_cache``.
         landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, updated in
             place. Same dtype as the queries, or float8_e4m3fn if the layout says so. For
-            float8_e4m3fn keys, the key scale is not applied.
+            float8_e4m3fn keys, these are means of the stored values, without the key scale.
         block_table_BM: block ids of each sequence, in order, int32; entries beyond the sequence's
             length are not read.
         length_B: length of each sequence in tokens, including all new tokens, int32; either 0 or at
@@ -166,9 +166,9 @@ def paged_decode(
         out: output tensor, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: pass True if the last call with this workspace had the same lengths, ``top_k_B``
-            and implementation, as with the layers of one step; ``head_budgets_K`` may differ. The
-            kernels then reuse that call's work plan, and may rank pages while the previous launch
-            is still storing the newest tokens.
+            and implementation. Within a step, this is true of all layers after the first.
+            ``head_budgets_K`` may differ. The kernels then reuse that call's work plan, and may
+            rank pages while the previous launch is still storing the newest tokens.
         tokens: new tokens per sequence (T). The first new token's query selects the pages for all
             T tokens, and each page is loaded once. Each token also reads the new tokens up to
             itself (see ``decode_several``). Both kernels support up to one page of new tokens.
@@ -219,7 +219,7 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation to decode with, depending on the batch size."""
+    """Which implementation decodes a batch, depending on the batch size."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
@@ -251,8 +251,8 @@ def choose(
     or, by default, the fastest. Each step has ``tokens`` new tokens per sequence.
 
     The CUDA kernel is the default wherever it's supported, except for batches so small that it
-    would leave most SMs idle. The Triton kernels are faster there, because they split the ranking
-    of a row across several programs.
+    would leave most SMs idle. For such batches, the Triton kernels are faster, because they split
+    the ranking of a row across several programs.
 
     Raises ConfigError if the requested implementation doesn't support the model or the device, or
     if the file saved by ``sparrow tune`` can't be read.
@@ -291,7 +291,8 @@ def update_landmarks(
     layout: PageLayout,
     implementation: Implementation,
 ) -> None:
-    """Recompute, in place, the mean key of every page just completed by writing to these slots.
+    """Recompute, in place, the mean keys of pages that have just been completed by writing to these
+    slots.
 
     Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
     The mean is computed from the cached page, so repeated, chunked or shared prefills all give the
@@ -355,9 +356,9 @@ def teacher_forced(
             16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
-        kept: pass a list if the call will be repeated, as in gradient checkpointing. The first call
-            puts its result and the kept pages in the empty list, and the second one takes them out
-            instead of recomputing them. Only ``triton`` uses it.
+        kept: pass an empty list if the call will be repeated, as in gradient checkpointing. The
+            first call stores its result and the kept pages in the list, and the second call takes
+            them out instead of recomputing them. Only ``triton`` uses the list.
         tokens: tokens per decode step, counting steps from the end of the prompt. All tokens of a
             step read the pages selected by its first token, as in ``decode_several``.
 

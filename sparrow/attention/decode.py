@@ -1,5 +1,5 @@
-"""The batch, the workspace and the limits that all implementations of a decode step over a paged
-cache share.
+"""What all implementations of a paged decode step have in common: the batch, the workspace and the
+limits.
 
 ``reference``, ``triton`` and ``cuda`` each provide ``check`` and ``run`` for a ``DecodeBatch``; see
 ``DecodeImplementation``.
@@ -115,7 +115,7 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """Return the limits of ``device``. For the CPU, where kernels run in Triton's interpreter,
-    return an H200's.
+    return the limits of an H200.
     """
     if device.type != "cuda":
         return H200
@@ -198,8 +198,8 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # For ranking and for attention: how many programs have finished their part of each item.
-        # Every launch resets its counters to zero.
+        # How many programs have finished their part of each item, in ranking and in attention.
+        # Every launch resets its own counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
@@ -223,7 +223,7 @@ class DecodeImplementation(Protocol):
 
 
 def check_shapes(batch: DecodeBatch) -> None:
-    """Raise ValueError if the shapes don't match, whatever the implementation."""
+    """Raise ValueError if the shapes don't match. All implementations need this check."""
     q = batch.q_BHD
     k = batch.k_cache
     v = batch.v_cache
@@ -315,8 +315,9 @@ class CachedLayers:
             landmarks (as in ``DecodeBatch``) and, for int8 keys, the key scales (as in
             ``CacheScales``). All layers must have the same shapes, strides and dtypes.
 
-    Raises ValueError if there are no layers, if they differ, if the spacing of the caches would
-    make loads unaligned, or if int8 keys have no scales (or other keys have some).
+    Raises ValueError if there are no layers, if the layers differ, or if the spacing of the caches
+    would make loads unaligned. It is also raised if int8 keys have no scales or other keys have
+    some.
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:

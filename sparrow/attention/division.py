@@ -5,8 +5,8 @@ Planning is needed because rollout rows differ in length, and a step is only as 
 program. The Triton and CUDA kernels read the same plan. Each plan entry is one part of a row,
 computed by K programs (one per kv head). It consists of ``PLAN_ENTRY`` int32s: the row, the part,
 the row's number of parts, the slot of the row's first part, the row's length and its top_k, and two
-for alignment. If budgets differ between heads, the plan uses their mean, which makes it valid for
-every layer: each program splits its own head's pages into the row's number of parts.
+unused ones for alignment. If budgets differ between heads, the plan uses their mean, so it is valid
+for every layer: each program splits its own head's pages into the row's number of parts.
 
 Shapes: R rows (sequences), T new tokens each, S rows or candidate sizes processed at a time.
 """
@@ -30,7 +30,7 @@ SIZES = tl.constexpr(16)  # number of part sizes to try
 class Division:
     """A launch's requirements for the plan."""
 
-    # programs beyond the one per item, for additional parts; a multiple of the number of KV heads
+    # programs for additional parts, on top of one per item; a multiple of the number of KV heads
     extra_programs: int
     resident_programs: int  # programs that run at the same time
     part_tokens: int  # minimum number of kept tokens per part
@@ -38,7 +38,7 @@ class Division:
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
-    """Write the plan to the workspace. It holds for all layers with these lengths and budgets.
+    """Write the plan to the workspace. It is valid for all layers with these lengths and budgets.
 
     Raises ValueError if the number of extra programs is not a multiple of the number of kv heads,
     which would leave some programs without a plan entry.
@@ -113,10 +113,10 @@ def plan_kernel(
 ):
     """Split a batch into the smallest parts possible with at most ``extra`` more parts than rows.
 
-    Rows with at most 1 / ``resident`` of all kept tokens stay whole. So do rows not much longer
-    than average, unless there's room for twice as many rows. Parts are sorted by work, largest
-    first, and a row's first part comes before its other parts. Unused entries are set to row
-    ``count``.
+    Rows with at most 1 / ``resident`` of all kept tokens stay whole. Rows not much longer than
+    average also stay whole, unless there's room for twice as many rows. Parts are sorted by work,
+    largest first, and a row's first part comes before its other parts. Unused entries are set to
+    row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
@@ -127,7 +127,7 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    # This size never needs more than ``extra`` additional parts, whatever the lengths.
+    # With this size, ``extra`` additional parts are enough for any lengths.
     high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
@@ -171,8 +171,8 @@ def _work(
     T: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return each row's number of kept tokens, and the cost of ranking its pages, as the number of
-    tokens that would take equally long to read.
+    """Return each row's number of kept tokens and the cost of ranking its pages. The cost is given
+    as the number of tokens that could be read in the same time.
     """
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT, T)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
@@ -190,7 +190,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """For each row in R, count the parts of rows in S that come before it."""
+    """For each sort key in ``order_R``, count the parts of the rows in S that come before it."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

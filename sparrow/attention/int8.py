@@ -22,8 +22,8 @@ def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
     """Return the smallest and largest scale exponents for which ``code * scale`` is exact in
     ``dtype``.
 
-    For dtypes with a wider range than float16, the limits are 100 apart, so that the ratio of the
-    smallest scale to the largest is a normal float32, which is what the kernels accumulate in.
+    The kernels accumulate in float32. For dtypes with a wider range than float16, the limits are
+    therefore 100 apart: the ratio of the smallest scale to the largest is then a normal float32.
     """
     return (-24, 9) if dtype == torch.float16 else (-50, 50)
 

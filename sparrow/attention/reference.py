@@ -182,7 +182,7 @@ def _attend(
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
-    """Return ``cache[at]``. This indexes float8 as uint8, since torch can't index it on a CPU."""
+    """Return ``cache[at]``. Float8 is indexed as uint8, since torch can't index float8 on a CPU."""
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[at].view(FP8)
     return cache[at]
@@ -279,9 +279,9 @@ def teacher_forced(
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
     After the prompt, the token at position t reads pages selected from the first t + 1 tokens. With
-    several ``tokens`` per decode step, pages are selected from the tokens up to the step's first
-    one, and the token at t also reads its step's tokens up to itself. Memory grows with
-    ``query_chunk * T``; use the kernel for realistic lengths.
+    several ``tokens`` per decode step, the step's first token selects the pages for all its tokens,
+    and each token also reads the step's tokens up to itself. Memory grows with ``query_chunk * T``;
+    use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -341,7 +341,8 @@ def _kept_pages(
     head_budgets_K: Tensor | None,
 ) -> Tensor:
     """Select the pages for a decode step over each row's ``new_tokens`` newest tokens, bool
-    ``[B, K, N]``: the ones selected by the first new token, plus those of the other new tokens.
+    ``[B, K, N]``. These are the pages that the first new token selects, plus the pages in which
+    the other new tokens are stored.
     """
     first_B = length_B - (new_tokens - 1)
     keep_BKN = select_pages(
@@ -356,8 +357,8 @@ def _kept_pages(
 def _kept_tokens(
     keep_BKN: Tensor, length_B: Tensor, new_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the token positions in the kept pages, in order, ``[B, K, M]``, and a mask of those
-    that each new token sees, ``[B, K, T, M]``. Rows are padded to the longest one.
+    """Return the token positions in the kept pages, in order, ``[B, K, M]``, and a mask of the
+    positions that each new token sees, ``[B, K, T, M]``. Rows are padded to the longest one.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKX = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]

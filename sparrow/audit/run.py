@@ -19,7 +19,7 @@ from sparrow.rollout import Rollout, Sampling, Standing, TopLists, derived_seed
 
 Logprobs = Literal["processed", "raw", "none"]
 """The kind of log-probs the engine reports. ``processed``: after temperature and truncation.
-``raw``: at temperature 1, without truncation. ``none``: nothing we can compare.
+``raw``: at temperature 1, without truncation. ``none``: not comparable, or not reported.
 """
 
 
@@ -116,8 +116,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """Ranks tokens using just lists of the ``length`` most likely ones, which isn't always
-    possible; see ``cells_of_lists``.
+    """Ranks tokens from lists of the ``length`` most likely ones. These lists aren't always long
+    enough; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:
@@ -222,7 +222,7 @@ def tokens_of(
 
 
 def _contexts(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
-    """Number each token's context. Tokens with the same tokens before them get the same number."""
+    """Number each token's context. Positions preceded by the same tokens get the same number."""
     numbers: dict[Any, int] = {}
     found = []
     for rollout in rollouts:

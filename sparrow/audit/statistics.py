@@ -15,13 +15,13 @@ To test uniformity, we use the means of the first four orthonormal Legendre poly
 sequences as clusters, p-values come from Student's t, and Holm's procedure corrects for the number
 of tests.
 
-All this only catches a bias that depends on a token's rank. There are others: if a draft and its
-replacement share a random number, tokens of any rank are affected. Such a bias shows up in repeated
-contexts, where several responses to a prompt begin with the same tokens. There, we compare the
-counts of likely tokens with p, which catches a bias in any direction. The statistic is chi-square,
-written as a sum over pairs of sequences. If samples follow r, its mean is the chi-square distance
-sum (r - p)^2 / p. Each sequence is only compared with earlier ones, so this sum is a martingale as
-well.
+These tests only catch a bias that depends on a token's rank. Other biases affect tokens of any
+rank, for example if a draft and its replacement share a random number. Such a bias shows up in
+repeated contexts, where several responses to a prompt begin with the same tokens. There, we compare
+the counts of likely tokens with p, which catches a bias in any direction. The statistic is
+chi-square, written as a sum over pairs of sequences. If samples follow r, its mean is the
+chi-square distance sum (r - p)^2 / p. Each sequence is only compared with earlier ones, so this sum
+is a martingale as well.
 
 The engine and the scorer round differently, which slightly biases all of these means. So we run the
 same tests on samples from dense decoding with the same engine, and base the verdict on the
@@ -62,8 +62,8 @@ A mean of delta corresponds to a density of 1 + delta h(u), which means that a s
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
 """Reported log-probs may differ from scored ones by ``ROUNDING_RATIO`` times as much as in the
-dense arm, plus this floor (in nats), because passes over one token and over several don't sum in
-the same order.
+dense arm, plus ``ROUNDING_FLOOR`` nats. Some extra difference is expected, because a pass over
+several tokens doesn't sum in the same order as a pass over one.
 """
 
 COMMON = 0.02
@@ -93,7 +93,7 @@ class Tokens:
     # The next four fields are ``[T]``, or None if contexts are not compared. A token is common if
     # its probability is at least ``COMMON``.
     token: Ints | None = None
-    # context id; the same for tokens with the same tokens before them
+    # context id; positions preceded by the same tokens have the same id
     context: Ints | None = None
     common: Floats | None = None  # total probability of the common tokens
     is_common: Flags | None = None  # whether the sampled token is common
@@ -305,8 +305,9 @@ def _repeated(tokens: Tokens) -> dict[str, Floats]:
     """Compare each token with earlier sequences' tokens in the same context. The mean of the
     result, ``[T]``, is the chi-square distance of common tokens, averaged over pairs.
 
-    The first token of each response is tested separately. It comes from the prefill, mostly without
-    drafts, and makes up the most pairs, so its noise would hide a bias in later tokens.
+    The first token of each response is tested separately. It usually comes from the prefill,
+    without drafts. First tokens also form the most pairs, so their noise would hide a bias in later
+    tokens.
     """
     if tokens.context is None or tokens.token is None or tokens.is_common is None:
         return {}
@@ -480,7 +481,8 @@ def _detectable(test: _Test, level: float) -> float:
     """Compute the smallest difference that Holm's strictest step finds with probability
     ``POWER``.
     """
-    # No events were seen. If this share of the tokens had been affected, we'd have seen one.
+    # The event that this test counts never occurred. If it affected this share of all tokens, we
+    # would almost certainly have seen it.
     if test.error == 0:
         return -log(level) / max(test.tested.tokens, 1)
     normal = NormalDist()
@@ -549,9 +551,9 @@ def cells_of_lists(
     """Compute the values for ``Tokens`` from top-n lists, as far as possible.
 
     All tokens missing from a list are lumped into one cell. For cells, u is still uniform, and
-    log p + H is still zero on average; we just can't see a bias within that cell. Positions are
-    skipped if the list is too short for the temperature or truncation. Skipping only depends on
-    earlier tokens.
+    log p + H is still zero on average; we just can't see a bias within a cell. Positions are
+    skipped if the list is too short for the temperature or truncation. Whether a position is
+    skipped depends only on earlier tokens.
 
     Args:
         top_logprobs: ``[T, n]`` at temperature 1, most likely first.

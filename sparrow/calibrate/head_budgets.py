@@ -30,13 +30,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 By = Literal["layers", "heads"]
 UNITS = 16  # the mean budget is divided into this many units
-# Floor on a layer's acceptance cost, relative to the most sensitive layer's.
+# lower limit on a layer's acceptance cost, as a share of the most sensitive layer's cost
 LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Divide ``units`` among the cells: one each, then every further unit to the cell whose unread
-    mass it cuts the most.
+    """Divide ``units`` among the cells. Every cell gets one. The rest are handed out one at a time,
+    each to the cell where it cuts unread mass the most.
 
     Ties go to the cell with the fewest units.
     """
@@ -93,8 +93,9 @@ def find(
         listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if the layout has no sparse layer or already has budgets, if ``top_k`` is
-    less than ``UNITS``, if no layer costs any acceptance when it is sparse, or if the budgets don't
-    raise p5 at ``top_k``, e.g. because a layer's cost isn't proportional to its unread mass.
+    less than ``UNITS``, or if no layer costs any acceptance when it is sparse. It is also raised if
+    the budgets found don't raise p5 at ``top_k``, e.g. because a layer's cost isn't proportional to
+    its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]

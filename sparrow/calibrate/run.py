@@ -58,17 +58,17 @@ def calibrate_engine(
             pages than the smallest.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
         layout: page size, bins, dense layers and head budgets. The first round samples under it. If
-            it's dense and more rounds follow, the first round uses the largest of ``budgets``
-            instead, which takes a fraction of the time.
+            it's dense and more rounds follow, the first round saves time by sampling under the
+            largest of ``budgets`` instead.
         on_policy: number of rounds after the first; with 0, there is a single search, on responses
             sampled under ``layout``.
         lengthen: whether to resample with longer top-n lists if even dense rollouts need them.
         listener: called with the pass name at the start of every pass.
 
-    Raises ConfigError if there are too few prompts for a confidence interval for p5, if there are
-    on-policy rounds but no passes to refine their first schedule, if no budget meets the target in
-    any length bin, or if the lists of ``sampling.top_n`` tokens are too short to show that any
-    budget meets it.
+    Raises ConfigError if there are too few prompts for a confidence interval for p5, or if there
+    are on-policy rounds but no passes to refine their first schedule. It is also raised if no
+    budget meets the target in any length bin, or if the lists of ``sampling.top_n`` tokens are too
+    short to show that one does.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
@@ -82,7 +82,7 @@ def calibrate_engine(
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    # the last rollouts' tails, had they been sampled densely
+    # the tails that the last rollouts would have if they had been sampled densely
     ceiling: tuple[BinMismatch, ...] = ()
 
     def search(
@@ -148,8 +148,8 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Say at which lengths no budget can be shown to reach ``tau``, because even dense rollouts
-    don't. ``dense`` is the dense rollouts' tail. Return None if there are no such lengths.
+    """Explain at which lengths no budget can be shown to reach ``tau``, because even dense rollouts
+    can't. ``dense`` is the tail of dense rollouts. Return None if there are no such lengths.
     """
     if tau.relative:
         bins = (

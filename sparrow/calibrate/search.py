@@ -38,7 +38,7 @@ class Acceptance(NamedTuple):
 Measure = Callable[[SparsitySchedule], Acceptance]
 """Measures the actor's acceptance under a schedule, always on the same trajectories."""
 
-# a pass's top-k values, one per bin -> the bins' tails
+# the bins' tails in each pass, by the pass's top-k values (one per bin)
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -195,8 +195,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """Find the smallest budget tried so far with a lower limit that meets the target. Return the
-    next smaller one tried (or None) and the one found.
+    """Find the smallest budget tried so far whose lower limit meets the target. Return the next
+    smaller budget that was tried, or None, and then the budget found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -205,8 +205,8 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 def _wanted(
     by_bin: Sequence[Tried], target: float, fewest: int, page_size: int
 ) -> list[int] | None:
-    """Pick the budget to measure next in every bin; settled bins just repeat an old one. Return
-    None once all bins are settled.
+    """Pick the budget to measure next in every bin. A settled bin gets a budget that has already
+    been measured. Return None once all bins are settled.
     """
     wanted: list[int] = []
     settled = True
@@ -312,7 +312,7 @@ def _tail(
             first -= 1
         alpha = acceptance.alpha[inside]
         sequence = acceptance.sequence[inside]
-        # Position 0 puts all pooled tokens into one bin.
+        # Put all pooled tokens into one bin by setting their positions to 0.
         position = np.zeros(len(alpha), np.int64)
         (interval,) = percentile_by_bin_interval(
             alpha, position, sequence, 1, PERCENTILE, seed=seed

@@ -25,9 +25,10 @@ from sparrow.schedule import SparsitySchedule
 class Trajectories:
     """Rollouts sampled once and scored under many schedules by teacher forcing.
 
-    It's the sampler's p5 that must reach the target, but the scorer rounds differently. Under the
-    schedule that generated the rollouts, the difference can be measured at every token; it is then
-    added as noise to the log-probs under every schedule, including the dense one.
+    The target applies to the sampler's p5, but the scorer rounds differently from the sampler.
+    Under the schedule that generated the rollouts, the difference between the two can be measured
+    at every token. To simulate the sampler under other schedules, including the dense one, the
+    difference is added to the scorer's log-probs as noise.
 
     Everything is stored in ``folder``, so an interrupted calibration picks up where it left off.
 
@@ -87,8 +88,8 @@ class Trajectories:
         ]
 
     def ceiling(self) -> list[TokenAcceptance]:
-        """Compute dense rollouts' acceptance, which falls short of 1 because of sampler noise and
-        because the lists don't cover all tokens.
+        """Compute the acceptance of dense rollouts. It falls short of 1 because of sampler noise,
+        and because the lists don't cover all tokens.
         """
         sampled = self._dense
         if self._noise:

@@ -250,7 +250,7 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     """Print a table that compares the modes.
 
     Args:
-        rows: for each mode, its name, the mean difference between token log-probs and the dense
+        rows: for each mode, its name, the mean difference between its token log-probs and the dense
             policy's, and the counts from ``Counters.to_dict``.
     """
 

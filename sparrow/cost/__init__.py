@@ -1,6 +1,4 @@
-"""Predict the cost and speed-up of a schedule for one engine, for lossless decoding, and for a
-cluster.
-"""
+"""Predict the cost and speed-up of sparse and lossless decoding, on one engine or on a cluster."""
 
 from typing import TYPE_CHECKING
 

@@ -72,8 +72,8 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """Bandwidth, in bytes per second, at which a GPU gets the others' shards, within a host or
-        across hosts.
+        """Bandwidth, in bytes per second, at which a GPU receives other GPUs' shards. It depends on
+        whether the cluster has more than one host.
         """
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
@@ -159,7 +159,7 @@ def fit(
         raise ConfigError(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
             f"{needed / 2**30:.0f} GiB per GPU, {activations / 2**30:.0f} of them for "
-            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are available; {remedy}"
+            f"activations, but only {MEMORY_FRACTION * memory / 2**30:.0f} are available; {remedy}"
         )
 
     reserved = _reserved(cluster, state, colocated, engine_share)
@@ -174,7 +174,7 @@ def fit(
     if held < longest:
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for {held:,} "
-            f"tokens besides {shape.name}{' and its training state' if colocated else ''}, but a "
+            f"tokens alongside {shape.name}{' and its training state' if colocated else ''}, but a "
             f"sequence may have {longest:,}; raise tensor_parallel, or use more GPUs or shorter "
             "responses"
         )
@@ -207,8 +207,8 @@ def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
 
 
 def engine_shape(shape: ModelShape, cluster: Cluster) -> ModelShape:
-    """Return the model as an engine holds it. vLLM splits the KV heads over the engine's GPUs or,
-    with more GPUs than KV heads, caches each head on several of them.
+    """Return the shape of the model inside an engine. vLLM splits the KV heads over the engine's
+    GPUs. If there are more GPUs than KV heads, it caches each head on several GPUs.
 
     Raises ConfigError if the heads can't be split that way.
     """

@@ -46,7 +46,7 @@ DRAFT_PAGES = (
 
 @dataclass(frozen=True)
 class Cycle:
-    """The costs of a cycle beyond the bytes it reads and a dense step's overheads."""
+    """Costs of a cycle that a dense step doesn't have."""
 
     # seconds per layer in a draft step, in place of all ``Overheads``, because a draft step is a
     # single CUDA graph
@@ -68,8 +68,8 @@ def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return how many more bytes of expert weights a pass over ``tokens`` tokens reads if it takes
-    on ``further`` more tokens; 0 for a dense model.
+    """Return how many additional bytes of expert weights a pass over ``tokens`` tokens reads if
+    ``further`` tokens are added to it; 0 for a dense model.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -82,8 +82,8 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return the extra seconds that a dense step over ``sequences`` sequences takes to also verify
-    ``further`` drafts.
+    """Return how many seconds longer a dense step over ``sequences`` sequences takes if it also
+    verifies ``further`` drafts.
     """
     read_s = expert_bytes(shape, sequences, further) / (
         machine.read_bytes_s * overheads.read_fraction
@@ -114,8 +114,9 @@ def lossless_step(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
-    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``, divided by its tokens per
-    sequence so that it can be compared with a dense step. A cycle without drafts is a dense step.
+    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``. The cost is divided by the
+    cycle's tokens per sequence, which makes it comparable with a dense step. A cycle without drafts
+    is a dense step.
 
     Raises the same errors as ``decode_step``.
     """

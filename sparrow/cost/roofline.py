@@ -57,7 +57,7 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """The costs of a decode step beyond the bytes it reads, as fitted by
+    """The costs of a decode step other than reading bytes, as fitted by
     ``benchmarks/fit_roofline.py``.
     """
 
@@ -68,7 +68,7 @@ class Overheads:
     # extra seconds per sequence, for the top-20 lists
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    # host seconds per sequence for these lists, while the device is running
+    # host seconds per sequence for the top-20 lists, while the device is running
     host_s: float = 0.0
 
 

@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """True if some layers have linear attention. Lossless mode refuses such models."""
+        """True if some layers have linear attention. Lossless mode doesn't support such models."""
         return self.state_bytes > 0
 
     @property
@@ -212,7 +212,8 @@ def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:
         return ()
-    # For some models, transformers saves this field under another name than published configs use.
+    # For some models, configs saved by transformers use a different name for this field than
+    # published configs.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if config.get(name) is not None), names[0])
     width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"

@@ -19,8 +19,8 @@ from sparrow.schedule import SparsitySchedule
 class Counters:
     """Counts of an engine's work since it started, or since the last call to ``counters``.
 
-    The fields from ``drafted`` to ``choices`` are used only in lossless decoding. A cycle is one
-    verification of one sequence.
+    The fields from ``drafted`` to ``choices``, ``passes`` and ``guessed`` are used only in lossless
+    decoding. A cycle is one verification of one sequence.
     """
 
     # cached tokens read by decode steps, including draft steps, summed over sequences and layers
@@ -78,7 +78,7 @@ class Counters:
 
     @property
     def drafts_per_pass(self) -> float:
-        """Drafted tokens per sparse pass over guesses; 0 without guesses."""
+        """Drafted tokens per sparse pass, not counting unchecked guesses; 0 without guesses."""
         return (self.drafted - self.guessed) / self.passes if self.passes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,8 +175,8 @@ class PartVerifier(Protocol):
 
 @runtime_checkable
 class DraftReplayer(Protocol):
-    """An engine that can replay another engine's draft choices, which depend on measured speed.
-    Implementation: ``vllm.VLLMEngine``.
+    """An engine that can replay draft choices recorded by another engine. These choices depend on
+    measured speed, so seeds don't determine them. Implementation: ``vllm.VLLMEngine``.
     """
 
     def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:

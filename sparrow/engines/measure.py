@@ -30,8 +30,8 @@ factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until they show whether the tar
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """Return the same sampling with longer top-n lists. Return None if the current ones already
-    show for all ``bins`` whether the tail reaches ``p5``, or can't get any longer.
+    """Return the same sampling with longer top-n lists. Return None if the current lists already
+    show, for each of ``bins``, whether the tail reaches ``p5``, or if they can't get any longer.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """The facts that commands need about an engine before it is loaded."""
+    """What commands need to know about an engine before it is loaded."""
 
     names: tuple[str, ...]  # the engine's names; its spec starts with one of them
     start: str  # module:function that starts the engine from an ``Asked``
@@ -80,7 +80,9 @@ class EngineSpec:
 
     @property
     def rest(self) -> str:
-        """The part after the name and colon. For an address, everything but a ``stock:`` prefix."""
+        """The part after the name and colon. If the spec is an address, the address without a
+        ``stock:`` prefix.
+        """
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")
         return self.written.partition(":")[2]
@@ -119,7 +121,7 @@ def parse_engine(spec: str) -> EngineSpec:
 
 
 def no_engine(spec: str) -> ConfigError:
-    """Create the error for a spec that isn't an engine for sampling or training."""
+    """Create the error for a spec that doesn't name an engine for sampling or training."""
     written = {
         "nothing": "{0}",
         "options": "{0}, {0}:option=value,...",

@@ -49,8 +49,8 @@ class Responses:
         """Append a cycle's tokens to the responses ``rows``, dropping any past the end of a
         response. Return the indices, in ``rows``, of the responses that continue.
 
-        ``drafts`` is the number of tokens each row drafted, int64. If a row drafted nothing, its
-        token has no place in a cycle.
+        ``drafts`` is the number of tokens each row drafted, int64. If a row drafted nothing, the
+        ``cycle_place`` of its token is -1.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()

@@ -211,8 +211,8 @@ def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters, 16 hex digits. It is computed from one sum per parameter,
-    over the parameter's raw bits read as integers.
+    """Return a digest of the parameters, 16 hex digits. It covers each parameter's name, shape,
+    dtype, and the sum of its elements when their raw bits are read as integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []

@@ -92,8 +92,9 @@ def _over_problems(values: np.ndarray) -> Score:
     low, high = np.percentile(means, [2.5, 97.5])
     value = float(values[0])
     if (values == value).all() and 0 <= value <= 1:
-        # Resampling equal values gives no interval. With 97.5 % confidence, at most this share of
-        # all problems would score differently from those drawn, anywhere from 0 to 1.
+        # Resampling equal values gives no interval. With 97.5 % confidence, at most the share
+        # ``unseen`` of all problems would score differently. For the limits, assume that these all
+        # score 0 or all score 1.
         unseen = 1 - 0.025 ** (1 / len(values))
         low = value * (1 - unseen)
         high = value + (1 - value) * unseen

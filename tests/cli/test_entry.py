@@ -405,7 +405,7 @@ def test_cost_refuses_sequences_beyond_the_models_context(capsys):
     main([*command, "--prompt", "8192", "--cutoff", "32768"])  # 40,960 tokens, the whole context
     refused = fails(capsys, *command, "--prompt", "8193", "--cutoff", "32768")
     assert "a prompt of 8,193 tokens and a response of 32,768 (cutoff) do not fit" in refused
-    assert "the context of qwen3-4b, 40,960 tokens; lower cutoff or prompt" in refused
+    assert "the 40,960-token context of qwen3-4b; lower cutoff or prompt" in refused
 
 
 def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):

@@ -152,7 +152,7 @@ def test_a_model_that_does_not_fit_is_refused():
     little = replace(H200, memory_bytes=40e9)
     with pytest.raises(
         ConfigError,
-        match=r"engine of 1 H200 has room for [12]\d,\d+ tokens besides Qwen3-14B .*raise tensor_parallel",
+        match=r"engine of 1 H200 has room for [12]\d,\d+ tokens alongside Qwen3-14B .*raise tensor_parallel",
     ):
         fit(SHAPES["qwen3-14b"], Cluster(little, 64), 33000)
     with pytest.raises(ConfigError, match="6 GPUs cannot be split into engines of 4"):

@@ -64,8 +64,9 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the division that a step is planned with. The first part of a row may rank pages
-        for the others. It starts before them and never waits for them, so there's no deadlock.
+        """Return the ``Division`` to plan a step with. The first part of a row may rank pages for
+        the row's other parts. It starts before they do and never waits for them, so there's no
+        deadlock.
         """
         if self.parts > 1:
             # Pretend that everything is resident, to get the smallest parts that the number of
@@ -111,7 +112,7 @@ def choose_config(
         needed = config.shared_bytes(key_bytes(head_dim, dtype), capacity)
         return needed <= (limits.shared_memory + 1024) // config.resident - 1024
 
-    # The queries' float32 results go into the page buffers, so those must be large enough.
+    # The page buffers must be large enough to hold the queries' results in float32.
     least = -(-max(16, queries) // (8 * dtype.itemsize))
     while config.stages > least and not fits(config):
         config = replace(config, stages=config.stages - 1)
@@ -204,8 +205,9 @@ def run(
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the previous launch has ended. Only a
-    ``triton.store_tokens`` launch allows this, and it must only write the newest tokens.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. Only
+    ``triton.store_tokens`` lets the next launch start early. It must then store nothing but the
+    newest tokens.
     """
     assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)
@@ -288,8 +290,8 @@ class Launches:
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
-        """Split the batch across programs. The plan holds for all layers with the same lengths and
-        budgets.
+        """Split the batch across programs. The plan is valid for all layers with the same lengths
+        and budgets.
         """
         divide(self.batch, self.workspace, self.division)
 

@@ -1,5 +1,5 @@
-"""Triton kernels that update a paged cache: they store new tokens, and the landmarks of pages these
-tokens complete.
+"""Triton kernels that update a paged cache. They store new tokens, and the landmarks of pages that
+the new tokens complete.
 
 Shapes: K kv heads, D head dim (padded to DP), P page size, PER_BLOCK pages per cache block.
 """
@@ -30,8 +30,8 @@ def landmark_kernel(
     PER_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Recompute the mean keys of one layer's pages whose last slot is among this program's
-    ``SLOTS`` slots.
+    """For one layer, recompute the mean key of each page whose last slot is among the ``SLOTS``
+    slots of this program.
 
     ``scales`` is for int8 keys, and None for other dtypes.
     """
@@ -207,8 +207,8 @@ def round_to_e4m3(x):
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     # Values below 2^-6 are subnormal in e4m3, so don't go below that exponent.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # ``large`` has an exponent 20 higher, so its last float32 bit is x's last e4m3 bit, and adding
-    # it rounds x to that bit.
+    # The exponent of ``large`` is 20 higher, so its last mantissa bit is worth as much as x's last
+    # e4m3 bit. Adding ``large`` rounds x to that bit.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
 

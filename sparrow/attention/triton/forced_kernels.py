@@ -24,8 +24,8 @@ from sparrow.attention.triton.kernels import load_rows
 
 @triton.jit
 def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Count the listed pages that end before the tile begins. The rest of the list holds the tile's
-    own tokens.
+    """Count the listed pages that end before the tile begins. The other listed pages contain the
+    tile's own tokens.
     """
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
@@ -33,8 +33,8 @@ def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
-    """Return the token positions in NP listed pages, concatenated, and for each token, the mask of
-    the tile's positions that keep it. Masks are empty beyond ``end``.
+    """Return the token positions in NP listed pages, concatenated. For each token, also return a
+    bit mask of the tile's positions that keep it. Masks are empty beyond ``end``.
     """
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
     mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
@@ -377,8 +377,8 @@ def query_gradient_kernel(
 def _readers(
     masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr
 ):
-    """Return the pages kept by the positions of ROWS tiles, as bits ``[ROWS, BT, runs]``. Bit i is
-    the run's i-th page.
+    """Return the pages kept by the positions of ROWS tiles, as bits ``[ROWS, BT, runs]``. Bit i
+    stands for the run's i-th page.
     """
     tile = row + tl.arange(0, ROWS)
     bits = tl.zeros((ROWS, BT, n.shape[0]), tl.int32)
@@ -406,7 +406,7 @@ def reader_count_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Count the positions that keep any page of each run, ``[B, K, RUNS]``."""
+    """For each run of pages, count the positions that keep any of them, ``[B, K, RUNS]``."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -433,8 +433,8 @@ def reader_list_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """List the positions that keep any page of each run, in order. The low PAGES bits of an entry
-    say which pages the position keeps.
+    """For each run of pages, list the positions that keep any of them, in order. The low PAGES bits
+    of an entry say which pages the position keeps.
     """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT

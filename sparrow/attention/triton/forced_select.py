@@ -58,8 +58,8 @@ def landmark_kernel(
 
 @triton.jit
 def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """For each row of a tile, return its position and head (clamped to the valid range), its
-    position's bit in masks, and whether the row is valid.
+    """For each row of a tile, return its position and head (clamped to the valid range), the bit
+    that stands for the position in masks, and whether the row is valid.
     """
     row = tl.arange(0, BT * GP)
     position = tile * BT + row // GP
@@ -165,7 +165,7 @@ def select_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Same as ``select_pages``: the pages kept by each position, as bits
+    """Select pages like ``select_pages``, and store the pages kept by each position as bits,
     ``[B, K, C, BLOCK / 32]``.
     """
     item = tl.program_id(1).to(tl.int64)

@@ -1,10 +1,10 @@
 """Triton kernels for page-sparse decoding: rank pages, then attend to the kept ones.
 
-A row's kept pages are a list of page ids in sequence order. The "kept tokens" are the tokens in
-these pages, concatenated. They share a single index, whatever the page size, and only the last page
-may be partly filled. Lengths and top_k are read on the device, and the grid only depends on shapes,
-so a captured CUDA graph stays valid when lengths and budgets change. For what the kernels compute,
-see ``pages.py``.
+A row's kept pages are listed by page id, in sequence order. The "kept tokens" are the tokens in
+these pages, concatenated. They are numbered consecutively, whatever the page size, and only the
+last page may be partly filled. Lengths and top_k are read on the device, and the grid only depends
+on shapes, so a captured CUDA graph stays valid when lengths and budgets change. For what the
+kernels compute, see ``pages.py``.
 
 Each row has T new tokens. The first new token's query ranks the pages. All C = G * T queries of an
 item read the kept pages, and each query sees the new tokens up to its own. The new tokens come last
@@ -68,7 +68,7 @@ def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
     """Load one row of ``D`` elements from each block, at ``base_T1`` plus the block's offset,
-    zero-padded to ``DP``. Rows not ``inside`` are all zeros.
+    zero-padded to ``DP``. Rows where ``inside`` is False are all zeros.
     """
     d = tl.arange(0, DP)
     rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
@@ -383,8 +383,9 @@ def rank_kernel(
 ):
     """Score each item's pages in several programs; the last one to finish selects the pages.
 
-    With ``rank_before_wait``, ranking doesn't wait for the previous launch, which must then do
-    nothing but store the newest tokens. ``key_scales`` is for int8 keys, and None for other dtypes.
+    With ``rank_before_wait``, ranking doesn't wait for the previous launch. In that case, the
+    previous launch may only store the newest tokens. ``key_scales`` is for int8 keys, and None for
+    other dtypes.
     """
     if PDL:
         if rank_before_wait == 0:

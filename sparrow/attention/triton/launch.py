@@ -44,8 +44,9 @@ def run(
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the previous launch has ended. Only a
-    ``store_tokens`` launch allows this, and it must only write the newest tokens.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. Only
+    ``store_tokens`` lets the next launch start early. It must then store nothing but the newest
+    tokens.
     """
     assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)
@@ -99,7 +100,7 @@ class Launches:
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
     def plan(self) -> None:
-        """Split the batch across attention programs. The plan holds for all layers with these
+        """Split the batch across attention programs. The plan is valid for all layers with these
         lengths and budgets.
         """
         c = self.config
@@ -225,7 +226,7 @@ def store_tokens(
     A float8_e4m3fn cache needs ``scales`` and ``clipped``, int64 ``[1]``. Keys and values beyond
     448 times their scale are clamped, and the number of affected tokens is added to ``clipped``.
     For an int8 cache, ``scales`` is written too. If the next launch on the stream is a decode step
-    that reuses its plan, it may start ranking pages while tokens are still being stored.
+    with ``reuse_plan``, it may start ranking pages while tokens are still being stored.
     """
     (T,) = slot_mapping_T.shape
     (_, K, D) = key_TKD.shape

@@ -1,6 +1,6 @@
 """Results of ``sparrow tune``, saved in the user's cache folder with one file per GPU, attention
-shape and Triton version. The launcher reads the file once per process, and falls back to the
-shipped configurations if there is none.
+shape and Triton version. The launcher reads the file once per process. If the file doesn't exist,
+the launcher uses the shipped configurations.
 """
 
 from __future__ import annotations
@@ -229,9 +229,9 @@ def read(
 def tuned(batch: DecodeBatch, shipped: LaunchConfig) -> LaunchConfig:
     """Return the configuration for a batch: the tuned variant of ``shipped``, or ``shipped`` itself
     if this GPU and shape were never tuned. Steps with several new tokens per sequence are never
-    tuned, so they use ``shipped`` too.
+    tuned, so they always use ``shipped``.
 
-    This only depends on shapes, so it stays valid when a captured graph is replayed.
+    The result only depends on shapes, so it stays valid when a captured graph is replayed.
     """
     if batch.tokens > 1:
         return shipped

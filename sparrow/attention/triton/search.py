@@ -56,7 +56,7 @@ Times = Sequence[float]
 
 
 class WrongResult(Exception):
-    """Raised if a configuration differs from the reference by more than rounding explains."""
+    """Raised if a configuration's results are further from the reference than rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Grid:
 
 
 def check_target(target: Target, grid: Grid, device: torch.device) -> None:
-    """Raise ConfigError if the Triton kernels don't support the shape on ``device``, or the
-    sequences are too long to rank or too short to leave out a page.
+    """Raise ConfigError if the Triton kernels don't support the shape on ``device``, or if the
+    sequences are too long to rank, or too short for any page to be left out.
     """
     for name, value, supported in (
         ("head dim", target.head_dim, HEAD_DIMS),
@@ -90,7 +90,7 @@ def check_target(target: Target, grid: Grid, device: torch.device) -> None:
         raise ConfigError(
             f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} tokens, but "
             f"must have fewer than {MAX_PAGES} pages and keep at most {most} by score (got "
-            f"{max(grid.pages)}); change the option tokens or pages"
+            f"{max(grid.pages)}); change --tokens or --pages"
         )
 
 
@@ -310,8 +310,8 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Tensor, float]:
-        """The first step's exact result for ``checked_rows`` in float64, and the largest error of
-        the reference in the kernels' precision.
+        """The first step's exact result for ``checked_rows``, computed in float64, and the largest
+        error that the reference makes at the kernels' precision.
         """
         exact = self._reference(torch.float64)
         low = self._reference(self.pool.q_dtype)
@@ -406,7 +406,7 @@ def _rank_and_attend(step: Launches) -> None:
 
 
 def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Copy ``cache[blocks]`` to the CPU, indexing float8 as uint8, since torch can't index it."""
+    """Copy ``cache[blocks]`` to the CPU. Float8 is indexed as uint8, since torch can't index it."""
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[blocks].cpu().view(FP8)
     return cache[blocks].cpu()

@@ -25,7 +25,7 @@ class LaunchConfig:
     rank_warps: int  # warps per ranking program
     attend_tokens: int  # tokens per tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
-    # attention programs beyond the one per item; a multiple of the number of KV heads
+    # attention programs on top of one per item; a multiple of the number of KV heads
     extra_programs: int
     attend_warps: int  # warps per attention program
     part_tokens: int  # minimum number of kept tokens per part
@@ -45,7 +45,8 @@ class _Tiles:
     attend_stages: int
 
 
-# Few programs need many bytes in flight each; with many programs, several must fit on an SM.
+# If there are few programs, each needs many bytes in flight. If there are many, several must fit on
+# an SM.
 ONE = _Tiles(1, 128, 3, 128, 2)
 THREE = _Tiles(3, 128, 2, 64, 2)
 FOUR = _Tiles(4, 64, 2, 64, 1)
@@ -90,12 +91,12 @@ def choose(
     ``head_bytes`` bytes, a power of 2. Each item has ``queries`` queries of ``query_bytes`` bytes,
     including padding.
 
-    This only depends on shapes, so it stays valid when a captured graph is replayed.
+    The result only depends on shapes, so it stays valid when a captured graph is replayed.
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
-    # Tiles are capped at 128 rows. If heads are so narrow that they hit the cap, keep more tiles in
-    # flight instead.
+    # Tiles are capped at 128 rows. If heads are so narrow that tiles reach the cap, keep more tiles
+    # in flight instead.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
         score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),

@@ -120,7 +120,7 @@ class Variant:
 
 def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
     """Return whether the tiles in flight fit in shared memory. Even if they do, the compiled kernel
-    may turn out to need too much.
+    may turn out to need more shared memory than there is.
     """
     attend = config.attend_stages * config.attend_tokens * 2 * head_bytes
     score = config.score_stages * config.score_pages * head_bytes

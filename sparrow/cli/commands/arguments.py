@@ -50,8 +50,8 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Pick out the recorded settings that were set and still exist, since an older Sparrow may have
-    had others.
+    """Pick out the recorded settings that were set and that this version still has. An older
+    Sparrow may have recorded others.
     """
     known = {}
     for setting in fields(settings):

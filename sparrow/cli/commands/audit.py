@@ -25,8 +25,9 @@ STATUS = {"exact": 0, "biased": 1, "cannot tell": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(DecodingOptions, FromPrompts):
-    """Test whether an engine's samples are exactly those of the dense model. Exit status 0: no
-    bias, and a bias would have been detected; 1: biased; 2: cannot tell, or could not run.
+    """Test whether an engine's samples follow the dense model exactly. The exit status is 0 if no
+    bias was found and a bias would have been detected, 1 if the engine is biased, and 2 if the
+    audit cannot tell or could not run.
     """
 
     failure = 2

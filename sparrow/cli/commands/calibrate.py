@@ -25,7 +25,7 @@ class Calibrate(WithLists):
     # The value that the lower end of p5's 95 % interval must reach. Defaults to 0.86 unless
     # relative-target is set.
     target: Probability | None = None
-    # Instead of target: the same for p5 relative to its ceiling, which is the p5 of dense rollouts
+    # A target for p5 relative to its ceiling, the p5 of dense rollouts; use it instead of target
     # (docs/calibration.md).
     relative_target: Probability | None = None
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest of these.
@@ -38,8 +38,8 @@ class Calibrate(WithLists):
         253,
         509,
     )
-    # Maximum number of further passes, each of which tries another budget in every length bin that
-    # is not yet settled.
+    # Maximum number of passes after the first budgets. Each tries another budget in every length
+    # bin that is not yet settled.
     refine: CountOrZero = 3
     # Rounds that sample under the schedule found so far and search again; only the last round uses
     # all prompts.
@@ -48,7 +48,7 @@ class Calibrate(WithLists):
     # is sparse, the first responses are also sampled under it.
     layout: str = "dense"
     # First find relative budgets for layers or kv heads (requires engine hf; see
-    # docs/calibration.md). If unset, use the layout's.
+    # docs/calibration.md). If unset, the layout's budgets are used.
     head_budgets: Literal["layers", "heads"] | None = None
 
     def __post_init__(self) -> None:

@@ -129,7 +129,7 @@ class Cost(Command):
         if shape.context is not None and longest > shape.context:
             raise ConfigError(
                 f"a prompt of {self.prompt:,} tokens and a response of {self.cutoff:,} (cutoff) do "
-                f"not fit in the context of {self.model}, {shape.context:,} tokens; lower cutoff "
+                f"not fit in the {shape.context:,}-token context of {self.model}; lower cutoff "
                 "or prompt, or pass a config.json with a larger max_position_embeddings"
             )
 

@@ -17,8 +17,8 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(DecodingOptions, Sampled):
-    """Evaluate a model by mean@k, pass@k and majority@k with intervals, dense and sparse side by
-    side or in one mode.
+    """Evaluate a model by mean@k, pass@k and majority@k, with confidence intervals, either dense
+    and sparse side by side or in one mode.
     """
 
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
@@ -36,8 +36,8 @@ class Eval(DecodingOptions, Sampled):
     # Sample only from this many of the likeliest tokens. If unset, sample from all.
     top_k: Count | None = None
     k: Many = 16  # Responses per problem.
-    # Evaluate only the first problems of each benchmark, up to this number. If unset, evaluate all
-    # problems of a dataset; a task is endless and needs a limit.
+    # Evaluate only this many problems of each benchmark, from the start. If unset, evaluate all
+    # problems of a dataset. Tasks are endless, so they need a limit.
     limit: Many | None = None
 
     def run(self) -> None:

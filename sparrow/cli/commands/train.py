@@ -56,8 +56,8 @@ class Train(TrainOptions):
         # Check the run directory now, since the trainer would only report errors after the model
         # and engine are loaded.
         RunDir(self.run_dir, self.resume)
-        # Treat SIGTERM like Ctrl-C, so that the run is saved. Cluster schedulers send it to end a
-        # run, and launchers when another of their processes has died.
+        # Treat SIGTERM like Ctrl-C, so that the run is saved. Cluster schedulers send SIGTERM to
+        # end a run, and launchers send it when another of their processes has died.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Every process creates its shards from weights it has loaded itself; by default,
         # transformers would load them in only one process.
@@ -110,9 +110,9 @@ class Train(TrainOptions):
         from sparrow.cli.loading import load_engine
         from sparrow.train.ranks import asked_to_shard
 
-        # The actor shares the policy's weights unless it is distilled, a LoRA is merged for it, or
-        # the policy's weights are sharded, as sharded weights can only be used by all processes
-        # together.
+        # The actor normally shares the policy's weights. It needs its own if it is distilled, if a
+        # LoRA is merged for it, or if the policy's weights are sharded: all processes have to work
+        # together to use sharded weights.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = (
             copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model

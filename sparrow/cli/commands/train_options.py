@@ -1,4 +1,4 @@
-"""The options of ``sparrow train``, which dry runs share."""
+"""The options of ``sparrow train``, also used by dry runs."""
 
 from __future__ import annotations
 

@@ -43,10 +43,11 @@ class Tune(Command):
     # How the engine stores keys and values, as in vLLM's kv_cache_dtype.
     kv_cache_dtype: Literal["bfloat16", "float16", "fp8", "int8_per_token_head"] = "bfloat16"
     page_size: Count = 16  # Tokens per page, as in the schedule.
-    # Batch sizes in sequences. A batch of any other size uses the choice for the nearest of these.
+    # Batch sizes in sequences. Batches of other sizes use the configuration for the nearest of
+    # these.
     batches: Annotated[tuple[Batch, ...], Field(min_length=1)] = (1, 4, 16, 64, 256)
-    # Numbers of pages kept by score. A choice must be at least as fast as the shipped one for each
-    # of them.
+    # Numbers of pages kept by score. For each of them, the chosen configuration must be at least as
+    # fast as the shipped one.
     pages: Annotated[tuple[Count, ...], Field(min_length=1)] = (64, 256)
     tokens: Count = 16384  # Length of every sequence.
 

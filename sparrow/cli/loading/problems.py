@@ -47,7 +47,7 @@ def load_problems(
     reward: str | None = None,
     chat: ChatConfig = NO_CHAT,
 ) -> Task:
-    """Load the given task, or mixture of datasets. A task is given by name or as ``module:Class``.
+    """Load a task or a mixture of datasets. A task is given by name or as ``module:Class``.
 
     A dataset's questions are rendered with the tokenizer's chat template, if it has one, using the
     settings in ``chat``. Rows whose prompt has no tokens, or more than ``room``, are dropped and

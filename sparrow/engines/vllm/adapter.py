@@ -13,8 +13,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def take_adapter(options: dict[str, Any]) -> Any:
-    """Take ``adapter``, the folder of a LoRA adapter in PEFT's format, out of the ``vllm.LLM``
-    options, and add the options it needs.
+    """Remove ``adapter``, the folder of a LoRA adapter in PEFT's format, from the ``vllm.LLM``
+    options. Add the options that vLLM needs to load the adapter.
 
     Returns:
         vLLM's ``LoRARequest``, or None if there is no adapter.

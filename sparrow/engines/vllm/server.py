@@ -167,7 +167,7 @@ class VLLMServer(Client):
         """Return how many tokens the server has read and written since it started, -1 if it doesn't
         respond, or None if it doesn't count tokens.
 
-        The latter happens if vLLM runs with ``--disable-log-stats``.
+        vLLM doesn't count tokens if it runs with ``--disable-log-stats``.
         """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()

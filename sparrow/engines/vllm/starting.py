@@ -1,4 +1,4 @@
-"""One-sentence errors for when a vLLM engine does not start, with the reason and a remedy."""
+"""One-sentence errors, with a reason and a remedy, for vLLM engines that do not start."""
 
 from __future__ import annotations
 

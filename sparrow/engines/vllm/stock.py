@@ -43,7 +43,7 @@ class StockEngine(VLLMEngine):
             ) from error
         self._adapter = take_adapter(options)
         defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
-        # vLLM loads Sparrow's plugin here too, so make sure its environment variables are unset.
+        # vLLM loads Sparrow's plugin here too. Unset the variables that would activate the plugin.
         plain = {
             config.MODE_ENVIRONMENT: None,
             config.ENVIRONMENT: None,
@@ -169,7 +169,7 @@ class StockServer(VLLMServer):
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
     """Build a ``Rollout`` from one of the server's choices.
 
-    Raises EngineError if it has no token ids. vLLM before 0.10.2 doesn't send any.
+    Raises EngineError if the choice has no token ids. vLLM before 0.10.2 doesn't send any.
     """
     tokens = choice.get("token_ids")
     if tokens is None:
