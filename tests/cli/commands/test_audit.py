@@ -7,8 +7,8 @@ import pytest
 
 from sparrow.audit.statistics import Finding, Mean, Verdict
 from sparrow.cli import main
-from sparrow.cli.entry import parse
 from sparrow.cli.commands.audit import Audit
+from sparrow.cli.entry import parse
 from sparrow.engines.base import Counters
 from sparrow.errors import ConfigError
 from tests.conftest import fails
