@@ -159,11 +159,11 @@ def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
 
 def time_pass(drafter: Any, rows: int) -> dict[str, float]:
     """Time sparse passes over the running sequences. Return the median and the spread in ms."""
-    made = getattr(drafter, "_made_R", None)
+    cycle = getattr(drafter, "_cycle", None)
     times = []
     for _ in range(REPLAYS):
-        if made is not None:
-            made.zero_()
+        if cycle is not None:
+            cycle.made_R.zero_()
         began = clock()
         drafter._replay(1, rows)
         times.append(1e3 * (clock() - began))

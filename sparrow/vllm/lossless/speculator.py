@@ -137,10 +137,6 @@ class SparseSpeculator(DraftModelSpeculator):
         ``Drafter.propose`` for the result and ``Pass`` for the arguments.
         """
         B = input_batch.num_reqs
-        # Dummy runs measure peak memory. No need to draft for that: a draft step takes less memory
-        # than the pass before it.
-        if dummy_run:
-            return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]
         is_prefilling = None
         if prefilling.any():
@@ -151,9 +147,18 @@ class SparseSpeculator(DraftModelSpeculator):
             num_sampled,
             num_rejected,
             last_sampled.view(-1),
+            next_prefill_tokens[0],
             temperature,
             seeds,
+            aux_hidden_states or [],
+            attn_metadata,
+            slot_mappings,
         )
+        self.drafter.read(after, self.plan.tokens)
+        # Dummy runs measure peak memory. No need to draft for that: a draft step takes less memory
+        # than the pass before it.
+        if dummy_run:
+            return self.draft_tokens[:B]
         return self.drafter.propose(self.plan, after)
 
 
