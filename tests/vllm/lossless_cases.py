@@ -312,7 +312,7 @@ class Landmarks:
     def check(self, speculator, batch, rejected_B):
         table = speculator.block_tables.input_block_tables[0]
         cached = (batch.seq_lens[: batch.num_reqs] - rejected_B[: batch.num_reqs]).tolist()
-        for layer in speculator.vllm_config.compilation_config.static_forward_context.values():
+        for layer in selfcheck.layers_of(speculator.vllm_config):
             keys, _, marks, _ = layer.impl.cache_views(layer, layer.kv_cache)
             keys = keys if keys.dtype == marks.dtype else keys.float()
             P, N = layer.impl.runtime.layout.page_size, keys.shape[2]
@@ -450,10 +450,18 @@ def test_steps_without_drafts_bypass_the_speculator_without_changing_counters(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)]
+    ("drafts", "to_verify", "has_head", "is_idle"),
+    [
+        (0, {}, False, True),
+        (0, {}, True, False),
+        (2, {}, False, False),
+        (0, {"a": [-1]}, False, False),
+    ],
 )
-def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(drafts, to_verify, is_idle):
-    drafting = SimpleNamespace(plan=DraftPlan(4, budget=0))
+def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(
+    drafts, to_verify, has_head, is_idle
+):
+    drafting = SimpleNamespace(plan=DraftPlan(4, budget=0), has_head=has_head)
     scheduled = SimpleNamespace(
         num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify
     )

@@ -28,6 +28,7 @@ KERNELS = (
     "begin_history",
     "look_up",
     "extend_history",
+    "head_step",
     "set_up",
     "advance",
     "fill",
@@ -37,7 +38,7 @@ KERNELS = (
 CONSTANTS = {"T": 4, "TP": 4, "GP": 16, "KP": 16, "TOKENS": 16, "BLOCK": 4096}
 WIDE = {"index_R", "positions_RT", "slots_RT", "index_RT", "place_RT", "drawn_RT", "drafts_SK"}
 WIDE |= {"guesses_RG", "positions_R", "slots_R", "decoded", "drawn_S", "counts"}
-NUMBERS = {"G", "K", "M", "V", "limit"}
+NUMBERS = {"G", "K", "M", "V", "limit", "step"}
 
 
 def type_of(argument: str) -> str:

@@ -1,11 +1,12 @@
 """The cascade: tokens are guessed, the sparse actor judges the guesses and drafts tokens, and the
 policy verifies the drafts. ``sparrow.model.speculative`` is the reference.
 
-A sparse pass reads T tokens per row: the newest token and T - 1 guesses (``guesses.GuessSource``).
-It produces between 1 and T drafts per row, so rows advance at different rates. The draft length
-fixes the number of passes, and each pass is a CUDA graph, so the host never waits for the device.
-If a row ends up with fewer than K drafts, guesses fill the rest. Verification treats a guess as
-drawn from a distribution q with all its mass on that token, so it stays exact.
+A sparse pass reads T tokens per row: the newest token and T - 1 guesses, from history or from a
+head (``guesses.GuessSource``). It produces between 1 and T drafts per row, so rows advance at
+different rates. The draft length fixes the number of passes, and each pass is a CUDA graph, so the
+host never waits for the device. If a row ends up with fewer than K drafts, guesses fill the rest.
+Verification treats a guess as drawn from a distribution q with all its mass on that token, so it
+stays exact.
 
 A pass writes its keys and values to the slots of the next tokens. In a cycle's last passes, some
 tokens may fall outside the blocks vLLM has reserved. Their keys and values go to vLLM's null block,
@@ -30,6 +31,7 @@ from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless import cascade_kernels as kernels
 from sparrow.vllm.lossless.drafter import Pass
 from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
+from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.history import HistorySource
 from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.setup import passes_of
@@ -49,8 +51,7 @@ class CascadeDrafter(SparseDrafter):
         S = speculator.max_num_reqs
         self.tokens = decoding.guess_tokens + 1  # T
         self._cycle = Cycle(S, device)
-        guesses = max(decoding.guess_tokens, speculator.num_speculative_steps)
-        self.source: GuessSource = HistorySource(speculator, self._cycle, guesses)
+        self.source = _source(decoding, speculator, self._cycle)
         self._cached_R = torch.zeros(S, dtype=torch.int64, device=device)
         self._slots_R = torch.full((S * self.tokens,), -1, dtype=torch.int64, device=device)
         self._index_RT = torch.full_like(self._slots_R, -1)
@@ -197,6 +198,15 @@ class CascadeDrafter(SparseDrafter):
         self.source.follow(
             rows, SparsePass(step, positions, self._slots_R[: rows * T], drawn_T, states)
         )
+
+
+def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
+    """Create what guesses tokens with these settings."""
+    tokens = decoding.guess_tokens
+    guesses = max(tokens, speculator.num_speculative_steps)
+    if decoding.guess_head is not None:
+        return HeadSource(speculator, cycle, tokens, guesses)
+    return HistorySource(speculator, cycle, guesses)
 
 
 class StagedDrafter:

@@ -1,6 +1,6 @@
 """Triton kernels for the cascade's draft loop (``cascade.CascadeDrafter``) and its guesses
-(``history``). They store each row's drafts in the current cycle, look up guesses, and advance rows
-at different rates.
+(``history``, ``head``). They store each row's drafts in the current cycle, look up guesses, and
+advance rows at different rates.
 
 A row's history is its tokens followed by the drafts made so far. Guesses are looked up in it as in
 ``sparrow.model.history``.
@@ -138,6 +138,45 @@ def extend_history_kernel(
     t = tl.arange(0, TP)
     drawn = tl.load(drawn_RT + row * T + t, mask=t < T, other=0)
     tl.store(history_RN + row * history_stride + before + t, drawn.to(tl.int32), mask=t < kept)
+
+
+@triton.jit
+def head_step_kernel(
+    length_R,
+    made_R,
+    wanted,
+    guesses_RG,
+    G,
+    step,
+    ids_R,
+    positions_R,
+    slots_R,
+    lengths_R,
+    blocks_SM,
+    blocks_stride,
+    limit,
+    T: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Set up a head's ``step``, counted from 1, in which it reads a row's guess ``step`` and writes
+    the next one. The head stores token n + 1 in the slot of token n. Rows take part as in
+    ``set_up_kernel``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    begun = tl.load(length_R + row).to(tl.int64)
+    made = tl.load(made_R + row).to(tl.int64)
+    known = begun + made
+    takes_part = (begun > 0) & (made < tl.load(wanted)) & (known - 1 + T <= limit)
+    position = tl.where(takes_part, known - 2 + step, 0)
+    block = tl.load(
+        blocks_SM + row * blocks_stride + position // TOKENS, mask=takes_part, other=0
+    ).to(tl.int64)
+    slot = tl.where(takes_part, block * TOKENS + position % TOKENS, -1)
+    guess = tl.load(guesses_RG + row * G + step - 1)
+    tl.store(ids_R + row, tl.where(takes_part, guess, 0).to(tl.int32))
+    tl.store(positions_R + row, position)
+    tl.store(slots_R + row, slot)
+    tl.store(lengths_R + row, tl.where(takes_part, position + 1, 0).to(tl.int32))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The interface between the cascade and what guesses tokens for it, such as history.
+"""The interface between the cascade and what guesses tokens for it: history or a trained head.
 
 Guesses never affect the distribution of samples, because the sparse actor judges each one.
 
