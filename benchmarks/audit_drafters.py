@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, samplings, separate
-from common import REASONER, machine, write
+from common import REASONER, machine, write, write_head
 from vllm_versions import FEW_PAGES
 
 DRAFTS = 3  # EAGLE-3's draft length
@@ -33,43 +33,7 @@ TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
 
 def head(folder: Path) -> dict[str, Any]:
     """Write a random EAGLE-3 head for the reasoner, and return vLLM's options for it."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((REASONER / "config.json").read_text())
-    width, mlp, words = (config[x] for x in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads = config["num_attention_heads"] * config["head_dim"]
-    kv_heads = config["num_key_value_heads"] * config["head_dim"]
-    for name in ("layer_types", "max_window_layers", "tie_word_embeddings"):
-        del config[name]
-    config |= {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": words,
-        "tie_word_embeddings": False,
-    }
-
-    sizes = {
-        "fc": (width, 3 * width),
-        "midlayer.self_attn.q_proj": (heads, 2 * width),
-        "midlayer.self_attn.k_proj": (kv_heads, 2 * width),
-        "midlayer.self_attn.v_proj": (kv_heads, 2 * width),
-        "midlayer.self_attn.o_proj": (width, heads),
-        "midlayer.mlp.gate_proj": (mlp, width),
-        "midlayer.mlp.up_proj": (mlp, width),
-        "midlayer.mlp.down_proj": (width, mlp),
-        "lm_head": (words, width),
-    }
-    torch.manual_seed(0)
-    weights = {f"{name}.weight": torch.randn(size) / size[1] ** 0.5 for name, size in sizes.items()}
-    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    for norm in ("norm", *(f"midlayer.{name}" for name in norms)):
-        weights[f"{norm}.weight"] = torch.ones(width)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_head(json.loads((REASONER / "config.json").read_text()), folder)
     return {
         "method": "eagle3",
         "model": str(folder),

@@ -1,5 +1,5 @@
-"""Measure guesses from history in vLLM on one GPU: the time of a sparse pass over several tokens,
-and the speed with guesses relative to stock vLLM and to lossless mode without guesses.
+"""Measure lossless mode with guesses in vLLM on one GPU: the time of a sparse pass over several
+tokens, and the speed relative to stock vLLM and to lossless mode without guesses.
 
     python benchmarks/cascade.py synthetic    # writes results/cascade_qwen3-1.7b.json
     python benchmarks/cascade.py real --model MODEL --prompts TEXT
@@ -12,7 +12,8 @@ synthetic rejection sampler): the one measured with the text model (docs/lossles
 no pass has made are never accepted. Passes over 1, 2, 4 and 8 tokens are also timed on their own.
 
 ``real`` samples continuations of a text, or answers to questions, from a given model, with real
-guesses, drafts and verification.
+guesses, drafts and verification. With ``--head``, a trained head guesses too, and stock vLLM drafts
+with it.
 
 Each engine runs in its own process, one after another on the same GPU. The file is written after
 each engine, and engines also save their results after each point. A run is added to those already
@@ -161,11 +162,11 @@ def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
 
 def time_pass(drafter: Any, rows: int) -> dict[str, float]:
     """Time sparse passes over the running sequences. Return the median and the spread in ms."""
-    made = getattr(drafter, "_made_R", None)
+    cycle = getattr(drafter, "_cycle", None)
     times = []
     for _ in range(REPLAYS):
-        if made is not None:
-            made.zero_()
+        if cycle is not None:
+            cycle.made_R.zero_()
         began = clock()
         drafter._replay(1, rows)
         times.append(1e3 * (clock() - began))
@@ -306,30 +307,37 @@ STOCK_ARMS: dict[str, dict[str, Any]] = {
             "prompt_lookup_max": 4,
         }
     },
+    "eagle3": {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
 }
 """Options of stock vLLM in the arms of ``real`` that run without Sparrow: dense decoding, and
-vLLM's own guesses from history.
+vLLM's own drafts from history and by a head.
 """
 LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "adaptive": {"adapt_draft_tokens": True},
     "guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
     "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
+    "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
 }
 """Settings of lossless mode in the other arms of ``real``. Arms that aren't adaptive draft and
 guess in every cycle.
 """
+WITH_HEAD = ("eagle3", "head_guess3")
+"""Arms that need ``--head``."""
 
 
-def real_decoding(arm: str) -> Any:
+def real_decoding(arm: str, head: Path | None = None) -> Any:
     """Return an arm's settings of lossless mode, or None if it runs without Sparrow."""
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
 
     if arm in STOCK_ARMS:
         return None
+    settings = dict(LOSSLESS_ARMS[arm])
+    if arm in WITH_HEAD:
+        settings["guess_head"] = str(head)
     schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
-    return Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **LOSSLESS_ARMS[arm])
+    return Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **settings)
 
 
 def real(arguments: argparse.Namespace, keep: Save) -> None:
@@ -338,7 +346,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 
     from sparrow.vllm import plugin
 
-    decoding = real_decoding(arguments.child)
+    decoding = real_decoding(arguments.child, arguments.head)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     prompts = [
         (path, real_prompts(tokenizer, path, arguments.sequences, arguments.context))
@@ -350,6 +358,9 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
     if decoding is not None:
         plugin.register()
         options["additional_config"] = {"sparrow": decoding.to_dict()}
+    if arguments.child == "eagle3":
+        eagle3 = {**options["speculative_config"], "model": str(arguments.head)}
+        options["speculative_config"] = eagle3
     began = time.monotonic()
     llm = LLM(
         str(arguments.model),
@@ -437,6 +448,8 @@ def again(arguments: argparse.Namespace) -> Iterator[str]:
     yield from ("--temperatures", *map(str, arguments.temperatures))
     yield from ("--sequences", str(arguments.sequences), "--context", str(arguments.context))
     yield from ("--max-new-tokens", str(arguments.max_new_tokens))
+    if arguments.head is not None:
+        yield from ("--head", str(arguments.head.resolve()))
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -448,6 +461,10 @@ def measure(arguments: argparse.Namespace) -> None:
         out, result = earlier_runs(arguments.out, "cascade_real", arguments.model.name)
     engines: dict[str, Any] = {}
     result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
+    head = getattr(arguments, "head", None)
+    arms = arguments.arms or [
+        arm for arm in ARMS[arguments.part] if head is not None or arm not in WITH_HEAD
+    ]
     until = time.time() + arguments.deadline
     with tempfile.TemporaryDirectory() as folder:
 
@@ -457,7 +474,7 @@ def measure(arguments: argparse.Namespace) -> None:
             log = out.with_name(f"{out.stem}_{arm}.log")
             return EngineProcess(command, written, log, os.environ)
 
-        for arm, found in in_turn(arguments.arms or ARMS[arguments.part], start, until):
+        for arm, found in in_turn(arms, start, until):
             engines[arm] = found
             save(out, result)
             for row in found["points"]:
@@ -474,6 +491,7 @@ def pair(text: str) -> tuple[int, int]:
 
 def main() -> None:
     options = parser(__doc__)
+    names = " and ".join(WITH_HEAD)
     parts = options.add_subparsers(dest="part", required=True)
     for part in RUN:
         each = parts.add_parser(part)
@@ -502,7 +520,12 @@ def main() -> None:
         each.add_argument("--context", type=int, default=2048, help="tokens per prompt, for a text")
         each.add_argument("--max-new-tokens", type=int, default=1024)
         each.add_argument("--options", default="{}", help="further vLLM options, as JSON")
+        each.add_argument(
+            "--head", type=Path, help="an EAGLE-3 head for the model, for the arms " + names
+        )
     arguments = options.parse_args()
+    if set(arguments.arms or ()) & {*WITH_HEAD} and arguments.head is None:
+        options.error(f"the arms {names} need --head")
 
     if arguments.child is None:
         measure(arguments)

@@ -146,6 +146,48 @@ def small_qwen3(is_mixture: bool = False) -> Any:
     )
 
 
+def write_head(model: Mapping[str, Any], folder: Path) -> Path:
+    """Write a random EAGLE-3 head for a model with this ``config.json``, and return the folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = dict(model)
+    width, mlp, words = (config[x] for x in ("hidden_size", "intermediate_size", "vocab_size"))
+    layers = config["num_hidden_layers"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    kv_heads = config["num_key_value_heads"] * config["head_dim"]
+    for name in ("layer_types", "max_window_layers"):
+        config.pop(name, None)
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": words,
+        "eagle_aux_hidden_state_layer_ids": [min(2, layers // 2 - 1), layers // 2, layers],
+        "tie_word_embeddings": False,
+    }
+    sizes = {
+        "fc": (width, 3 * width),
+        "midlayer.self_attn.q_proj": (heads, 2 * width),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.o_proj": (width, heads),
+        "midlayer.mlp.gate_proj": (mlp, width),
+        "midlayer.mlp.up_proj": (mlp, width),
+        "midlayer.mlp.down_proj": (width, mlp),
+        "lm_head": (words, width),
+    }
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(size) / size[1] ** 0.5 for name, size in sizes.items()}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    for norm in ("norm", *(f"midlayer.{name}" for name in norms)):
+        weights[f"{norm}.weight"] = torch.ones(width)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def tracing(
     path: str | Path, lines: int, count: int, seed: int, device: Any
 ) -> tuple[Any, list[int], list[list[int]]]:

@@ -1,13 +1,14 @@
 """Check on a GPU that lossless mode in vLLM samples from the dense model's distribution.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
-        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3] [--vary] \\
+        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3 [--head]] [--vary] \\
         --out FILE
-    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2] [--vary] \\
-        --out samples.json
+    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2 [--head]] \\
+        [--vary] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
-All models are random, and drafts are accepted or rejected as in real use.
+All models are random, and drafts are accepted or rejected as in real use. With ``--head``, a random
+EAGLE-3 head guesses, instead of history.
 
 - ``equal`` compares log-probs with transformers in float32, using the yardstick of
   ``vllm_check.py``. It also compares greedy tokens with stock vLLM's. Where they first differ, it
@@ -24,6 +25,7 @@ All models are random, and drafts are accepted or rejected as in real use.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import add_draft_weights, parser, qwen3
+from common import add_draft_weights, parser, qwen3, write_head
 from fp8_check import sampled
 from scipy import stats
 from transformers import Qwen3ForCausalLM
@@ -83,17 +85,18 @@ def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list
     return differences
 
 
+def random_head(arguments: argparse.Namespace, model: Path) -> str | None:
+    """Write a random head for the model in this folder, if asked for, and return its folder."""
+    if not arguments.head:
+        return None
+    config = json.loads((model / "config.json").read_text())
+    return str(write_head(config, model / "head"))
+
+
 def equal(arguments: argparse.Namespace) -> None:
     note = notes(arguments.out, dtype=arguments.dtype)
     if arguments.vary:
         vary_drafts()
-    decoding = Decoding.lossless(
-        DRAFTS,
-        draft_tokens=DRAFT_TOKENS,
-        adapt_draft_tokens=arguments.vary,
-        draft_weights=arguments.draft_weights,
-        guess_tokens=arguments.guess_tokens,
-    )
     alone = arguments.tensor_parallel == 1
     shared = options(
         arguments.dtype,
@@ -107,6 +110,14 @@ def equal(arguments: argparse.Namespace) -> None:
         model, new_weights = (
             random_model(path, arguments.dtype, seed, arguments.mixture)
             for seed, path in enumerate((folder, other))
+        )
+        decoding = Decoding.lossless(
+            DRAFTS,
+            draft_tokens=DRAFT_TOKENS,
+            adapt_draft_tokens=arguments.vary,
+            draft_weights=arguments.draft_weights,
+            guess_tokens=arguments.guess_tokens,
+            guess_head=random_head(arguments, folder),
         )
         truths = [
             HFEngine(load(path, "float32").cuda(), UNBOUNDED, eos_ids=[])
@@ -344,6 +355,7 @@ def samples(arguments: argparse.Namespace) -> None:
             draft_tokens=TOKENS - 1,
             adapt_draft_tokens=arguments.vary,
             guess_tokens=arguments.guess_tokens,
+            guess_head=random_head(arguments, Path(folder)),
         ).to_dict()
         share = -(-arguments.count // arguments.processes)
         parts = [
@@ -387,6 +399,11 @@ def main() -> None:
         "--guess-tokens", type=int, default=0, help="guesses per pass (for equal and samples)"
     )
     command.add_argument(
+        "--head",
+        action="store_true",
+        help="let a random EAGLE-3 head guess, instead of history (for equal and samples)",
+    )
+    command.add_argument(
         "--vary",
         action="store_true",
         help="change the number of drafts, and whether to guess, at random from cycle to cycle "
@@ -406,6 +423,8 @@ def main() -> None:
             "invariant takes neither --guess-tokens nor --vary; leave them out, or check equal or "
             "samples"
         )
+    if arguments.head and not arguments.guess_tokens:
+        command.error("--head needs --guess-tokens, such as 3")
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
         command.error(
             f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"

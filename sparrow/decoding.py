@@ -76,6 +76,9 @@ class LosslessSettings:
     # sparse actor agrees with plus one more token. In vLLM, guesses are used only where they are
     # faster, unless adapt_draft_tokens is off. 0: draft one token per pass.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
+    # Lossless in vLLM: an EAGLE-3 head for the model, as a folder or a name on the Hugging Face
+    # Hub. The head guesses the guess_tokens tokens, instead of history.
+    guess_head: str | None = None
     # Lossless: draw drafts with the same random numbers as the final tokens, so that a seed yields
     # the tokens of dense decoding (up to rounding), whatever is drafted. Fewer drafts are accepted.
     drafter_invariant: bool = False
@@ -125,6 +128,14 @@ class Decoding(LosslessSettings):
             raise ConfigError(
                 "adapt_draft_budget is true, but adapt_draft_tokens is false; "
                 "set both to true, or adapt_draft_budget to false"
+            )
+        head = self.guess_head
+        if head is not None and not (isinstance(head, str) and head):
+            raise ConfigError(f"guess_head must be the folder or name of a head, got {head!r}")
+        if head is not None and not self.guess_tokens:
+            raise ConfigError(
+                f"guess_head is {head!r}, but guess_tokens is 0; set guess_tokens to 3, for "
+                "example, or leave guess_head out"
             )
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(

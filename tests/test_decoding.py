@@ -58,6 +58,10 @@ def test_a_mode_name_selects_that_modes_defaults():
         ),
         ({"mode": "lossless", "draft_weights": "auto"}, Decoding("lossless", DRAFT_SCHEDULE)),
         (
+            {"mode": "lossless", "guess_tokens": 3, "guess_head": "h"},
+            Decoding("lossless", DRAFT_SCHEDULE, guess_tokens=3, guess_head="h"),
+        ),
+        (
             {"mode": "lossless", "guess_tokens": 3},
             Decoding("lossless", DRAFT_SCHEDULE, guess_tokens=3),
         ),
@@ -121,6 +125,14 @@ def test_decoding_settings_survive_a_round_trip(value, expected):
             r"draft_weights must be one of \('auto', 'fp8'\), got 'int8'",
         ),
         ({"mode": "lossless", "draft_weights": True}, "draft_weights must be one of .* got True"),
+        (
+            {"mode": "lossless", "guess_head": "h"},
+            "guess_head is 'h', but guess_tokens is 0; set guess_tokens to 3, .*or leave guess_head",
+        ),
+        (
+            {"mode": "lossless", "guess_tokens": 3, "guess_head": 3},
+            "guess_head must be the folder or name of a head, got 3",
+        ),
         (
             {"mode": "lossless", "guess_tokens": -1},
             "guess_tokens must be a whole number of at least 0, got -1",

@@ -101,6 +101,11 @@ class HFEngine(Engine, Scorer, Ranker):
                 f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with "
                 "the model's own weights; leave draft_weights out, or use engine vllm"
             )
+        if self.decoding.guess_head is not None:
+            raise ConfigError(
+                f"guess_head is {self.decoding.guess_head!r}, but with transformers only history "
+                "guesses tokens; leave guess_head out, or use engine vllm"
+            )
 
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast

@@ -165,6 +165,12 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 self.draft_weights == "auto",
                 "left out unless mode is lossless",
             )
+            require(
+                self,
+                "guess_head",
+                self.guess_head is None,
+                "left out unless mode is lossless",
+            )
             if not chosen or start:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs a schedule for drafts and "

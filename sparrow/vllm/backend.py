@@ -76,11 +76,6 @@ class LayerGroup:
         """Return whether this layer is the last in the group to write its keys."""
         return layer is self._layers[-1]
 
-    def forget_cache(self) -> None:
-        """Drop the layers' views of the KV cache so that its memory can be freed."""
-        for layer in self._layers:
-            layer.impl.forget_cache()
-
     def set_dense(self, step: Step) -> None:
         """Set the step that the layers use if vLLM's metadata has none."""
         for layer in self._layers:
@@ -147,10 +142,10 @@ class SparseBuilder(VLLMClass):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = find(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        self._layers = LayerGroup(
-            layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl)
-        )
-        self._layers.forget_cache()
+        ours = [layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl)]
+        for layer in ours:
+            layer.impl.forget_cache()
+        self._layers = LayerGroup(ours)
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
         if self.runtime is None:
             return
@@ -290,6 +285,8 @@ class SparseImpl(VLLMClass):
     is_sparse_layer = False
     # True for sparse layers; in lossless mode or with an 8-bit cache, true for all layers
     has_landmarks = False
+    # True for the layers of a head that guesses: they read everything, and have no landmarks
+    is_of_head = False
     fp8_scales: fp8.LayerScales | None = None  # only for an fp8 cache
     # budgets of this worker's heads; set for sparse layers if the schedule has head budgets
     head_budgets: Tensor | None = None
@@ -342,7 +339,7 @@ class SparseImpl(VLLMClass):
         """
         runtime = self.runtime
         return (
-            self.is_sparse_layer
+            (self.is_sparse_layer or self.is_of_head)
             and runtime is not None
             and (runtime.drafting.is_running or not runtime.is_lossless)
         )
@@ -379,7 +376,7 @@ class SparseImpl(VLLMClass):
         return self._cached_views
 
     def forget_cache(self) -> None:
-        """Drop the views of the layer's latest cache."""
+        """Drop the views of the layer's latest cache, so that its memory can be freed."""
         self._viewed = None
         self._cached_views = None
 
@@ -431,7 +428,7 @@ class SparseImpl(VLLMClass):
         if self.begins_step and step is not None and step.rows and not step.has_page_counts:
             assert self.runtime is not None
             self.runtime.look_up(step.lengths)
-        if step is None or not self.has_landmarks:
+        if step is None or not (self.has_landmarks or self.is_of_head):
             return super().forward(
                 layer,
                 query,
@@ -518,6 +515,15 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             "padding; choose another model, or start vLLM without a schedule"
         )
     runtime = find(vllm_config)
+    if getattr(layer, "is_draft_layer", False):
+        assert runtime is not None, "the head's layers come after the model's"
+        layer.impl.runtime = runtime
+        layer.impl.is_of_head = True
+        layer.impl.begins_decode = True
+        layer.impl.kernels = runtime.model.kernels
+        # With the same padding, blocks are as large as those of the model's layers, so that vLLM
+        # keeps one block table for all of them.
+        return with_tail(spec, schedule.page_size, runtime.cache.landmark_dtype, None)[0]
     if runtime is None:
         scheduler = vllm_config.scheduler_config
         graph_rows = (

@@ -197,6 +197,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             setup.check_draft_weights(vllm_config, on_cpu)
         if decoding.guess_tokens:
             setup.check_guesses(vllm_config, decoding)
+        if decoding.guess_head is not None:
+            setup.check_head(vllm_config)
     decoding.schedule.check_model(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     )

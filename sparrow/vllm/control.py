@@ -320,7 +320,8 @@ def check(vllm_config: Any) -> None:
     )
     steps = "sparse steps"
     if decoding.guess_tokens:
-        guesses = f"{decoding.guess_tokens} guesses from history ({model.pass_kernels})"
+        source = "history" if decoding.guess_head is None else f"the head {decoding.guess_head!r}"
+        guesses = f"{decoding.guess_tokens} guesses from {source} ({model.pass_kernels})"
         steps = (
             f"sparse steps, or sparse passes over {guesses}, one per {DRAFTS_PER_PASS} drafts,"
             if decoding.adapt_draft_tokens

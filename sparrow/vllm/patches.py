@@ -83,6 +83,7 @@ def _checked_init_device(stock: Any) -> Any:
                 decoding.is_lossless,
                 current_platform.is_cpu(),
                 has_adapters=self.vllm_config.lora_config is not None,
+                has_head=decoding.guess_head is not None,
             )
             if decoding.is_lossless:
                 apply(LOSSLESS)
@@ -172,7 +173,10 @@ def _prepared_engine_arguments(stock: Any) -> Any:
             config.settle(self, decoding, current_platform.is_cpu())
             if decoding.is_lossless:
                 setup.prepare(self, decoding, current_platform.is_cpu())
-        return stock(self, *args, **kwargs)
+        vllm_config = stock(self, *args, **kwargs)
+        if decoding is not None and decoding.is_lossless:
+            setup.claim(vllm_config.speculative_config)
+        return vllm_config
 
     return create_engine_config
 

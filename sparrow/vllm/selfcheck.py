@@ -197,6 +197,17 @@ IN_LOSSLESS_MODE = (
         ("vllm_config", "device"),
     ),
 )
+WITH_HEAD = (
+    Read(
+        "vllm.v1.worker.gpu.spec_decode.eagle.utils:load_eagle_model",
+        ("target_model", "vllm_config"),
+    ),
+    Read(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        ("input_ids", "positions", "query_start_loc", "idx_mapping"),
+    ),
+    Read("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.is_draft_layer"),
+)
 WITH_ADAPTERS = (
     Read(
         "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta",
@@ -217,19 +228,24 @@ WITH_ADAPTERS = (
     Read("vllm.lora.model_manager:LoRAModelManager.lora_slots"),
     Read("vllm.lora.layers:LogitsProcessorWithLoRA"),
 )
-"""Names in vLLM that Sparrow uses, on top of those replaced by ``patches``. ``WITH_ADAPTERS`` is
-for lossless mode with LoRA.
+"""Names in vLLM that Sparrow uses, on top of those replaced by ``patches``. ``WITH_HEAD`` is for
+lossless mode with ``guess_head``, ``WITH_ADAPTERS`` for lossless mode with LoRA.
 """
 
 
 def check_names(
-    patches: Iterable[Any], is_lossless: bool, on_cpu: bool, has_adapters: bool
+    patches: Iterable[Any],
+    is_lossless: bool,
+    on_cpu: bool,
+    has_adapters: bool,
+    has_head: bool = False,
 ) -> None:
     """Check that vLLM has every function and parameter that this engine relies on.
 
     Args:
         patches: the patches the engine will apply (``patches.Patch``).
         has_adapters: whether the engine supports LoRA (``enable_lora``).
+        has_head: whether a head guesses (``guess_head``).
 
     Raises ConfigError if a name or parameter is missing.
     """
@@ -242,6 +258,8 @@ def check_names(
     for read in reads + (IN_LOSSLESS_MODE if is_lossless else ()):
         check_name(read.target, read.parameters)
     for read in WITH_ADAPTERS if is_lossless and has_adapters else ():
+        check_name(read.target, read.parameters)
+    for read in WITH_HEAD if has_head else ():
         check_name(read.target, read.parameters)
     if is_lossless:
         sampler = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"
@@ -309,7 +327,9 @@ def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
-    """List the layers that run Sparrow's attention, in model order."""
+    """List the model's layers that run Sparrow's attention, in order. Layers of a head that guesses
+    are not among them.
+    """
     from vllm.model_executor.models.utils import extract_layer_index
 
     every = vllm_config.compilation_config.static_forward_context.values()
@@ -317,6 +337,7 @@ def layers_of(vllm_config: Any) -> list[Any]:
         layer
         for layer in every
         if getattr(getattr(layer, "impl", None), "runtime", None) is not None
+        and not layer.impl.is_of_head
     ]
     return sorted(ours, key=lambda layer: extract_layer_index(layer.layer_name))
 

@@ -21,6 +21,7 @@ SUPPORTED = ">=0.26"
 use a different cache layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
+OLDEST_WITH_HEAD = "0.32"
 PROVEN = {
     "0.26": "2.11",
     "0.28": "2.11",
@@ -52,6 +53,20 @@ def check(on_cpu: bool) -> None:
         raise ConfigError(
             f"Sparrow runs on CPUs only in vLLM {OLDEST_ON_CPU} or later, got {vllm.__version__}; "
             "install a later version, or use a GPU"
+        )
+
+
+def check_head() -> None:
+    """Check that a head can guess in this process's vLLM.
+
+    Raises ConfigError if this version's EAGLE-3 heads are too different.
+    """
+    import vllm
+
+    if Version(vllm.__version__).release < Version(OLDEST_WITH_HEAD).release:
+        raise ConfigError(
+            f"guess_head needs vLLM {OLDEST_WITH_HEAD} or later, got {vllm.__version__}; install a "
+            "later version, or leave guess_head out"
         )
 
 

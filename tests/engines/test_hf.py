@@ -138,6 +138,12 @@ def test_separate_draft_weights_are_refused():
         HFEngine(tiny_model(), Decoding.lossless("fixed:2", draft_weights="fp8"), eos_ids=[])
 
 
+def test_a_head_that_guesses_is_refused():
+    decoding = Decoding.lossless("fixed:2", guess_tokens=3, guess_head="h")
+    with pytest.raises(ConfigError, match=r"guess_head is 'h', but .*; leave guess_head out, or"):
+        HFEngine(tiny_model(), decoding, eos_ids=[])
+
+
 @pytest.mark.slow
 def test_padding_and_a_static_cache_do_not_change_the_output():
     rows = prompts()

@@ -64,26 +64,39 @@ def test_guesses_match_the_reference(at_once):
     length = torch.tensor([len(row) for row in rows])
     expected = guess(history.long()[:, None], length[:, None], m)
 
-    found = torch.full((B, 8), -7, dtype=torch.int64)
-    made, drawn = torch.zeros(B, dtype=torch.int32), torch.zeros(B, dtype=torch.int64)
-    counts = torch.zeros(2, dtype=torch.int64)
-    cascade_kernels.fill_kernel[(B,)](
-        torch.arange(B),
+    found = torch.full((B, 8), -7)
+    cascade_kernels.look_up_kernel[(B,)](
         length.int(),
-        made,
+        torch.zeros(B, dtype=torch.int32),
+        torch.tensor(8, dtype=torch.int32),
         history,
         N,
         found,
         8,
-        drawn,
-        counts,
-        8,
-        KP=8,
+        GP=8,
         BLOCK=at_once,
     )
     assert torch.equal(found[:, :m], expected)
-    assert counts.tolist() == [8 * B, 8 * B] and not drawn.any()
     assert len(expected.unique()) > 8
+
+
+def test_drafts_are_topped_up_with_guesses():
+    guesses = torch.arange(40).view(5, 8)
+    drafts = torch.full((5, 6), -7)
+    drawn, counts = torch.full((9,), -7), torch.zeros(2, dtype=torch.int64)
+    made = torch.tensor([0, 2, 4, 5, 3], dtype=torch.int32)
+    cascade_kernels.fill_kernel[(5,)](
+        torch.tensor([3, 4, 1, 8, -1]), made, guesses, 8, drafts, 6, drawn, counts, 5, KP=8
+    )
+    assert drafts.tolist() == [
+        [0, 1, 2, 3, 4, -7],
+        [-7, -7, 8, 9, 10, -7],
+        [-7, -7, -7, -7, 16, -7],
+        [-7] * 6,
+        [-7] * 6,
+    ]
+    assert drawn.tolist() == [-7, 4, -7, 0, 2, -7, -7, -7, 5]
+    assert counts.tolist() == [4 * 5, 5 + 3 + 1]
 
 
 # --- greedy ---
@@ -290,19 +303,19 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
     folder, _ = made
     foreign, checked = [], []
     stock = cascade.CascadeDrafter._run
-    begin = cascade_kernels.begin_history_kernel
+    begin = cascade_kernels.begin_kernel
 
     class Undirected:
         def __getitem__(self, grid):
             def launch(*args, **named):
-                table = args[8].clone()
+                table = args[2].clone()
                 begin[grid](*args, **named)
-                args[8].copy_(table)
+                args[2].copy_(table)
 
             return launch
 
     if not is_directed:
-        monkeypatch.setattr(cascade_kernels, "begin_history_kernel", Undirected())
+        monkeypatch.setattr(cascade_kernels, "begin_kernel", Undirected())
 
     def run(drafter, drafts, B):
         vllm = drafter._vllm

@@ -312,7 +312,7 @@ class Landmarks:
     def check(self, speculator, batch, rejected_B):
         table = speculator.block_tables.input_block_tables[0]
         cached = (batch.seq_lens[: batch.num_reqs] - rejected_B[: batch.num_reqs]).tolist()
-        for layer in speculator.vllm_config.compilation_config.static_forward_context.values():
+        for layer in selfcheck.layers_of(speculator.vllm_config):
             keys, _, marks, _ = layer.impl.cache_views(layer, layer.kv_cache)
             keys = keys if keys.dtype == marks.dtype else keys.float()
             P, N = layer.impl.runtime.layout.page_size, keys.shape[2]
@@ -450,10 +450,18 @@ def test_steps_without_drafts_bypass_the_speculator_without_changing_counters(
 
 
 @pytest.mark.parametrize(
-    ("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)]
+    ("drafts", "to_verify", "has_head", "is_idle"),
+    [
+        (0, {}, False, True),
+        (0, {}, True, False),
+        (2, {}, False, False),
+        (0, {"a": [-1]}, False, False),
+    ],
 )
-def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(drafts, to_verify, is_idle):
-    drafting = SimpleNamespace(plan=DraftPlan(4, budget=0))
+def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(
+    drafts, to_verify, has_head, is_idle
+):
+    drafting = SimpleNamespace(plan=DraftPlan(4, budget=0), has_head=has_head)
     scheduled = SimpleNamespace(
         num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify
     )
@@ -465,37 +473,41 @@ def test_a_step_is_idle_if_it_neither_verifies_nor_makes_drafts(drafts, to_verif
 
 
 def test_the_speculator_passes_its_plan_to_any_drafter():
-    asked = []
+    asked, read = [], []
+    drafter = SimpleNamespace(
+        read=lambda *what: read.append(what),
+        propose=lambda *what: asked.append(what) or "drafts",
+    )
     drafting = SimpleNamespace(
-        drafter=SimpleNamespace(propose=lambda *what: asked.append(what) or "drafts"),
-        plan=DraftPlan(3, budget=1),
-        draft_tokens=torch.zeros(4, 3),
-        device="cpu",
+        drafter=drafter, plan=DraftPlan(3, budget=1), draft_tokens=torch.zeros(4, 3), device="cpu"
     )
     sampled, rejected, newest = torch.tensor([0, 2]), torch.tensor([0, 1]), torch.zeros(4, 1)
+    of_prompts = torch.arange(8).view(2, 4)  # the next two tokens of each prompt
     for is_prefilling in ([True, False], [False, False]):
         batch = SimpleNamespace(num_reqs=2, is_prefilling_np=np.array(is_prefilling))
         told = (
             batch,
+            "metadata",
+            "slots",
             None,
-            None,
-            None,
-            None,
+            ["states"],
             sampled,
             rejected,
             newest,
-            None,
+            of_prompts,
             "temperatures",
             "seeds",
         )
         assert speculator.SparseSpeculator.propose(drafting, *told) == "drafts"
         planned, after = asked.pop()
         assert planned == DraftPlan(3, budget=1)
+        assert read.pop() == (after, 3)
         assert (after.batch, after.sampled_B, after.rejected_B) == (batch, sampled, rejected)
-        assert after.newest_S.shape == (4,) and after[-2:] == ("temperatures", "seeds")
+        assert after.newest_S.shape == (4,) and after.next_prompt_S.tolist() == [0, 1, 2, 3]
+        assert after[-5:] == ("temperatures", "seeds", ["states"], "metadata", "slots")
         assert (after.is_prefilling_B is None) == (not any(is_prefilling))
     assert speculator.SparseSpeculator.propose(drafting, *told, dummy_run=True).shape == (2, 3)
-    assert not asked  # vLLM measures its memory with such runs
+    assert read and not asked  # vLLM measures its memory with such runs
 
 
 # --- vLLM's handling of requests around a cycle ---

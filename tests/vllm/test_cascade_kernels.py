@@ -23,11 +23,22 @@ from tests import own_process  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-KERNELS = ("begin_history", "guess", "advance", "fill", "count_drawn", "one_hot")
-CONSTANTS = {"T": 4, "TP": 4, "KP": 16, "TOKENS": 16, "BLOCK": 4096}
+KERNELS = (
+    "begin",
+    "begin_history",
+    "look_up",
+    "extend_history",
+    "head_step",
+    "set_up",
+    "advance",
+    "fill",
+    "count_drawn",
+    "one_hot",
+)
+CONSTANTS = {"T": 4, "TP": 4, "GP": 16, "KP": 16, "TOKENS": 16, "BLOCK": 4096}
 WIDE = {"index_R", "positions_RT", "slots_RT", "index_RT", "place_RT", "drawn_RT", "drafts_SK"}
-WIDE |= {"decoded", "drawn_S", "counts"}
-NUMBERS = {"K", "M", "V", "limit"}
+WIDE |= {"guesses_RG", "positions_R", "slots_R", "decoded", "drawn_S", "counts"}
+NUMBERS = {"G", "K", "M", "V", "limit", "step"}
 
 
 def type_of(argument: str) -> str:

@@ -23,6 +23,8 @@ PARTS = {
     "mixture": ("mixture_cases.py", ""),
     "cascade": ("cascade_cases.py", "not distribution"),
     "cascade_distribution": ("cascade_cases.py", "distribution"),
+    "head": ("head_cases.py", "not distribution"),
+    "head_distribution": ("head_cases.py", "distribution"),
     "selfcheck": ("selfcheck_cases.py", ""),
 }
 

@@ -28,6 +28,7 @@ def arguments(**given):
         enforce_eager=False,
         max_num_seqs=None,
         additional_config={},
+        sleep_preserve_parameter_names=[],
     )
     return SimpleNamespace(**{**stock, **given})
 
@@ -52,6 +53,23 @@ def test_vllm_is_configured_to_draft_with_the_model_itself():
         "draft_sample_method": "probabilistic",
     }
     assert made.async_scheduling is True and made.scheduler_cls is None
+
+
+def test_vllm_is_configured_to_load_a_head_that_guesses(monkeypatch):
+    decoding = Decoding.lossless(draft_tokens=5, guess_tokens=3, guess_head="h")
+    made = prepared(decoding)
+    assert made.speculative_config["method"] == "eagle3"
+    assert made.speculative_config["model"] == "h"
+    assert made.speculative_config["num_speculative_tokens"] == 5
+    assert made.sleep_preserve_parameter_names == ["draft.*"]  # for a sleep that drops weights
+    setup.prepare(made, decoding, on_cpu=True)
+    assert made.sleep_preserve_parameter_names == ["draft.*"]
+    assert prepared().sleep_preserve_parameter_names == []
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    with pytest.raises(
+        ConfigError, match=r"^guess_head needs vLLM 0.32 or later, got 0.31.2; .*, or leave guess"
+    ):
+        prepared(decoding, on_cpu=False)
 
 
 def test_an_adaptive_draft_count_configures_choices_and_the_scheduler():
@@ -284,11 +302,9 @@ def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
 
 def speculative_configs():
     """Return vLLM's configuration of lossless mode, and of another draft model."""
-    target = SimpleNamespace(model="m")
-    return (
-        SimpleNamespace(method="draft_model", model=m, target_model_config=target)
-        for m in ("m", "small")
-    )
+    ours, other = SimpleNamespace(), SimpleNamespace()
+    setup.claim(ours)
+    return ours, other
 
 
 @pytest.mark.parametrize("name", setup.REFUSED_OPTIONS)

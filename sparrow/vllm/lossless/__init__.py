@@ -6,7 +6,8 @@ Before a model is loaded, ``setup`` configures vLLM for lossless mode. In the en
 the drafts read (``draft_budget``). The chooser bases its decisions on the times and acceptance
 rates ``measured`` so far, and a ``plan`` carries each decision to the workers. In a worker, vLLM
 calls the ``speculator``, and a ``drafter`` proposes tokens. The default is the ``sparse_drafter``,
-which uses the policy's weights or a copy of them (``draft_weights``). ``graphs`` lists a cycle's
+which uses the policy's weights or a copy of them (``draft_weights``); the ``cascade`` also uses
+``guesses``, from ``history`` or from a trained ``head``. ``graphs`` lists a cycle's
 CUDA graphs, ``verify`` samples tokens independently of the drafts, and ``meter`` measures draft
 acceptance.
 """

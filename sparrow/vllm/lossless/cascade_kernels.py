@@ -1,14 +1,16 @@
-"""Triton kernels for the cascade's draft loop (``cascade.CascadeDrafter``). They store each row's
-drafts in the current cycle, look up guesses, and advance rows at different rates.
+"""Triton kernels for the cascade's draft loop (``cascade.CascadeDrafter``) and its guesses
+(``history``, ``head``). They store each row's drafts in the current cycle, look up guesses, and
+advance rows at different rates.
 
-A row's history is its tokens followed by the drafts made so far. Guesses are looked up as in
+A row's history is its tokens followed by the drafts made so far. Guesses are looked up in it as in
 ``sparrow.model.history``.
 
 The draft length may change every cycle, so kernels in a CUDA graph read it from the device
 (``wanted``).
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
-tokens per pass, K drafts per cycle, N tokens and M blocks of the longest sequence, V vocabulary.
+tokens per pass, G guesses per row, K drafts per cycle, N tokens and M blocks of the longest
+sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,27 +27,40 @@ then by position.
 
 
 @triton.jit(do_not_specialize=["K"])
-def begin_history_kernel(
-    index_R,
-    newest_R,
+def begin_kernel(
     length_R,
     made_R,
-    tokens_SN,
-    tokens_stride,
-    history_RN,
-    history_stride,
     blocks_SM,
     blocks_stride,
     M,
     K,
     wanted,
     TOKENS: tl.constexpr,
+):
+    """Store the number of drafts. In a row's block table, put the null block right after the block
+    of the cycle's last draft, so that later tokens are written there.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(length_R + row).to(tl.int64)
+    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after the last draft's block
+    is_there = (length > 0) & (beyond < M)
+    tl.store(blocks_SM + row * blocks_stride + beyond, 0, mask=is_there)
+    tl.store(made_R + row, 0)
+    tl.store(wanted, K, mask=row == 0)
+
+
+@triton.jit
+def begin_history_kernel(
+    index_R,
+    newest_R,
+    length_R,
+    tokens_SN,
+    tokens_stride,
+    history_RN,
+    history_stride,
     BLOCK: tl.constexpr,
 ):
-    """Copy a row's tokens, including the newest, to its history, and store the number of drafts. In
-    the block table, put the null block right after the block of the cycle's last draft, so that
-    later tokens are written there.
-    """
+    """Copy a row's tokens, including the newest, to its history."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     index = tl.load(index_R + row).to(tl.int64)
@@ -55,12 +70,6 @@ def begin_history_kernel(
     token = tl.load(tokens_SN + index * tokens_stride + at, mask=is_token, other=0)
     token = tl.where(at == length - 1, tl.load(newest_R + row), token)
     tl.store(history_RN + row * history_stride + at, token, mask=is_token)
-
-    beyond = (length - 1 + K - 1) // TOKENS + 1  # the block after the last draft's block
-    is_there = (part == 0) & (length > 0) & (beyond < M)
-    tl.store(blocks_SM + row * blocks_stride + beyond, 0, mask=is_there)
-    tl.store(made_R + row, 0, mask=part == 0)
-    tl.store(wanted, K, mask=(row == 0) & (part == 0))
 
 
 @triton.jit
@@ -85,12 +94,101 @@ def _continuation(history_N, known, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def guess_kernel(
-    index_R,
+def look_up_kernel(
     length_R,
     made_R,
+    wanted,
     history_RN,
     history_stride,
+    guesses_RG,
+    G,
+    GP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Guess the tokens after a row's newest, unless the row already has all its drafts. Guesses
+    that history does not have are 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    begun = tl.load(length_R + row).to(tl.int64)
+    made = tl.load(made_R + row).to(tl.int64)
+    known = tl.where((begun > 0) & (made < tl.load(wanted)), begun + made, 0)
+    history_N = history_RN + row * history_stride
+    first = _continuation(history_N, known, BLOCK)
+    g = tl.arange(0, GP)
+    is_known = (g < G) & (first >= 0) & (first + g < known)
+    token = tl.load(history_N + first + g, mask=is_known, other=0)
+    tl.store(guesses_RG + row * G + g, token.to(tl.int64), mask=g < G)
+
+
+@triton.jit
+def extend_history_kernel(
+    drawn_RT,
+    length_R,
+    made_R,
+    kept_R,
+    history_RN,
+    history_stride,
+    T: tl.constexpr,
+    TP: tl.constexpr,
+):
+    """Append the drafts of the latest pass to a row's history."""
+    row = tl.program_id(0).to(tl.int64)
+    kept = tl.load(kept_R + row).to(tl.int64)
+    before = tl.load(length_R + row).to(tl.int64) + tl.load(made_R + row).to(tl.int64) - kept
+    t = tl.arange(0, TP)
+    drawn = tl.load(drawn_RT + row * T + t, mask=t < T, other=0)
+    tl.store(history_RN + row * history_stride + before + t, drawn.to(tl.int32), mask=t < kept)
+
+
+@triton.jit
+def head_step_kernel(
+    length_R,
+    made_R,
+    wanted,
+    guesses_RG,
+    G,
+    step,
+    ids_R,
+    positions_R,
+    slots_R,
+    lengths_R,
+    blocks_SM,
+    blocks_stride,
+    limit,
+    T: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Set up a head's ``step``, counted from 1, in which it reads a row's guess ``step`` and writes
+    the next one. The head stores token n + 1 in the slot of token n. Rows take part as in
+    ``set_up_kernel``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    begun = tl.load(length_R + row).to(tl.int64)
+    made = tl.load(made_R + row).to(tl.int64)
+    known = begun + made
+    takes_part = (begun > 0) & (made < tl.load(wanted)) & (known - 1 + T <= limit)
+    position = tl.where(takes_part, known - 2 + step, 0)
+    block = tl.load(
+        blocks_SM + row * blocks_stride + position // TOKENS, mask=takes_part, other=0
+    ).to(tl.int64)
+    slot = tl.where(takes_part, block * TOKENS + position % TOKENS, -1)
+    guess = tl.load(guesses_RG + row * G + step - 1)
+    tl.store(ids_R + row, tl.where(takes_part, guess, 0).to(tl.int32))
+    tl.store(positions_R + row, position)
+    tl.store(slots_R + row, slot)
+    tl.store(lengths_R + row, tl.where(takes_part, position + 1, 0).to(tl.int32))
+
+
+@triton.jit
+def set_up_kernel(
+    index_R,
+    newest_R,
+    length_R,
+    made_R,
+    drafts_SK,
+    drafts_stride,
+    guesses_RG,
+    guesses_stride,
     ids_RT,
     positions_RT,
     slots_RT,
@@ -106,7 +204,6 @@ def guess_kernel(
     T: tl.constexpr,
     TP: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Set up a row's sparse pass over its newest token and the guesses for the tokens after it.
 
@@ -120,15 +217,19 @@ def guess_kernel(
     known = begun + made
     takes_part = (begun > 0) & (made < K) & (known - 1 + T <= limit)
     index = tl.load(index_R + row).to(tl.int64)
-    history_N = history_RN + row * history_stride
     known = tl.where(takes_part, known, 0)
-    first = _continuation(history_N, known, BLOCK)
 
     t = tl.arange(0, TP)
     is_token = t < T
-    at = tl.where(t == 0, known - 1, first + t - 1)
-    is_known = is_token & ((t == 0) | (first >= 0)) & (at >= 0) & (at < known)
-    token = tl.load(history_N + at, mask=is_known, other=0)
+    newest = tl.load(newest_R + row).to(tl.int64)
+    latest = tl.load(
+        drafts_SK + row * drafts_stride + made - 1, mask=takes_part & (made > 0), other=0
+    ).to(tl.int64)
+    guess = tl.load(
+        guesses_RG + row * guesses_stride + t - 1, mask=is_token & (t > 0) & takes_part, other=0
+    )
+    first = tl.where(made > 0, latest, tl.where(takes_part, newest, 0))
+    token = tl.where(t == 0, first, guess)
     position = tl.maximum(known - 1, 0) + t
     block = tl.load(
         blocks_SM + row * blocks_stride + position // TOKENS, mask=is_token & takes_part, other=0
@@ -137,7 +238,7 @@ def guess_kernel(
     is_place = takes_part & (made + t < K)
 
     out = row * T + t
-    tl.store(ids_RT + out, token, mask=is_token)
+    tl.store(ids_RT + out, token.to(tl.int32), mask=is_token)
     tl.store(positions_RT + out, tl.where(takes_part, position, 0), mask=is_token)
     tl.store(slots_RT + out, slot, mask=is_token)
     tl.store(index_RT + out, tl.where(is_place, index, -1), mask=is_token)
@@ -153,8 +254,7 @@ def advance_kernel(
     lengths_R,
     length_R,
     made_R,
-    history_RN,
-    history_stride,
+    kept_R,
     drafts_SK,
     drafts_stride,
     decoded,
@@ -163,7 +263,7 @@ def advance_kernel(
     TP: tl.constexpr,
 ):
     """Keep the drawn tokens up to and including the first one that differs from its guess. Append
-    them to the row's drafts and history, and count the pass.
+    them to the row's drafts, and count the pass.
 
     ``decoded`` counts rows by length (see ``DecodedRows``).
     """
@@ -176,28 +276,25 @@ def advance_kernel(
     drawn = tl.load(drawn_RT + row * T + t, mask=t < T, other=0)
     guess = tl.load(ids_RT + row * T + t + 1, mask=t + 1 < T, other=-1)
     kept = tl.min(tl.where((t + 1 < T) & (drawn == guess), TP, t), 0)
-    count = tl.minimum(kept + 1, K - made)
-    is_new = takes_part & (t < count)
-    tl.store(drafts_SK + row * drafts_stride + made + t, drawn, mask=is_new)
-    tl.store(history_RN + row * history_stride + known + t, drawn, mask=is_new)
-    tl.store(made_R + row, made + count, mask=takes_part)
+    count = tl.where(takes_part, tl.minimum(kept + 1, K - made), 0)
+    tl.store(drafts_SK + row * drafts_stride + made + t, drawn, mask=t < count)
+    tl.store(made_R + row, (made + count).to(tl.int32))
+    tl.store(kept_R + row, count.to(tl.int32))
     tl.atomic_add(decoded + known, 1, mask=takes_part, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["K"])
 def fill_kernel(
     index_R,
-    length_R,
     made_R,
-    history_RN,
-    history_stride,
+    guesses_RG,
+    guesses_stride,
     drafts_SK,
     drafts_stride,
     drawn_S,
     counts,
     K,
     KP: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Top up a row's drafts with guesses if its passes made too few, and count its drafts and
     guesses (see ``Runtime.count_drafts``).
@@ -206,17 +303,10 @@ def fill_kernel(
     index = tl.load(index_R + row).to(tl.int64)
     drafts = index >= 0
     made = tl.load(made_R + row).to(tl.int64)
-    known = tl.load(length_R + row).to(tl.int64) + made
-    history_N = history_RN + row * history_stride
-    is_full = made >= K
-    known = tl.where(drafts & (is_full == 0), known, 0)
-    first = _continuation(history_N, known, BLOCK)
     place = tl.arange(0, KP)
-    at = first + place - made
     is_empty = drafts & (place >= made) & (place < K)
-    is_known = is_empty & (first >= 0) & (at < known)
-    token = tl.load(history_N + at, mask=is_known, other=0)
-    tl.store(drafts_SK + row * drafts_stride + place, token.to(tl.int64), mask=is_empty)
+    guess = tl.load(guesses_RG + row * guesses_stride + place - made, mask=is_empty, other=0)
+    tl.store(drafts_SK + row * drafts_stride + place, guess, mask=is_empty)
     tl.store(drawn_S + index, made, mask=drafts)
     tl.atomic_add(counts, K, mask=drafts, sem="relaxed")
     tl.atomic_add(counts + 1, K - made, mask=drafts, sem="relaxed")

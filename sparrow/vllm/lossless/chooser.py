@@ -1,6 +1,6 @@
-"""Choose how many tokens to draft, whether to use guesses from history, and how much the drafts
-read. The winner is the combination with the most tokens per second in similar batches, as measured
-while the engine runs.
+"""Choose how many tokens to draft, whether to use guesses, and how much the drafts read. The winner
+is the combination with the most tokens per second in similar batches, as measured while the engine
+runs.
 
 The choice only affects speed. Samples follow the policy no matter what is drafted.
 """

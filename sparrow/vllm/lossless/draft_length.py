@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft, and whether to use guesses from history, by picking whatever
-gave the most tokens per second in similar batches.
+"""Choose how many tokens to draft, and whether to use guesses, by picking whatever gave the most
+tokens per second in similar batches.
 """
 
 from __future__ import annotations

@@ -24,8 +24,14 @@ class Pass(NamedTuple):
     sampled_B: Tensor
     rejected_B: Tensor  # number of rejected drafts per sequence
     newest_S: Tensor  # each sequence's newest token, not in the cache yet
+    next_prompt_S: Tensor  # the next token of each prompt that isn't complete
     temperature_S: Tensor
     seed_S: Tensor
+    # for a head that guesses: the model's auxiliary hidden states, one tensor per layer, and vLLM's
+    # attention metadata and slots by layer, which are None in some dummy runs
+    states: list[Tensor]
+    metadata: Any
+    slots: Any
 
 
 class Drafter(Protocol):
@@ -62,6 +68,9 @@ class Drafter(Protocol):
 
     def capture(self) -> None:
         """Capture CUDA graphs of the steps that ``propose`` runs."""
+
+    def read(self, after: Pass, drafts: int) -> None:
+        """Take in a dense pass, which ``drafts`` drafts follow. Called before ``propose``."""
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """Draft the planned number of tokens, which may be 0, and count the dense pass

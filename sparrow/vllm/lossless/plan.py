@@ -13,7 +13,7 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class Guessed(NamedTuple):
-    """A number of drafts to make with guesses from history (``cascade``)."""
+    """A number of drafts to make with guesses (``cascade``)."""
 
     drafts: int
 
@@ -35,7 +35,7 @@ class DraftPlan(NamedTuple):
 
     tokens: int  # number of drafts per sequence, 0 for none
     budget: int  # how much the drafts read, as an index into ``Runtime.budgets``
-    guesses: bool = False  # whether to use guesses from history
+    guesses: bool = False  # whether to use guesses
 
     @property
     def choice(self) -> Choice:

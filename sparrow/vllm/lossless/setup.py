@@ -1,8 +1,9 @@
 """Set up lossless mode before a model is loaded: configure vLLM, and refuse unsupported setups.
 
-In vLLM's ``speculative_config``, the model is its own draft model (method ``draft_model``). vLLM's
-speculator would load a second copy of the model, so ``sparrow.vllm.lossless.speculator`` replaces
-it.
+In vLLM's ``speculative_config``, the model is its own draft model (method ``draft_model``) or, if a
+head guesses (``guess_head``), the draft model is that head (method ``eagle3``). vLLM's speculator
+would load a second copy of the model, or draft with the head alone, so
+``sparrow.vllm.lossless.speculator`` replaces it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sparrow.vllm import versions
 from sparrow.vllm.lossless import graphs
 
 ENGINE_KEY = "sparrow"  # where Sparrow's settings live in vLLM's ``additional_config``
+_CLAIM = "_sparrow_drafts"  # attribute of a ``speculative_config`` that lossless mode uses
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 REFUSED_OPTIONS = {
     "structured_outputs": "the grammar would have to read all drafts on the host",
@@ -52,13 +54,20 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     conflicts with it.
     """
     versions.check(on_cpu)
+    if decoding.guess_head is not None:
+        versions.check_head()
     k = decoding.draft_tokens
     wanted: dict[str, Any] = {
-        "method": "draft_model",
-        "model": arguments.model,
+        "method": "draft_model" if decoding.guess_head is None else "eagle3",
+        "model": decoding.guess_head or arguments.model,
         "num_speculative_tokens": k,
         "draft_sample_method": "probabilistic",
     }
+    if decoding.guess_head is not None:
+        # Whoever updates the model's weights does not have the head's, so the head must keep them
+        # even in a sleep that drops all weights.
+        kept = arguments.sleep_preserve_parameter_names
+        arguments.sleep_preserve_parameter_names = [*dict.fromkeys([*kept, "draft.*"])]
     if decoding.adapt_draft_tokens:
         # vLLM captures graphs for each of these draft lengths, and the scheduler picks one before
         # each step.
@@ -113,13 +122,14 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         arguments.cudagraph_capture_sizes = graphs.capture_sizes(rows, draft_choices(decoding))
 
 
+def claim(speculative_config: Any) -> None:
+    """Mark this ``speculative_config`` as lossless mode's, wherever it's copied or sent to."""
+    object.__setattr__(speculative_config, _CLAIM, True)
+
+
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether this ``speculative_config`` came from lossless mode, i.e. the model is its own
-    draft model.
-    """
-    if speculative_config is None or speculative_config.method != "draft_model":
-        return False
-    return bool(speculative_config.model == speculative_config.target_model_config.model)
+    """Return whether this ``speculative_config`` is lossless mode's."""
+    return getattr(speculative_config, _CLAIM, False)
 
 
 def check_supported(vllm_config: Any) -> None:
@@ -190,7 +200,7 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
 
 
 def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
-    """Refuse an engine that does not support guesses from history.
+    """Refuse an engine that does not support guesses.
 
     Raises ConfigError if the engine does not support ``guess_tokens``.
     """
@@ -260,6 +270,56 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
         ),
     )
     refuse(ConfigError, cases, f"guess_tokens={decoding.guess_tokens}: ")
+
+
+def check_head(vllm_config: Any) -> None:
+    """Refuse a head that cannot guess for this model.
+
+    Raises ConfigError if the engine does not support ``guess_head``.
+    """
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    head = speculative.draft_model_config
+    settings = head.hf_config
+    eagle = getattr(settings, "eagle_config", None) or {}
+    read = getattr(settings, "target_hidden_size", None) or settings.hidden_size
+    ours, theirs = (
+        (
+            each.get_num_attention_heads(parallel),
+            each.get_num_kv_heads(parallel),
+            each.get_head_size(),
+            str(each.dtype).removeprefix("torch."),
+        )
+        for each in (model, head)
+    )
+    cases = (
+        (
+            head.get_vocab_size() != model.get_vocab_size(),
+            f"it reads {head.get_vocab_size()} tokens, but the model's vocabulary has "
+            f"{model.get_vocab_size()}",
+        ),
+        (
+            read != model.get_hidden_size(),
+            f"it reads hidden states of size {read}, but the model's have {model.get_hidden_size()}",
+        ),
+        (
+            theirs != ours,
+            "its number of heads and kv heads, head size and dtype are {}, {}, {} and {}, but the "
+            "model's are {}, {}, {} and {}, and both must share KV blocks".format(*theirs, *ours),
+        ),
+        (
+            not eagle.get("use_aux_hidden_state", True),
+            "it reads only the model's last hidden state, which has not been tested",
+        ),
+        (
+            bool(speculative.parallel_drafting),
+            "it guesses all tokens at once, which has not been tested",
+        ),
+        (model.is_multimodal_model, "it has not been tested with multimodal models"),
+    )
+    remedy = "; choose a head that was trained for this model, or leave guess_head out"
+    refuse(ConfigError, cases, f"guess_head {speculative.model!r}: ", remedy)
 
 
 def check_request(sampling: Any) -> None:

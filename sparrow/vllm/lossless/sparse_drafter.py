@@ -270,9 +270,10 @@ class SparseDrafter:
         self._blocks_SM = block_tables.input_block_tables[0][
             :, : -(-self._vllm.max_model_len // self._block_tokens)
         ]
-        self._layer_names = list(
-            get_layers_from_vllm_config(self._vllm.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
-        )
+        layers = get_layers_from_vllm_config(self._vllm.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        self._layer_names = [
+            name for name in layers if name not in self._vllm.draft_attn_layer_names
+        ]
 
     def _meter(self, runtime: Runtime) -> Meter:
         drafts = [self._tally(runtime.schedule.bin_tokens) for _ in runtime.budgets]
@@ -339,6 +340,9 @@ class SparseDrafter:
             ):
                 self._draft(rows)
             graphs[rows] = graph
+
+    def read(self, after: Pass, drafts: int) -> None:
+        """See ``Drafter``."""
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """See ``Drafter``."""
@@ -444,8 +448,12 @@ class SparseDrafter:
         )
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """Run the model on the tokens in the input buffers, and return its logits, one row per
-        token. This also writes the tokens' KV entries.
+        """Run the model as ``_pass`` does, and return its logits."""
+        return self._pass(step, metadata)[0]
+
+    def _pass(self, step: Step, metadata: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+        """Run the model on the tokens in the input buffers. Return its logits, one row per token,
+        and the hidden states that a head reads, if any. This also writes the tokens' KV entries.
         """
         tokens = step.rows * step.tokens
         buffers = self._vllm.input_buffers
@@ -464,7 +472,10 @@ class SparseDrafter:
                 )
             finally:
                 self._runtime.drafting.is_running = False
-        return self._model.compute_logits(hidden)
+        states: list[Tensor] = []
+        if isinstance(hidden, tuple):
+            hidden, states = hidden
+        return self._model.compute_logits(hidden), states
 
     def _draft(self, rows: int) -> None:
         """Run one draft step with ``rows`` rows, and set up the inputs for the next one. CUDA

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from sparrow.decoding import Decoding
@@ -35,9 +36,9 @@ class SparseSpeculator(DraftModelSpeculator):
     model's speculator.
 
     ``plan`` is the plan for the next call to ``propose``. ``is_idle`` is true if the current step
-    neither verifies nor produces drafts. ``reads_history`` is true if drafts may start from
-    guesses. In that case, ``tokens_SN`` holds every sequence's tokens, int32 ``[S, N]``, and vLLM
-    updates it before calling ``propose``.
+    neither verifies nor produces drafts, and no head has to read it. ``reads_history`` is true if
+    drafts may start from guesses from history. In that case, ``tokens_SN`` holds every sequence's
+    tokens, int32 ``[S, N]``, and vLLM updates it before calling ``propose``.
     """
 
     num_query_per_req = 1
@@ -52,26 +53,36 @@ class SparseSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         decoding = config.requested_lossless(vllm_config)
         assert decoding is not None and self.draft_logits is not None
-        self.reads_history = decoding.guess_tokens > 0
-        self.plan = DraftPlan(self.num_speculative_steps, budget=0, guesses=self.reads_history)
+        guesses = decoding.guess_tokens > 0
+        self.has_head = decoding.guess_head is not None
+        self.reads_history = guesses and not self.has_head
+        self.plan = DraftPlan(self.num_speculative_steps, budget=0, guesses=guesses)
         self.is_idle = False
         self.drafter = _drafter(decoding, self)
         self._captures = False
 
-    # There is no second model and no second cache.
+    # Without a head, there is no second model and no second cache.
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Draft with the target model. The speculator must not list any attention layers, or vLLM
-        would allocate a second cache for them.
+        """Draft with the target model. The speculator lists only a head's attention layers, because
+        vLLM allocates a cache for every layer that it lists.
 
         Raises UnsupportedModel if the drafter does not support the model.
         """
         self.model = target_model
+        before = self._attention_layers()
         self.drafter.load(target_model)
-        self.draft_attn_layer_names: set[str] = set()
+        after = self._attention_layers()
+        self.draft_attn_layer_names = set(after) - set(before)
+        for name in self.draft_attn_layer_names:
+            after[name].is_draft_layer = True
+
+    def _attention_layers(self) -> dict[str, Any]:
+        kind: Any = AttentionLayerBase
+        return dict(get_layers_from_vllm_config(self.vllm_config, kind))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *_: Any) -> None:
         """Store vLLM's block tables, and discard anything tied to an earlier cache.
@@ -113,7 +124,9 @@ class SparseSpeculator(DraftModelSpeculator):
             scheduled: vLLM's ``SchedulerOutput`` of the step.
         """
         self.plan = plan.drafts_after(scheduled, self.plan)
-        self.is_idle = not (self.plan.tokens or scheduled.scheduled_spec_decode_tokens)
+        self.is_idle = not (
+            self.plan.tokens or scheduled.scheduled_spec_decode_tokens or self.has_head
+        )
 
     @torch.inference_mode()
     def propose(
@@ -137,10 +150,6 @@ class SparseSpeculator(DraftModelSpeculator):
         ``Drafter.propose`` for the result and ``Pass`` for the arguments.
         """
         B = input_batch.num_reqs
-        # Dummy runs measure peak memory. No need to draft for that: a draft step takes less memory
-        # than the pass before it.
-        if dummy_run:
-            return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]
         is_prefilling = None
         if prefilling.any():
@@ -151,9 +160,18 @@ class SparseSpeculator(DraftModelSpeculator):
             num_sampled,
             num_rejected,
             last_sampled.view(-1),
+            next_prefill_tokens[0],
             temperature,
             seeds,
+            aux_hidden_states or [],
+            attn_metadata,
+            slot_mappings,
         )
+        self.drafter.read(after, self.plan.tokens)
+        # Dummy runs measure peak memory. No need to draft for that: a draft step takes less memory
+        # than the pass before it.
+        if dummy_run:
+            return self.draft_tokens[:B]
         return self.drafter.propose(self.plan, after)
 
 

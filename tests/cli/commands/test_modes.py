@@ -125,6 +125,13 @@ def test_draft_weights_are_refused_in_auto_mode():
         RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
 
 
+def test_a_head_that_guesses_is_refused_in_auto_mode():
+    with pytest.raises(
+        ConfigError, match="guess_head is 'h', but must be left out unless mode is lossless"
+    ):
+        RolloutConfig(mode="auto", guess_tokens=3, guess_head="h").decoding("fixed:9")
+
+
 def test_an_auto_schedule_starts_from_the_named_schedule():
     assert RolloutConfig().decoding("auto") == Decoding.load("dense")
     assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")

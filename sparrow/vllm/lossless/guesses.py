@@ -1,0 +1,83 @@
+"""The interface between the cascade and what guesses tokens for it: history or a trained head.
+
+Guesses never affect the distribution of samples, because the sparse actor judges each one.
+
+Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
+tokens per pass, G guesses per row, m = T - 1 or more, L hidden states, W their width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sparrow.vllm.backend import Step
+from sparrow.vllm.lossless.drafter import Pass
+
+if TYPE_CHECKING:
+    from sparrow.vllm.runtime import Runtime
+
+
+class Cycle:
+    """How far each row of a cycle has come. The tensors are updated in place, because CUDA graphs
+    refer to them by address.
+
+    Args:
+        rows: S.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        # tokens in the row at the start of the cycle, including the newest; 0 if it drafts nothing
+        self.length_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.newest_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.made_R = torch.zeros(rows, dtype=torch.int32, device=device)  # drafts made so far
+        # how many of them the latest pass made; 0 if the row sat it out
+        self.kept_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.drafts = torch.zeros((), dtype=torch.int32, device=device)  # drafts each row makes
+
+
+class SparsePass(NamedTuple):
+    """A sparse pass over the newest token and T - 1 guesses of each row. Tensors have a row's T
+    tokens one after another.
+    """
+
+    step: Step
+    position_RT: Tensor  # int64
+    slot_RT: Tensor  # int64
+    # int64, the tokens drawn after each token; a row's first ``Cycle.kept_R`` of them are drafts
+    drawn_RT: Tensor
+    states: list[Tensor]  # the model's auxiliary hidden states, L tensors ``[RT, W]``, or none
+
+
+class GuessSource(Protocol):
+    """Guesses the tokens after each row's newest."""
+
+    guesses_RG: Tensor
+    """The latest guesses, int64 ``[S, G]``. Always the same tensor."""
+
+    def load(self, model: Any) -> None:
+        """Load what guessing needs, next to the policy's model."""
+
+    def set_cache(self, runtime: Runtime, blocks_SM: Tensor, block_tokens: int) -> None:
+        """Use this KV cache from now on."""
+
+    def addresses(self) -> dict[str, int]:
+        """Return the addresses of the tensors guessing reads or writes, keyed by description."""
+        ...
+
+    def read(self, after: Pass, drafts: int) -> None:
+        """Take in a dense pass, which ``drafts`` drafts follow. Called after every one."""
+
+    def begin(self, B: int) -> None:
+        """Begin a cycle of B rows."""
+
+    def guess(self, rows: int) -> None:
+        """Write at least T - 1 guesses per row for the next pass. CUDA graphs capture this."""
+
+    def follow(self, rows: int, sparse: SparsePass) -> None:
+        """Take in a sparse pass. CUDA graphs capture this."""
+
+    def fill(self, B: int) -> None:
+        """Write guesses that will become drafts, at the end of a cycle."""
