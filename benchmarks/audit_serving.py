@@ -3,13 +3,13 @@
     python benchmarks/audit_serving.py --arms LoRA             # one GPU
     python benchmarks/audit_serving.py --arms "data parallel"  # two GPUs
 
-Results are added to benchmarks/results/audit_serving.json. As in ``audit_drafters.py``, this is the
-``sparrow audit`` test at the 1 % level, on the bundled reasoner in bfloat16, with drafts that read
-few pages.
+Results are added to benchmarks/results/audit_serving.json. Every seed is tested as in ``sparrow
+audit``, at the 1 % level. As in ``audit_drafters.py``, the model is the bundled reasoner in
+bfloat16, and drafts read few pages.
 
-- ``LoRA``: every batch mixes requests without an adapter and requests for two random adapters, a
-  third each. Every cycle drafts four tokens. Transformers ranks the tokens with the adapter merged
-  into the weights.
+- ``LoRA``: a third of the requests in every batch use no adapter, and two random adapters get
+  another third each. Every cycle drafts four tokens. To rank a request's tokens, transformers
+  merges its adapter into the weights.
 - ``data parallel``: a server with one engine on each of two GPUs. The engines share the requests,
   and each picks its own draft lengths.
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sparrow.rollout import Rollout, Sampling
 
 ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
-"""The arms, each with the dense arm it's compared with."""
+"""Maps each arm to the dense arm it is compared with."""
 RANKS = 2
 DRAFTS = 4
 RANK = 8
@@ -121,7 +121,9 @@ def generate(
     whose: Sequence[int],
     folder: str,
 ) -> list[Rollout]:
-    """Sample each prompt with its own adapter (0: no adapter)."""
+    """Sample a response to each prompt. ``whose`` gives the number of each prompt's adapter (0: no
+    adapter).
+    """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 

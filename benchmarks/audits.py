@@ -1,8 +1,8 @@
-"""Audit several arms of an engine, with many seeds each, against their dense decoding.
+"""Audit several arms of an engine against dense decoding, with many seeds each.
 
-An arm is one way to decode. Each arm gets its own process, where one engine samples all seeds and
-shuts down, and the tokens are then ranked with transformers. Every seed is tested as in ``sparrow
-audit``, on the bundled reasoner.
+An arm is one way to decode. Each arm has its own process, in which one engine samples all seeds and
+shuts down. Transformers then ranks the tokens. Every seed is tested as in ``sparrow audit``, on the
+bundled reasoner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNT = 768  # responses per seed
 NEW_TOKENS = 128
 LEVEL = 0.01
 Arms = Mapping[str, str]
-"""Names of arms, each with the name of the dense arm it's compared with."""
+"""Maps the name of each arm to the name of the dense arm it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def loaded(spec: str, precision: Any, count: int) -> tuple[Any, Any, list[list[i
 
 
 def samplings(arms: Arms, arm: str, seeds: int, temperature: float = 1.0) -> list[Sampling]:
-    """Return the sampling settings for each seed of an arm. No two arms share a seed, dense or not,
-    so their tokens are independent.
+    """Return the sampling settings for each seed of an arm. Every arm, dense or not, uses its own
+    seeds, so the tokens of different arms are independent.
     """
     from sparrow.rollout import Sampling
 

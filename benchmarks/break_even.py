@@ -7,17 +7,17 @@ stock vLLM.
 The ratio is the tokens per cycle a drafter needs to break even. The drafters are stock vLLM's
 (n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing is downloaded:
 models and drafters have published shapes and random weights. vLLM's synthetic rejection sampler
-rejects every draft (its acceptance rates are zero), so each cycle yields one token and takes as
-long as drafting and verifying do.
+rejects every draft (its acceptance rates are zero), so each cycle yields one token, and its time
+covers both drafting and verification.
 
 Each drafter's engine runs in its own process, which times all points. A point is a number of
 sequences and the cached tokens of each; points that don't fit in the cache are skipped. States are
 set up without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the next one's
 process imports vLLM and waits.
 
-A run starts with dense decoding, and ratios are only taken within a run. ``--deadline`` ends a run
-early. The JSON file is written after each engine. Running again with the same file adds the
-drafters that no earlier run finished, and measures dense decoding again.
+A run starts with dense decoding, and ratios only compare times from the same run. ``--deadline``
+ends a run early. The JSON file is written after each engine. Running again with the same file adds
+the drafters that no earlier run finished, and measures dense decoding again.
 
 By default, vLLM uses its V2 model runner, and falls back to V1 for drafters that V2 doesn't
 support. ``runner`` says which one was used. ``none_v1`` is dense decoding with the V1 runner.
@@ -52,7 +52,9 @@ POINTS = (
     (32, 30_000),
     (64, 30_000),
 )
-"""Sequences, and cached tokens of each; the most important points come first."""
+"""Pairs of the number of sequences and the cached tokens of each. The most important points come
+first.
+"""
 SPARE = 256  # extra cached tokens that a sequence may need
 STEPS = 24
 SECONDS = 0.25
@@ -80,13 +82,13 @@ LIKE_THE_MODEL = (
 
 
 def like(shape: str, **further: Any) -> dict[str, Any]:
-    """Return the config of a drafter with dense layers as wide as the model's."""
+    """Return the config of a drafter whose layers are dense and as wide as the model's."""
     model = qwen3(shape).to_dict()
     return {name: model[name] for name in LIKE_THE_MODEL} | {"dtype": "bfloat16"} | further
 
 
 def eagle3(shape: str) -> dict[str, Any]:
-    """Return a one-layer drafter with an output layer for part of the vocabulary."""
+    """Return the config of a one-layer drafter whose output layer covers part of the vocabulary."""
     return like(
         shape,
         architectures=["LlamaForCausalLMEagle3"],
@@ -98,8 +100,8 @@ def eagle3(shape: str) -> dict[str, Any]:
 
 
 def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str, Any]:
-    """Return a five-layer drafter that drafts a block of tokens in one pass, from the hidden states
-    of five of the model's layers.
+    """Return the config of a five-layer drafter that reads the hidden states of five of the model's
+    layers and drafts a block of tokens in one pass.
     """
     layers = SIZES[shape][2]
     read = [round(1 + i * (layers - 4) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)]
@@ -118,19 +120,19 @@ def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str,
 
 
 def dspark(shape: str) -> dict[str, Any]:
-    """Return a block drafter with a Markov head of rank 256."""
+    """Return the config of a block drafter with a Markov head of rank 256."""
     return block(shape, "Qwen3DSparkModel", 7, markov_rank=256)
 
 
 def dflash(shape: str) -> dict[str, Any]:
-    """Return a block drafter that predicts its tokens independently of each other."""
+    """Return the config of a block drafter that predicts its tokens independently of each other."""
     made = block(shape, "DFlashDraftModel", 16)
     named = ("target_layer_ids", "mask_token_id")
     return made | {"dflash_config": {name: made[name] for name in named}}
 
 
 def draft_model(shape: str) -> dict[str, Any]:
-    """Return a small model of the same family as a drafter."""
+    """Return the config of a small model of the same family, which serves as a drafter."""
     return {**qwen3(DRAFT_SHAPE, dtype="bfloat16").to_dict()}
 
 
@@ -223,8 +225,8 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
             shape, folder / "drafter"
         )
     if drafter == "eagle3":
-        # Loading a checkpoint with an output layer sets this. Without it, the drafter would use the
-        # model's output layer, which has a larger vocabulary.
+        # Loading a checkpoint with an output layer would set ``has_own_lm_head``. Otherwise, the
+        # drafter would use the model's output layer, which has a larger vocabulary.
         from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
         Eagle3LlamaForCausalLM.has_own_lm_head = True

@@ -23,7 +23,7 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw(result: Row, path: Path) -> None:
-    """Draw one panel per batch size. The same result always gives the same bytes."""
+    """Draw one panel per batch size. The same result always gives an identical file."""
     rows = [row for row in ratios(result) if row["drafter"] != "none_v1"]
     order = list(NAMES)
     cases = sorted(

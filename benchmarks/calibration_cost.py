@@ -5,13 +5,14 @@ sampling new responses at each of 18 budgets.
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
 
 ``tables.py`` adds up the totals. Both methods use 256 sequences of 32,768 tokens. We assume that
-decoding runs in batches of 32 that stay full to the end, which favours sampling; a partly filled
-batch counts as a full one. Neither total includes prefill or statistics.
+decoding runs in batches of 32. Every batch stays full to the end, which favours sampling, and the
+last batch counts as full even if fewer sequences are left for it. Neither total includes prefill or
+statistics.
 
-With random weights, p5 is meaningless, so the search's passes get simulated results: p5 depends on
-the budget as in the published tables, plus a little noise, and the actor's own responses need 15 %
-more pages. Apart from that, ``calibrate_engine`` runs unchanged, and every pass it asks for is
-actually run and timed, on a few sequences.
+With random weights, p5 is meaningless, so the results of the search's passes are simulated. The
+simulated p5 depends on the budget as in the published tables, with a little noise added, and the
+actor's own responses need 15 % more pages. Apart from that, ``calibrate_engine`` runs unchanged.
+Every pass that it asks for is run and timed on a few sequences.
 
 Shapes: T tokens.
 """
@@ -199,7 +200,9 @@ def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> f
 
 
 def calibration_cost() -> str:
-    """Compare the seconds for sampling at every budget with those for two ways to calibrate."""
+    """Return a table that compares the cost of sampling at every budget with that of calibrating in
+    two ways.
+    """
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     dense = (

@@ -1,5 +1,5 @@
-"""Time the decode kernels on one GPU, against the time it takes to read the bytes they need, and
-sparse decoding against dense decoding.
+"""Time the decode kernels on one GPU. Each time is compared with the time it takes just to read the
+bytes that are needed, and sparse decoding is compared with dense decoding.
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
     python benchmarks/decode_kernels.py --families # attention shapes of common models, with CUDA and with Triton
@@ -7,13 +7,13 @@ sparse decoding against dense decoding.
     python benchmarks/decode_kernels.py --tokens   # several new tokens per sequence, with CUDA and with Triton
     python benchmarks/decode_kernels.py --tuned    # the shapes that `sparrow tune` has tuned on this GPU
 
-Every case has the caches of several layers, with random values, in random block order, and in
-vLLM's layout with landmarks in the padded tails of blocks. A CUDA graph runs through all layers, so
-no layer is read twice in a row. The block table is as wide as for a model with 40,960 positions,
-and one row in sixteen completes a page. Times are per layer: medians over graph replays, with the
-10th and 90th percentile. "Dense" is the fastest of our own kernels with every page kept; vLLM's
-FlashAttention is timed too if vLLM is installed. The read limit is the bandwidth of a kernel that
-does nothing but read on this GPU.
+Every case has the caches of several layers, filled with random values. Their blocks are in random
+order and in vLLM's layout, with landmarks in the padded tails. A CUDA graph runs through all
+layers, so no layer is read twice in a row. The block table is as wide as for a model with 40,960
+positions, and one row in sixteen completes a page. Times are per layer: medians over graph replays,
+with the 10th and 90th percentile. "Dense" is the fastest of our own kernels with every page kept;
+vLLM's FlashAttention is timed too if vLLM is installed. The read limit is the bandwidth of a kernel
+that does nothing but read on this GPU.
 
 Shapes: B sequences, L tokens per sequence, T new tokens per sequence, G query heads per kv head, k
 pages kept by score, K kv heads, D head dim, P page size.
@@ -130,8 +130,8 @@ FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
 TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
 TURNS = 3  # how often to alternate between the shipped and the tuned configuration
-# Batches of other tables with as many items as one of the families: sequences, tokens, kv heads,
-# group size, head dim, budgets.
+# Batches from other tables that have as many items as a batch of one of the families. Each entry
+# has the sequences, tokens, kv heads, group size, head dim and budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
 # Configurations to compare with the shipped one, by head dim and item count.
 SWEPT = {
@@ -335,8 +335,8 @@ class Case:
         return timed([launches(step, what) for step in steps])
 
     def flash(self) -> dict[str, float] | None:
-        """Return the time per layer of vLLM's FlashAttention on the whole cache, called the way a
-        captured decode step does.
+        """Return the time per layer of vLLM's FlashAttention on the whole cache, called as in a
+        captured decode step.
         """
         try:
             from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -395,8 +395,8 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
 
 
 def measured(case: Case, limit: float, **about: Any) -> Row:
-    """Time a sparse step and one with every page kept, and return a row with their times and read
-    limits.
+    """Time a sparse step and a step that keeps every page, and return a row with their times and
+    read limits.
     """
     everything = torch.full_like(case.top_k, ALL_PAGES)
     row = about | dict(
@@ -613,13 +613,13 @@ def compile_wide(cases: Sequence[Case]) -> None:
         steps[kernel] = [case.step(None, 0) for case in cases]
     with ThreadPoolExecutor() as executor:
         list(executor.map(compile_for, steps["cuda"]))
-        # Triton compiles on the first launch. Launching is safe here: Triton's steps were planned
-        # last, so the plans in memory are theirs.
+        # Triton compiles on the first launch. Triton's steps can be launched here because they were
+        # planned last, so the plans in memory are theirs.
         list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
 
 
 def compile_for(step: cuda.Launches) -> None:
-    """Compile a step's kernel ahead of later launches with the same macros."""
+    """Compile a step's kernel now, so that later launches with the same macros don't have to."""
     compiled("decode.cu", tuple(step.defines.items()), "sm_90")
 
 
@@ -686,7 +686,7 @@ def main() -> None:
     options.add_argument(
         "--landmarks",
         action="store_true",
-        help="measure only draft steps, by dtype of landmarks",
+        help="measure only draft steps, with each landmark dtype",
     )
     options.add_argument(
         "--caches",

@@ -1,5 +1,5 @@
-"""Measure how much time DistillSparse adds to the dense policy update, with the trainer's own code
-and a full-size model with random weights.
+"""Measure how much time DistillSparse adds to the dense policy update. The script runs the
+trainer's own code on a full-size model with random weights.
 
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
@@ -104,8 +104,8 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Return how many pages a tile reads per page kept by one of its positions, averaged over the
-    sparse layers, for one response.
+    """Return ``read`` for one response, averaged over the sparse layers: the number of pages that a
+    tile reads, divided by the number that one of its positions keeps on average.
     """
     ratios = []
     select = Call.select
@@ -151,8 +151,8 @@ def measure(trainer: Trainer, out: Path) -> None:
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
-    """Return an update's seconds in each round, its peak memory, and its time relative to the same
-    round's dense update.
+    """Return an update's seconds in each round, its peak memory, and its time relative to the dense
+    update of the same round.
     """
     added = [times[name][0] / times["dense_update"][0] for times in rounds]
     return {

@@ -16,7 +16,7 @@ from sparrow.schedule import SparsitySchedule
 def dense_eflops(
     P_w: float, N: float, L_in: float, L_out: float, D: float, r: float, I: float
 ) -> float:
-    """Return the eFLOPs of a dense rollout of N samples per prompt, as published.
+    """Apply the published formula for the eFLOPs of a dense rollout of N samples per prompt.
 
     D is ``ModelShape.kv_width``, the width of keys and values together. With this width and a
     2-byte cache, the memory term is exact in bytes, the attention term is exact in FLOPs, and the
@@ -37,8 +37,11 @@ def sparse_eflops(
     b: float,
     P: float,
 ) -> float:
-    """Return the eFLOPs of a sparse rollout that keeps b tokens in pages of P, as published: the
-    prompt-scoring terms lack 1/P, and one of them lacks r.
+    """Apply the published formula for the eFLOPs of a sparse rollout that keeps b tokens in pages
+    of P.
+
+    In this formula, the terms for scoring the prompt's pages have no factor 1/P, and one of these
+    terms has no factor r.
     """
     attend = 2 * P_w * N * L_out + 2 * r * N * D * b * L_out + 2 * I * N * D * b * L_out
     score = 2 * N * L_in * D * L_out + r * N * D * L_out**2 / (2 * P)

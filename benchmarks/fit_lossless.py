@@ -3,8 +3,8 @@
 
     python benchmarks/fit_lossless.py
 
-Prints the fitted constants, the ones in ``sparrow.cost.lossless``, and the errors of the latter by
-shape.
+Prints the fitted constants, the shipped ones from ``sparrow.cost.lossless``, and the errors of the
+shipped ones by shape.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and report how well they predict
-them.
+"""Fit the overheads of ``sparrow.cost`` to measured decode steps, and report how well the fitted
+overheads predict these steps.
 
     python benchmarks/fit_roofline.py                       # refits the H200's constants
 
@@ -7,11 +7,11 @@ them.
 step is a whole decode step with ``shape``, ``batch``, ``length`` and ``ms``. Sparse steps also have
 a ``schedule`` (anything ``SparsitySchedule.load`` accepts), and steps that return top-20 lists have
 ``lists``. The dense and sparse steps measured by ``rollout.py`` are added. The fit minimises the
-squared relative errors with non-negative constants. The last column is the error of a fit without
-any point of the same model shape. Steps of the rollout traces, where sequences differ in length,
-are not used in any fit; their errors come after the table. The host's seconds per sequence are
-fitted to the rollouts of ``grpo_step.py``, where the first steps are so large that the host can't
-keep up.
+squared relative errors with non-negative constants. The last column is a point's error in a fit
+that leaves out all points of its model shape. Steps of the rollout traces, where sequences differ
+in length, are not used in any fit; their errors come after the table. The host's seconds per
+sequence are fitted to the rollouts of ``grpo_step.py``, where the first steps are so large that the
+host can't keep up.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ clusters, depending on whether the host keeps up.
 
 @dataclass(frozen=True)
 class Point:
-    """A measured step. ``features`` are the factors its prediction multiplies the constants by (for
-    read_fraction, its inverse).
+    """A measured step. Its predicted time is the sum of the constants, each multiplied by its entry
+    in ``features``. The entry for read_fraction multiplies the inverse of that constant.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Point:
 
 
 def measured() -> dict[str, Any]:
-    """Read the H200's file, and add the decode steps measured by ``rollout.py``. Its trace steps go
-    under ``ragged``.
+    """Read the H200's file, and add the decode steps measured by ``rollout.py``. Steps from rollout
+    traces go under ``ragged``.
     """
     rows = load("roofline_h200") | {
         "ragged": [],
@@ -85,7 +85,7 @@ def measured() -> dict[str, Any]:
 
 
 def point(row: Mapping[str, Any], machine: str) -> Point:
-    """Compute the factors of the constants in a measured step's prediction."""
+    """Return a measured step as a ``Point``."""
     shape, spec = SHAPES[row["shape"]], row.get("schedule")
     schedule = None if spec is None else SparsitySchedule.load(spec)
     lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
@@ -119,8 +119,8 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
-    """Return ``overheads`` with the host's seconds per sequence fitted to minimise the relative
-    errors over parts of rollouts.
+    """Return ``overheads`` with the host's seconds per sequence set to the value that minimises the
+    relative errors over parts of rollouts.
     """
     rows, device, seconds = [], [], []
     for run in runs:

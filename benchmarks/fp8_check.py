@@ -4,14 +4,14 @@ rounded keys and values.
     python benchmarks/fp8_check.py                 # writes benchmarks/results/fp8_equal.json
     python benchmarks/fp8_check.py --cache int8    # writes benchmarks/results/int8_equal.json
 
-The model is the random one of ``vllm_check.py``. Three engines decode with every page kept: stock
+The model is the random one from ``vllm_check.py``. Three engines decode with every page kept: stock
 vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3 also rounds queries to fp8),
 and Sparrow with an fp8 cache. Transformers scores each engine's own samples. *truth* is the float32
-score. *rounded* is the score with every key and value rounded to e4m3 with Sparrow's own scales,
-both in float32 (to show what an fp8 cache costs by itself) and in bfloat16 (the yardstick for a
-kernel that rounds once more, as in ``vllm_check.py``). *prefill from decode* compares a response's
-log-probs as decoded with those the same engine returns when prompt and response are passed as one
-prompt.
+score. *rounded* is the score with every key and value rounded to e4m3 with Sparrow's own scales. It
+is computed twice: in float32, to show what an fp8 cache costs by itself, and in bfloat16, as the
+yardstick for a kernel that rounds once more (see ``vllm_check.py``). *prefill from decode* compares
+the log-probs of a decoded response with those that the same engine returns when it gets prompt and
+response as one prompt.
 
 ``--cache int8`` does the same for int8 keys and values, with one scale per token and head. Stock
 vLLM uses its Triton backend here, and its scales are not powers of 2.
@@ -68,7 +68,7 @@ def sampled(llm: LLM) -> list[Rollout]:
 
 
 def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
-    """Return the differences between rollouts' log-probs and those of the same tokens passed as a
+    """Return how much the rollouts' log-probs differ from those of the same tokens passed as a
     prompt.
     """
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)

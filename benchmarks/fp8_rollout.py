@@ -1,10 +1,11 @@
-"""Compare rollouts by Sparrow with 8-bit KV caches and fp8 weights with stock vLLM's, on one GPU.
+"""Measure how fast Sparrow's rollouts are with 8-bit KV caches and fp8 weights, relative to stock
+vLLM on the same GPU.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
-The variants run one after another on the same GPU, each in its own engine: stock vLLM in bfloat16;
-stock vLLM with cache and weights in fp8, for a fair comparison; and Sparrow with the published
-table in bfloat16, with an fp8 or int8 cache, and with fp8 weights on top. vLLM always does the
+The variants run one after another on the same GPU, each in its own engine. Stock vLLM runs in
+bfloat16 and, for a fair comparison, with cache and weights in fp8. Sparrow runs with the published
+table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. vLLM always does the
 weight quantisation (``quantization="fp8_per_channel"``). ``--variants`` selects the variants to
 measure; earlier results for the others are kept. The trace is timed as in ``rollout.py``, with
 top-20 log-probs: once with as many concurrent requests as fit in the bfloat16 cache, and once with
@@ -38,13 +39,15 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 REQUESTS = 240
 MOST = 2.75
-"""How many concurrent requests engines are started for, relative to what fits on an H200 in
+"""Engines are started for this many times the number of concurrent requests that fit on an H200 in
 bfloat16.
 """
 
 
 def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
-    """Estimate a trace's time with ``slots`` concurrent requests from ``count`` of its steps."""
+    """Time ``count`` steps of a trace with ``slots`` concurrent requests, and estimate the time of
+    the whole trace from them.
+    """
     tokens = responses(REQUESTS)
     spans = simulate([PROMPT] * REQUESTS, tokens, slots)
     chosen, steps = states(spans, count), sum(n for n, _, _ in spans)

@@ -1,5 +1,5 @@
-"""Compare whole GRPO steps with stock dense rollouts and with Sparrow's, for Qwen3-1.7B's shape, on
-one or several GPUs.
+"""Time whole GRPO steps, with rollouts by stock vLLM or by Sparrow, for Qwen3-1.7B's shape on one
+or several GPUs.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
@@ -11,9 +11,10 @@ one or several GPUs.
 Runs Sparrow's own trainer unchanged: rollouts in vLLM with top-20 log-probs, the policy's dense
 log-probs, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient
 checkpointing), and transfer of the new weights to vLLM. Weights are random, rewards are coin
-tosses, and each response ends at a length drawn beforehand. A first step at a sixteenth of the
-lengths, to compile kernels and initialise AdamW's moments, isn't counted. ``lossless`` drafts are
-accepted with a given probability, as in ``benchmarks/lossless.py``.
+tosses, and each response ends at a length drawn beforehand. The first step isn't counted. Its
+responses are a sixteenth as long, and it only serves to compile kernels and initialise AdamW's
+moments. ``lossless`` drafts are accepted with a given probability, as in
+``benchmarks/lossless.py``.
 
 A full-length step, with 240 responses of 14,268 tokens on average, would take most of an hour.
 There are two ways to shorten it:
@@ -77,8 +78,8 @@ class Coin:
 
 
 class Given:
-    """A stand-in for an engine that returns random tokens. ``lengths`` are the response lengths for
-    each call.
+    """Stands in for an engine, and returns random tokens. ``lengths`` yields the response lengths
+    for each call.
     """
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
@@ -116,7 +117,9 @@ class Given:
 
 
 class Engine(Given):
-    """vLLM, stock or with Sparrow, as an engine for the trainer, with given response lengths."""
+    """An engine for the trainer that runs vLLM, stock or with Sparrow, and generates responses of
+    given lengths.
+    """
 
     def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
         super().__init__(lengths)

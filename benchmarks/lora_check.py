@@ -1,4 +1,4 @@
-"""Check on a GPU that lossless mode drafts and verifies each request with its own LoRA adapter.
+"""Check on a GPU that lossless mode uses a request's LoRA adapter both to draft and to verify.
 
     python benchmarks/lora_check.py    # writes benchmarks/results/lossless_lora.json
 

@@ -12,12 +12,12 @@ draft with a given probability. Everything else, including the meter, runs as in
 
 - ``points``: sequences of equal length. Stock vLLM and each fixed draft length are timed for
   ``FIXED_S``. Sparrow's own choice of draft length is timed for ``SECONDS``, including its initial
-  search, and then for another ``SETTLED_S``. Sequences start shorter than the state's length by
-  half of their expected growth (at the previous row's speed), so that their mean length is that of
-  the state.
-- ``trace``: the trace of ``benchmarks/rollout.py``, with log-probs of the sampled tokens. Its time
-  is estimated from states as in that script. The time per token is the cycle time divided by the
-  tokens per cycle. Timing starts once the draft length has settled.
+  search, and then for another ``SETTLED_S``. Sequences grow while they are timed. They start
+  shorter by half of their expected growth, so that their mean length is the state's. The expected
+  growth is computed from the previous row's speed.
+- ``trace``: the trace from ``benchmarks/rollout.py``, with log-probs of the sampled tokens. As in
+  that script, its time is estimated from states. The time per token is the cycle time divided by
+  the tokens per cycle. Timing starts once the draft length has settled.
 - ``whole``: a smaller trace, run from beginning to end.
 """
 
@@ -219,8 +219,8 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
 
 
 def in_cuda(bench: Bench, steps: int) -> str:
-    """Profile steps of the running requests, and list GPU time by kernel and the host's torch and
-    CUDA calls by time.
+    """Profile steps of the running requests. List the kernels with their GPU time, and the torch
+    and CUDA calls with their host time, slowest first.
     """
     calls, kernels = recorded(bench, steps)
     lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
@@ -364,7 +364,10 @@ def main() -> None:
         "--parts", default="points", help="any of points, trace and whole, separated by commas"
     )
     command.add_argument(
-        "--requests", type=int, default=96, help="number of requests in the trace of the part whole"
+        "--requests",
+        type=int,
+        default=96,
+        help="number of requests in the trace that the part 'whole' runs",
     )
     command.add_argument(
         "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
@@ -380,7 +383,7 @@ def main() -> None:
         nargs="+",
         default=["61:0.95", "61:0.945", "61:0.9"],
         metavar="PAGES:ACCEPTANCE",
-        help="top-k pages that drafts read, and acceptance; the first case also with each number of drafts",
+        help="top-k pages that drafts read, and acceptance; the first case is also timed with fixed draft lengths",
     )
     command.add_argument(
         "--dense-layers", type=int, nargs="*", default=[], help="layers that are dense in drafts"

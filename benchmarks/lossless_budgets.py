@@ -3,13 +3,13 @@
     python benchmarks/lossless_budgets.py --shape qwen3-1.7b    # writes results/lossless_budgets_qwen3-1.7b.json
     python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
-As in ``benchmarks/lossless.py``, states are set up without prefill, and acceptance is synthetic. It
-is given for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at`` predicts it for half
-or twice that budget. Each state is timed with every fixed budget, and with Sparrow choosing the
-budget from scratch. Sparrow always chooses the draft length. Both choices settle in earlier rounds
-before the timed one, and every round starts from the state's original length. Tokens per second are
-computed from the expected tokens per cycle, because the number of sampled tokens varies by 2 % over
-a few seconds, about as much as the budgets differ.
+As in ``benchmarks/lossless.py``, states are set up without prefill, and acceptance is synthetic.
+The given acceptance is for drafts that read 1,024 tokens; ``sparrow.decoding.acceptance_at``
+predicts the acceptance for half or twice that budget. Each state is timed with every fixed budget,
+and with Sparrow choosing the budget from scratch. Sparrow always chooses the draft length. The
+draft length and the budget settle in rounds before the timed one, and every round starts from the
+state's original length. Tokens per second are computed from the expected tokens per cycle, because
+the number of sampled tokens varies by 2 % over a few seconds, about as much as the budgets differ.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ STATES = {
 """The batch size, and the cached tokens of each sequence at the start."""
 RATES = (0.9, 0.945, 0.98)
 HELD, FOUND = (2.0,), (4.0, 4.0, 4.0, 4.0)
-"""Seconds for each round before the timed one, with a fixed and with a chosen budget."""
+"""Seconds of each round before the timed one: first for a fixed budget, then for a chosen one."""
 TIMED_S = 2.0
 
 
 class Counted(DraftChooser):
-    """A chooser that counts cycles by draft length and budget. ``held`` fixes the budget, as a
-    multiple of the draft schedule's; None leaves it free.
+    """A chooser that counts cycles by draft length and budget. ``held`` is a fixed budget, as a
+    multiple of the draft schedule's budget. If it is None, the budget is chosen.
     """
 
     def __init__(self, choices: tuple[int, ...], held: float | None) -> None:

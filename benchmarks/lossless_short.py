@@ -18,8 +18,8 @@ averages them.
 Sequences start with their tokens already in the cache (see ``benchmarks/rollout.py``), and grow by
 at most ``GROWTH`` tokens or for at most ``SECONDS``. Acceptance is synthetic (see
 ``benchmarks/lossless.py``). Either nothing is drafted, or Sparrow chooses the draft length and
-budget from scratch. Ratios are of tokens per second over all turns, with intervals from resampling
-rounds of turns.
+budget from scratch. Ratios compare tokens per second over all turns, and their intervals come from
+resampling rounds of turns.
 
 Taking turns costs time that real use doesn't: at the start of a turn, the GPU waits for the host,
 and at the end, the host waits for the GPU. So a turn is timed from one step's result to a later
@@ -70,7 +70,9 @@ ENGINES = ("stock", "lossless", "control")
 """The engines, in turn order; ``control`` is also stock vLLM."""
 TURN_S = 0.2
 GROWTH, SECONDS = 4096, 25.0
-"""How many tokens a sequence may grow by, and how long engines take turns, at most."""
+"""On each state, engines take turns until sequences have grown by this many tokens, or for this
+many seconds.
+"""
 UNDER_WAY = 2  # steps in flight in vLLM when a turn ends
 BLOCK = 16  # tokens per KV cache block in vLLM
 SPARE = 64  # room for drafts, in tokens per sequence
@@ -193,9 +195,9 @@ def run(method: str, *arguments: Any) -> Any:
 def side_by_side(
     engines: Mapping[str, ProcessPoolExecutor], batch: int, length: int, rate: float | None
 ) -> dict[str, Any]:
-    """Let the engines take turns on one state, and compare them. Return the speed of lossless mode
-    relative to stock vLLM and of the second stock engine relative to the first, with intervals,
-    plus tokens per second, host times, and all turns.
+    """Let the engines take turns on one state, and compare them. Return two ratios with intervals:
+    the speed of lossless mode relative to stock vLLM, and the speed of the second stock engine
+    relative to the first. Also return tokens per second, host times, and all turns.
     """
 
     def ask(name: str, method: str, *arguments: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Measure rollouts of a mixture of experts in vLLM on one GPU, with stock vLLM and both modes in
-one run.
+"""Measure rollouts of a mixture of experts in vLLM on one GPU. Each run covers stock vLLM and both
+of Sparrow's modes.
 
     python benchmarks/mixture.py    # Qwen3-30B-A3B; writes results/mixture_qwen3-30b-a3b.json
     python benchmarks/mixture.py --experts 32 --points 32x15000 16x30000    # for a GPU with 80 GB
@@ -70,8 +70,8 @@ def changes(experts: int | None, layers: int | None) -> dict[str, int]:
 
 
 def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]]]:
-    """Return a description of the trace, and its states. A state is a step and each request's
-    cached tokens.
+    """Return a description of the trace, and its states. A state is a pair: the number of a step,
+    and the cached tokens of each request in it.
     """
     tokens = responses(REQUESTS)
     spans = simulate([PROMPT] * REQUESTS, tokens, slots)

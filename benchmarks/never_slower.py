@@ -9,12 +9,12 @@ help, because sequences are short or the model is small.
 In such steps, the GPU waits for the host, and the host's speed varies by a tenth from minute to
 minute and from process to process. So the engines (stock vLLM, lossless mode and lossy mode) run
 side by side and take turns. As in real use, vLLM's engine core has its own process. A turn is one
-``LLM.generate`` call for a whole cell (requests x prompt + new tokens), at temperature 1, with
-log-probs of the sampled tokens and a seed per request, while the other engines wait. In each round,
-every engine has one turn per cell, with and without detokenisation, and which engine goes first
-changes from cell to cell. Ratios are computed within a round. All engines get the same prompts of
-random tokens, new in each round so that nothing comes from the prefix cache. To warm up, every
-engine first generates eight tokens for every request of each cell.
+``LLM.generate`` call for a whole cell (requests x prompt + new tokens), while the other engines
+wait. Requests are sampled at temperature 1, each with its own seed, and return the log-probs of the
+sampled tokens. In each round, every engine has two turns per cell, one with detokenisation and one
+without. The engine that goes first changes from cell to cell. Ratios are computed within a round.
+All engines get the same prompts of random tokens, new in each round so that nothing comes from the
+prefix cache. To warm up, every engine first generates eight tokens for every request of each cell.
 
 Without ``--model``, weights are random, and nothing is downloaded. Nearly every draft is then
 accepted, which makes lossless mode faster than with real weights. Without a tokenizer, there are no
@@ -131,8 +131,8 @@ _sleeps = False
 
 
 def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine in this process, using the package of a given source tree. Return the GPU,
-    the versions and the start-up time.
+    """Start an engine in this process, with Sparrow imported from the source tree ``tree``. Return
+    the GPU, the versions and the start-up time.
     """
     global _llm, _sleeps
     sys.path.insert(0, str(tree))

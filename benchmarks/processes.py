@@ -51,8 +51,8 @@ class EngineProcess:
             )
 
     def measure(self, until: float) -> dict[str, Any]:
-        """Let the engine time its points until ``until`` (a ``time.time`` value). Return its
-        results and, if it failed, the reason.
+        """Let the engine time its points until the deadline ``until``, a ``time.time`` value.
+        Return its results and, if it failed, the reason.
         """
         code = None
         with suppress(BrokenPipeError):

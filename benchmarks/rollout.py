@@ -9,7 +9,7 @@
 so nothing is downloaded.
 
 A trace consists of 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests``
-takes other numbers). Response lengths follow a fixed log-normal distribution with a mean of 14,268,
+changes the number). Response lengths follow a fixed log-normal distribution with a mean of 14,268,
 cut at 32,768. vLLM serves requests in order of arrival, at most ``slots`` at a time, which is as
 many as fit in the KV cache without preemption. So which requests run in a step, and at which
 lengths, depends neither on the variant nor on step times, and can be computed beforehand.
@@ -19,7 +19,8 @@ middle step of each stratum is set up in vLLM (with its requests at their length
 own scheduler, CUDA graphs and sampler) and timed. The estimated time of the trace is the mean of
 these times multiplied by the number of steps, plus the measured delays from prefilling new
 requests. ``validate`` runs a shorter trace from beginning to end and compares its time with its
-estimate. Of each response, it generates only the 1/64 that ends at the middle.
+estimate. It generates only 1/64 of each response, namely the part that ends at the response's
+middle.
 
 States are set up without prefill: vLLM's own KV connector for decode benchmarks reports that a
 request's cache already exists. The whole cache is filled once with random normal data, including
@@ -181,8 +182,8 @@ class Bench:
             **more,
         )
         self.engine: VLLMEngine | None = None
-        # Connectors without landmarks are refused, but this one creates them. It wouldn't be told
-        # about the self-check's steps.
+        # Sparrow refuses connectors without landmarks, but this connector creates landmarks. The
+        # self-check is skipped because the connector isn't told about its steps.
         plugin_config.check_supported = lambda *_: None
         selfcheck.run = lambda *_: None
         if variant == "stock":

@@ -31,8 +31,8 @@ def responses(requests: int) -> list[int]:
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the prompt and response lengths of a trace short enough to run: of each response, it
-    generates only the 1/64 that ends at the middle.
+    """Return the prompt and response lengths of a trace that is short enough to run. It generates
+    only 1/64 of each response, namely the part that ends at the response's middle.
     """
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last

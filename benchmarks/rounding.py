@@ -34,8 +34,9 @@ def through_int8(x: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
-    """Context that replaces keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T, K,
-    D]`` with the results of two functions, each called with the layer number and the tensor.
+    """Within this context, ``change_keys`` and ``change_values`` replace a model's keys and values.
+    Each is called with a layer's number and its keys after the rotary embedding, ``[B, K, T, D]``,
+    or its values, ``[B, T, K, D]``, and returns the new ones.
     """
     layer_now, modeling = [0], sys.modules[type(model).__module__]
     stock = modeling.apply_rotary_pos_emb
@@ -99,8 +100,9 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Context that rounds the layers' weights to e4m3 with one scale per output, and their inputs
-    with one scale per token, like vLLM's ``quantization="fp8_per_channel"``. Products are exact.
+    """Within this context, the layers' weights are rounded to e4m3 with one scale per output, and
+    their inputs with one scale per token, like vLLM's ``quantization="fp8_per_channel"``. Products
+    are exact.
     """
 
     def per_row(x: Tensor) -> Tensor:

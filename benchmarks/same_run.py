@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, list[str], list[str]]] = {
     "again": ("1", [], ["--engine", ENGINE.replace("max_num_seqs=256", "max_num_seqs=64")]),
     "seed": ("1", [], ["--seed", "1"]),
 }
-"""For each run: its GPUs, its launcher, and further options."""
+"""Each run's GPUs, its launcher, and additional options."""
 TOLD = re.compile(r"sparrow:|--resume|Signal 9")
 PATIENCE_S = 300.0
 

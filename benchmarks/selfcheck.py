@@ -234,7 +234,7 @@ def in_own_process(folder: str, case: Case) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
             return found
     raise RuntimeError(
-        f"the process of {case.name!r} exited with status {ended.returncode} and no result"
+        f"the process of {case.name!r} exited with status {ended.returncode} and printed no result"
     )
 
 

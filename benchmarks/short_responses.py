@@ -5,11 +5,12 @@ every step.
 
 The rollout has 256 prompts of 64 tokens with 1,024 new tokens each, and random weights. Stock vLLM
 and Sparrow's engine return the same lists. They run in separate processes and take turns; the best
-time of each variant counts. ``--before`` adds the engine from an earlier source tree, here one
-whose lists were still Python objects. Sparrow decodes under the published 0.86 schedule, which
-keeps nearly every page at this length. *host* is the time per token spent in vLLM's scheduler, in
-its output processor and on reading the lists, measured in a separate rollout. On a CPU, the model
-is smaller and the responses are shorter, so only *host* tells you anything about a GPU.
+time of each variant counts. ``--before`` adds the engine from an earlier source tree. In the
+command above, that engine still returns lists of Python objects. Sparrow decodes under the
+published 0.86 schedule, which keeps nearly every page at this length. *host* is the time per token
+spent in vLLM's scheduler, in its output processor and on reading the lists, measured in a separate
+rollout. On a CPU, the model is smaller and the responses are shorter, so only *host* tells you
+anything about a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str, tree: Path) -> dict[str, float]:
-    """Measure one variant in this process, using the package of a given source tree. Return tokens
-    per second and the host's microseconds per token.
+    """Measure one variant in this process, with Sparrow imported from the source tree ``tree``.
+    Return tokens per second and the host's microseconds per token.
     """
     sys.path.insert(0, str(tree))
     # Sparrow's engine registers the plugin itself, and stock vLLM must not load any.
@@ -154,7 +155,9 @@ def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens:
 
 
 def watch_host() -> dict[str, float]:
-    """Return a dictionary that adds up the seconds of each part of the host's work from now on."""
+    """Return a dictionary that, from now on, counts the seconds spent on each part of the host's
+    work.
+    """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor

@@ -1,4 +1,4 @@
-"""Time two source trees' shipped decode kernels alternately on one GPU, to show how a change
+"""Time the shipped decode kernels of two source trees in turn on one GPU, to show how a change
 affects each row.
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
@@ -64,7 +64,7 @@ def measure(with_triton: bool) -> dict[str, float]:
     for B, L in kernels.DENSE:
         time_row(f"{B} x {L}, all pages", pool, B, L, 2, 0, every_page=True)
     for _ in range(BATCHES):
-        # It prints fractions of a read limit, which isn't measured here.
+        # ``ragged`` prints fractions of a read limit, which isn't measured here.
         with redirect_stdout(StringIO()):
             rows = kernels.ragged(pool, 1.0)
         for row in rows:

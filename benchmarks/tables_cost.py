@@ -41,8 +41,8 @@ ACCEPTANCE = 0.94  # for drafts that read 1,024 tokens
 
 
 def limits(requests: str = "240") -> str:
-    """Tabulate the whole trace's speed-up according to the cost model, with its overheads removed
-    in stages. Without overheads, the only limit is the number of bytes read.
+    """Tabulate the speed-up that the cost model predicts for the whole trace, removing overheads in
+    stages. Once all overheads are removed, the number of bytes read is the only limit.
     """
     overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
@@ -229,8 +229,8 @@ STATES = (
 
 
 def draft_budgets() -> str:
-    """Tabulate the best draft budget with the best draft length, and its gain over a budget of
-    ``REFERENCE_TOKENS``.
+    """Tabulate the draft budget that is fastest at its best draft length, and its gain over a
+    budget of ``REFERENCE_TOKENS``.
     """
     plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     acceptances, rows = (0.9, 0.945, 0.97, 0.99), []
@@ -290,7 +290,7 @@ def mixtures() -> str:
 
 
 def published_run() -> str:
-    """Tabulate the hours for 53,000 examples with 14B on 32 H200s."""
+    """Tabulate the predicted hours for 53,000 examples with a 14B model on 32 H200s."""
     schedule, rows = SparsitySchedule.preset("qwen3-14b"), []
     for median in (8_000, 14_000):
         cells = []

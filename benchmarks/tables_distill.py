@@ -59,8 +59,8 @@ def distill_tail() -> str:
 
 
 def distill_runs() -> str:
-    """Tabulate each run's lowest p5, the gain from the adapter, and the step from which training
-    held 0.86.
+    """Tabulate each run's lowest p5, the gain from the adapter, and the first step at which p5 held
+    0.86 (see ``first_holding``).
     """
     arms, reached = distilled()
     rows = []
@@ -106,7 +106,7 @@ def distill_rewards() -> str:
 
 
 def each(values: Sequence[float], sign: str = "") -> str:
-    """Format the mean, and each run's value; empty if there are no runs."""
+    """Format the mean and each run's value. The result is empty if there are no runs."""
     return (
         f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})"
         if values

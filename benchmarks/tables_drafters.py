@@ -50,8 +50,8 @@ def dense(result: Row) -> dict[tuple[int, int], float]:
 
 
 def ratios(result: Row) -> list[Row]:
-    """Return all drafters' points with their break-even tokens per cycle, which are ratios within a
-    run. If several runs timed the same point of a drafter, the last one counts.
+    """Return all drafters' points with their break-even tokens per cycle. Each is a ratio of two
+    times from the same run. If several runs timed the same point of a drafter, the last one counts.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for run in result["runs"]:
@@ -73,7 +73,7 @@ def gpu(result: Row) -> str:
 
 
 def break_even() -> str:
-    """One row per shape, drafter and draft length; one column per point."""
+    """Return a table with one row per shape, drafter and draft length, and one column per point."""
     measured = results()
     if not measured:
         return ""

@@ -19,8 +19,8 @@ NAMES = {
 
 
 def rollouts() -> str:
-    """Tabulate every variant with the rows that fit in the bfloat16 cache, and with those that fit
-    in its own.
+    """Tabulate the speed of every variant, with as many sequences as fit in the bfloat16 cache and
+    with as many as fit in its own cache.
     """
     rows = []
     for shape in SLOTS:
@@ -52,7 +52,9 @@ def rollouts() -> str:
 
 
 def attention() -> str:
-    """Tabulate just the decode kernels: 16-bit and 8-bit keys and values, 16-bit landmarks."""
+    """Tabulate the times of the decode kernels alone, with 16-bit landmarks and with 16-bit or
+    8-bit keys and values.
+    """
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
     wide, narrow, int8 = (
         [row for row in cases if row["cache"] == name] for name in ("auto", "fp8", "int8")
@@ -79,7 +81,9 @@ def attention() -> str:
 
 
 def equalities() -> str:
-    """Tabulate how far log-probs are from the float32 truth, and prefill from decoding."""
+    """Tabulate how far log-probs are from the float32 truth, and how far those of a prefill are
+    from those of decoding.
+    """
     rows: dict[str, tuple[Any, Any, Any]] = {}
     for stored in ("fp8", "int8"):
         result = load(f"{stored}_equal")
@@ -154,8 +158,8 @@ def acceptance() -> str:
 
 
 def acceptance_bf16() -> str:
-    """Tabulate the same for actors in bfloat16, with the change in p5 due to rounding at the same
-    budget.
+    """Tabulate what each kind of rounding costs actors in bfloat16, including the change in p5 at
+    the same budget.
     """
     rows = (
         [

@@ -19,8 +19,8 @@ def landmarks(result: Row) -> str:
 
 
 def text_model() -> dict[int, float]:
-    """Return the text model's measured acceptance by number of pages drafts read; states were timed
-    at this acceptance.
+    """Return the text model's measured acceptance by the number of pages that drafts read. States
+    were timed at this acceptance.
     """
     rows = load("text_acceptance")["rows"]
     drafts = next(
@@ -87,8 +87,8 @@ def lossless_speed() -> str:
 
 
 def lossless_fp8_cache() -> str:
-    """Tabulate the speed with an fp8 KV cache against stock vLLM with the same cache, and the
-    log-prob errors of both.
+    """Describe the speed and the log-prob errors of lossless mode with an fp8 KV cache, compared
+    with stock vLLM with the same cache.
     """
     [stock], ours = (load(f"lossless_qwen3-1.7b_fp8{end}")["points"] for end in ("_stock", ""))
     wide = {
@@ -132,7 +132,9 @@ def beside_stock(result: Row) -> str:
 
 
 def lossless_draft_weights() -> str:
-    """Tabulate fp8 draft weights against stock vLLM in bfloat16 on the same machine."""
+    """Tabulate the speed with fp8 draft weights, relative to stock vLLM in bfloat16 on the same
+    machine.
+    """
     rows = []
     for name, stock_name in (
         ("lossless_qwen3-14b_draft_fp8", "lossless_qwen3-14b_draft_fp8_stock"),
@@ -241,8 +243,8 @@ def lossless_whole() -> str:
 
 
 def short_contexts() -> str:
-    """Tabulate speed ratios by acceptance, and of stock vLLM to itself, as means over the runs of
-    ``lossless_short.py``.
+    """Tabulate how fast lossless mode is relative to stock vLLM, by acceptance, as means over the
+    runs of ``lossless_short.py``. Also show how fast a second stock vLLM is relative to the first.
     """
     rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
     for shape in ("qwen3-1.7b", "qwen3-8b"):
@@ -290,8 +292,8 @@ def _rows(name: str) -> Iterator[Row]:
 
 
 def lossless_budgets() -> str:
-    """Tabulate the speed with each budget, fixed or chosen, relative to a fixed budget of 1,024
-    tokens, and the chosen budget.
+    """Tabulate the speed with other fixed budgets and with the chosen budget, relative to a fixed
+    budget of 1,024 tokens, and show which budget was chosen.
     """
     rows, usual = [], 1024
     for shape in ("qwen3-1.7b", "qwen3-8b"):
@@ -358,7 +360,9 @@ def lossless_exact() -> str:
 
 
 def lossless_invariant() -> str:
-    """Tabulate how many of a seed's tokens match stock vLLM's, for each other way of decoding."""
+    """Tabulate how many of a seed's tokens are the same as stock vLLM's, for each of the other ways
+    to decode.
+    """
     rows = []
     for name, row in load("lossless_invariant").items():
         if isinstance(row, dict) and "common" in row:

@@ -109,7 +109,7 @@ def speed(found: list[Row]) -> str:
 
 @if_measured
 def predicted(found: list[Row]) -> str:
-    """Tabulate the gains predicted by the cost model, and the measured ones."""
+    """Tabulate the gains predicted by the cost model next to the measured ones."""
     overheads = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     machine = MACHINES["h200"]
     rows = []

@@ -45,7 +45,9 @@ def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
 
 
 def never_slower() -> str:
-    """Tabulate one row per cell: stock vLLM's tokens per second, and the ratios of every round."""
+    """Return a table with one row per cell: stock vLLM's tokens per second, and the ratios of every
+    round.
+    """
     rows = []
     for (shape, version, card, cell, text), case in compared().items():
         requests, prompt, new = map(int, re.findall(r"\d+", cell))

@@ -8,8 +8,8 @@ from tables_speed import PHASES
 
 
 def equalities() -> str:
-    """Tabulate how far vLLM's log-probs are from the float32 truth, next to transformers in the
-    same 16-bit dtype.
+    """Tabulate how far log-probs are from the float32 truth, both vLLM's and those of transformers
+    in the same 16-bit dtype.
     """
     files = {
         "bfloat16": "vllm_equal_bf16",
@@ -37,8 +37,8 @@ def equalities() -> str:
 
 
 def scaling() -> str:
-    """Tabulate the scaled sparse step on one, two and four GPUs, each with the step it is compared
-    with.
+    """Tabulate the scaled sparse step on one, two and four GPUs. Steps on several GPUs are compared
+    with a step on one GPU.
     """
     names = {
         "one": ("earlier, one GPU", "one"),
@@ -141,7 +141,7 @@ def failures() -> str:
 
 
 def trainers() -> str:
-    """Tabulate TRL's and verl's logs."""
+    """Summarise TRL's and verl's logs in a table."""
     logs = {
         "TRL, vLLM colocated": load("trl_grpo")["log"],
         "TRL, vLLM server": load("trl_grpo_server")["log"],

@@ -15,7 +15,7 @@ def result(name: str) -> Any:
 
 
 def lossless_lora() -> str:
-    """Tabulate one row per way of running the engines."""
+    """Return a table with one row per way of running the engines."""
     rows = []
     for mode, found in result("lossless_lora")["modes"].items():
         errors = found["log-probs"]
@@ -45,7 +45,7 @@ def lossless_lora() -> str:
 
 
 def audit_serving() -> str:
-    """Tabulate one row per arm."""
+    """Return a table with one row per arm."""
     rows = []
     for arm, found in result("audit_serving")["arms"].items():
         seeds = found["seeds"]

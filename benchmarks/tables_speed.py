@@ -50,8 +50,8 @@ def points() -> Iterator[tuple[str, int, int, Row, Row]]:
 
 
 def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
-    """Return the seconds of a whole trace: the steps, at the mean over the strata, plus the delay
-    from prefilling requests.
+    """Return the seconds of a whole trace. Each step takes the mean time over the strata, and the
+    delays from prefilling requests are added.
     """
     trace = run["traces"][requests]
     step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
@@ -59,13 +59,14 @@ def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
 
 
 def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0.0) -> str:
-    """Return how many times as fast Sparrow is over a trace, with a 95 % interval. Both sides get
-    ``more`` seconds added.
+    """Return Sparrow's speed-up over stock vLLM on a whole trace, with a 95 % interval. ``more``
+    seconds are added to the times of both.
 
     The interval is for a ratio of two systematic samples (Wolter, "Introduction to Variance
-    Estimation", 2007, chapter 8): its variance comes from neighbouring states, which differ by
-    timing noise and by what the middle of a stratum may miss of the rest. Joins and ``more`` are
-    treated as known. Variation between machines is not included.
+    Estimation", 2007, chapter 8): its variance is estimated from the differences between
+    neighbouring states. These contain timing noise, and also the error from timing only the middle
+    of each stratum. Joins and ``more`` are treated as known. Variation between machines is not
+    included.
     """
     theirs_s, ours_s = (trace_seconds(run, requests, logprobs) + more for run in (stock, ours))
     ratio, steps = theirs_s / ours_s, ours["traces"][requests]["steps"]
@@ -138,7 +139,7 @@ def logprob_cost() -> str:
 
 
 def landmarks() -> str:
-    """Tabulate just the decode kernels: draft steps by landmark dtype."""
+    """Tabulate the times of the decode kernels alone, in draft steps, by landmark dtype."""
     stored = {
         x: [row for row in load("landmarks")["landmarks"] if row["landmark_dtype"] == x]
         for x in LANDMARKS
@@ -185,7 +186,7 @@ def validation() -> str:
 
 
 def attention() -> str:
-    """Tabulate just the decode kernels: one layer with uniform batches."""
+    """Tabulate the times of the decode kernels alone, for one layer and uniform batches."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
         "heads per KV head": "{G}",
@@ -200,7 +201,9 @@ def attention() -> str:
 
 
 def uneven_attention() -> str:
-    """Tabulate just the decode kernels: one layer with batches from the rollout trace."""
+    """Tabulate the times of the decode kernels alone, for one layer and batches from the rollout
+    trace.
+    """
     cells: dict[str, Column] = {
         "shape": lambda batch: SHAPES[batch["shape"]],
         "sequences": "{B}",
@@ -213,7 +216,7 @@ def uneven_attention() -> str:
 
 
 def head_budgets() -> str:
-    """Tabulate just the decode kernels: per-head budgets next to equal budgets."""
+    """Tabulate the times of the decode kernels alone, with per-head and with equal budgets."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}",
         "heads per KV head": "{G}",
@@ -230,7 +233,7 @@ def head_budgets() -> str:
 
 
 def shapes() -> str:
-    """Tabulate just the decode kernels: other head dims, dtypes and page sizes."""
+    """Tabulate the times of the decode kernels alone for other head dims, dtypes and page sizes."""
     cells: dict[str, Column] = {
         "head dim": "{D}",
         "tokens per page": "{P}",
@@ -285,8 +288,8 @@ PHASES = {
 
 
 def grpo_step() -> str:
-    """Tabulate the scaled steps as measured, and one at full length: the rollout from the trace,
-    and training by its FLOPs.
+    """Tabulate the scaled steps as measured, and an estimate of the steps at full length. The
+    rollout is estimated from the trace, and training from its FLOPs.
     """
     stock, ours = load("grpo_step_stock"), load("grpo_step_sparse")
     shape, run, full = (
@@ -323,8 +326,8 @@ def grpo_step() -> str:
 
 
 def grpo_steps() -> str:
-    """Tabulate whole steps at a quarter of the lengths, measured several times; 95 % t-intervals
-    are over these steps.
+    """Tabulate whole steps at a quarter of the lengths. Several steps of each kind were measured,
+    and the 95 % t-intervals are over these steps.
     """
     runs = {name: load(f"grpo_steps_{name}") for name in ("stock", "sparse", "lossless")}
     steps = {name: [sum(step.values()) for step in run["steps"]] for name, run in runs.items()}
@@ -365,8 +368,8 @@ def with_limits(values: list[float], found: Any, form: str) -> str:
 
 
 def host_time() -> str:
-    """Tabulate many short responses with lists: tokens per second, and host microseconds per
-    sequence and step, by part.
+    """Tabulate a rollout of many short responses with top-20 lists: tokens per second, and the
+    host's microseconds per sequence and step for each part of its work.
     """
     parts = ("scheduler", "output processor", "reading lists")
     rows, variants = [], load("short_responses")["variants"]
@@ -388,7 +391,9 @@ def host_time() -> str:
 
 
 def teacher_forced() -> str:
-    """Tabulate the teacher-forced kernels against dense attention, for docs/method.md."""
+    """Return the table in docs/method.md that compares the teacher-forced kernels with dense
+    attention.
+    """
     rows = []
     for case in load("teacher_forced")["cases"]:
         for way in ("forward", "backward"):
@@ -405,7 +410,7 @@ def teacher_forced() -> str:
 
 
 def families() -> str:
-    """Tabulate just the decode kernels, by attention shape."""
+    """Tabulate the times of the decode kernels alone, by attention shape."""
     by_shape: dict[tuple[int, int, int], dict[int, Row]] = {}
     for row in load("decode_families")["families"]:
         by_shape.setdefault((row["K"], row["G"], row["D"]), {})[row["k"]] = row
@@ -425,8 +430,8 @@ def families() -> str:
 
 
 def several_tokens() -> str:
-    """Tabulate decode steps over several new tokens, relative to the default kernel's step over
-    one.
+    """Tabulate the times of decode steps over several new tokens, relative to the default kernel's
+    step over one token.
     """
     by_case: dict[tuple[str, str], dict[int, Row]] = {}
     for row in load("wide")["rows"]:
@@ -452,7 +457,9 @@ def several_tokens() -> str:
 
 
 def tuned() -> str:
-    """Tabulate a layer's decode step in Triton, as shipped and as tuned by ``sparrow tune``."""
+    """Tabulate the time of a layer's decode step in Triton, as shipped and as tuned by ``sparrow
+    tune``.
+    """
     cells = [
         [
             f"{cell['batch']}",

@@ -39,7 +39,7 @@ def error(way: dict[str, Any] | None, of: str) -> str:
 
 def log_probs(found: dict[str, Any] | None) -> list[str]:
     """Format the errors for each way of running an engine, the yardstick's errors, and whether all
-    are within twice those.
+    errors are within twice the yardstick's.
     """
     if found is None:
         return ["", "", "", "", ""]
@@ -53,8 +53,8 @@ def log_probs(found: dict[str, Any] | None) -> list[str]:
 
 
 def greedy(found: dict[str, Any] | None) -> str:
-    """Format how many greedy tokens come before the first that differs from stock vLLM's, and the
-    widest gap between the two tokens there.
+    """Format how many greedy tokens come before the first one that differs from stock vLLM's, and
+    the widest gap between the log-probs of two tokens that differ there.
     """
     if found is None or "greedy" not in found:
         return ""
@@ -83,7 +83,7 @@ def speed(result: Row, mode: str) -> list[str]:
 
 
 def versions() -> str:
-    """Tabulate one row per version, machine and mode."""
+    """Return a table with one row per version, machine and mode."""
     rows = [
         [
             result["vllm"],
@@ -130,7 +130,7 @@ def checked(result: dict[str, Any] | None) -> str:
 
 
 def selfchecks() -> str:
-    """Tabulate one row per engine, with one column per version."""
+    """Return a table with one row per engine and one column per version."""
     found = results(CHECKED)
     cases = [{result["case"]: result for result in one["cases"]} for one in found]
     names = dict.fromkeys(name for one in cases for name in one)

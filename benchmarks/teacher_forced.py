@@ -1,5 +1,5 @@
-"""Time the teacher-forced sparse kernels against dense causal attention, forward and backward, on
-one GPU.
+"""Time the forward and backward passes of the teacher-forced sparse kernels and of dense causal
+attention on one GPU.
 
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
 
@@ -8,8 +8,8 @@ every page that any of them keeps, so the cost of the sparse kernel depends on h
 positions differ in their pages. Random data doesn't show how much they differ in real models, so
 three kinds of data are timed: "same" (one query for all positions, the best case), "drifting"
 (queries that partly change slowly along the sequence) and "independent" (all queries and keys drawn
-independently, the worst case). ``read`` is how many pages a tile reads per page that a position
-keeps.
+independently, the worst case). ``read`` is the number of pages that a tile reads, divided by the
+number that a single position keeps.
 
 Dense attention is torch's scaled_dot_product_attention with its flash kernel and with its cuDNN
 kernel. Times are medians of CUDA event times.

@@ -1,5 +1,5 @@
-"""Check rollouts by other trainers' classes, in stock vLLM and in both modes, before and after an
-update.
+"""Check the rollouts that other trainers' own classes generate, in stock vLLM and in both modes,
+before and after an update of the weights.
 
     python benchmarks/trainer_rollouts.py skyrl    # also: trl, prime-rl, openrlhf
 
@@ -69,7 +69,7 @@ Batch = list[list[int]]
 
 
 class TRL:
-    """Uses ``VLLMGeneration``, colocated. It has no field for vLLM arguments, so Sparrow is
+    """Uses a colocated ``VLLMGeneration``. It has no field for vLLM arguments, so Sparrow is
     switched on through environment variables, and CUDA graphs can't be switched off. Engines start
     one after another, because vLLM measures how much memory is free.
     """
@@ -468,8 +468,8 @@ def checkpoints(trainer: str) -> tuple[str, ...]:
 
 
 def compare(folder: Path, asked: Batch, expected: Batch, found: Batch) -> dict[str, int]:
-    """Count the greedy responses that equal the expected ones, that first differ at a tie, and that
-    are wrong, plus the tokens compared.
+    """Count the greedy responses that equal the expected ones, those that first differ at a tie,
+    and those that are wrong. Also count the tokens compared.
     """
     model = load(folder, "float32")
     result = {"equal": 0, "differ at a tie": 0, "wrong": 0, "tokens compared": 0}
@@ -509,8 +509,8 @@ def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, i
 
 
 async def roll_out(trainer: str, mode: str, folder: Path) -> None:
-    """Generate with a trainer's engine, first with the first weights and then with the second, and
-    write responses and counters to ``MODE.json``.
+    """Generate responses with a trainer's engine, using the first weights and then the second, and
+    write the responses and counters to ``MODE.json``.
     """
     import vllm
 
@@ -597,8 +597,8 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
 def judged(
     mode: str, rounds: int, found: dict[str, Any], stock: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Return a mode's result for the file, with comparisons with stock vLLM in place of the
-    responses.
+    """Return a mode's result for the file. In place of the responses, it contains comparisons with
+    those of stock vLLM.
 
     Args:
         rounds: how many rounds there should be.

@@ -120,8 +120,8 @@ def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return the log-prob differences between two runs up to their first different token, and the
-    fraction of tokens before it.
+    """Return how much the log-probs of two runs differ up to the first token that isn't the same,
+    and the fraction of tokens before it.
     """
     same = [
         np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)
@@ -138,8 +138,8 @@ def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
 def judged(
     rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]
 ) -> dict[str, Any]:
-    """Compare the log-prob errors, relative to the truth, with the yardstick's in the same 16-bit
-    dtype.
+    """Compare the log-prob errors with those of the yardstick, which runs in the same 16-bit dtype.
+    Both are errors relative to the truth.
     """
     missed, allowed = miss(rollouts, true), miss(true, yardstick)
     within = all(missed[k] <= 2 * allowed[k] for k in ("mean", "p99"))

@@ -7,11 +7,12 @@ lossless and dense.
 
 The ``sparrow train --engine vllm`` runs share one GPU, side by side. The sparse run must learn
 without a drop in p5. With an unbounded budget, actor and policy are the same model, so p5 is below
-1 only because vLLM and transformers round bfloat16 in different places. If it fell over the steps,
-the weight transfer to vLLM would be broken. The KL divergence between actor and policy is recorded
-too, because a change of entropy can't mask it. With DistillSparse, the transferred weights are the
-policy's with the actor's LoRA merged in. Lossless runs, with drafts that read a third of a long
-sequence, are compared with stock dense vLLM runs with the same seeds.
+1 only because vLLM and transformers round bfloat16 in different places. If p5 fell during this run,
+the transfer of weights to vLLM would be broken. The KL divergence between actor and policy is
+recorded too, because unlike a fall in p5, a rise in KL can't be masked by a change of entropy. With
+DistillSparse, the transferred weights are the policy's with the actor's LoRA merged in. In lossless
+runs, drafts read a third of a long sequence. These runs are compared with dense runs in stock vLLM
+that have the same seeds.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24
 --count 24 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine
@@ -80,7 +81,7 @@ RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
         for seed in range(3)
     },
 }
-"""Each run's schedule, steps, and further options."""
+"""Each run's schedule, number of steps, and additional options."""
 
 
 def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -139,8 +140,8 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the means over the first and last sixth of the steps, and the change over the run from
-    a fitted line, with its standard error.
+    """Return the means over the first and the last sixth of the steps. Also fit a line to all
+    steps, and return its change over the run with the standard error.
     """
     n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:

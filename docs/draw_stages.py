@@ -1,4 +1,4 @@
-"""Draw the picture in docs/lossless.md of one cycle with guesses.
+"""Draw the picture of one cycle with guesses in docs/lossless.md.
 
 python docs/draw_stages.py        # writes docs/figures/three-stages.png
 """
@@ -61,7 +61,7 @@ LEGEND = (
 
 
 def boxes(panel: Axes, x: float, y: float, tokens: History) -> float:
-    """Draw tokens from ``x`` on, and return where they end."""
+    """Draw tokens in a row that starts at ``x``, and return where the row ends."""
     for token, color in tokens:
         panel.add_patch(
             FancyBboxPatch(
@@ -88,13 +88,13 @@ def boxes(panel: Axes, x: float, y: float, tokens: History) -> float:
 
 
 def label(panel: Axes, y: float, title: str, detail: str) -> None:
-    """Write what a row shows to the left of it."""
+    """Write a row's label to its left."""
     panel.text(0, y + 0.42, title, va="center", fontsize=10, weight="bold")
     panel.text(0, y + 0.1, detail, va="center", fontsize=8.5, color=MUTED)
 
 
 def draw(path: Path) -> None:
-    """Draw the picture. It always has the same bytes."""
+    """Draw the picture. Every call writes an identical file."""
     with plt.rc_context(MATPLOTLIB):
         figure = plt.figure(figsize=(10, 4.1))
         panel = figure.add_axes((0.02, 0.02, 0.96, 0.96))

@@ -2,8 +2,8 @@
 
     python docs/write_cli.py
 
-With ``--check``, only compare. A table goes between ``<!-- options: COMMAND -->`` and ``<!-- end
--->``; the text around it is written by hand.
+With ``--check``, the script only checks that the page is up to date. Tables go between the comments
+``<!-- options: COMMAND -->`` and ``<!-- end -->``; the text around them is written by hand.
 """
 
 from __future__ import annotations

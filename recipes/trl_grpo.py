@@ -38,8 +38,8 @@ SCHEDULE = SparsitySchedule(
     recent_pages=2,
     dense_layers=(0,),
 )
-"""A schedule for ``trace`` with 24 lines and a p5 of 0.95. 8 tokens is the smallest page size the
-decode kernels support.
+"""A schedule with a p5 of 0.95 on ``trace`` with 24 lines. Its pages have 8 tokens, the smallest
+size that the decode kernels support.
 """
 
 

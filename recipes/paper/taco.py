@@ -5,8 +5,8 @@
 
 The authors' file is named after code-r1 (github.com/ganler/code-r1). Its published preparation
 script drops rows from two badly formatted sources, short questions, questions with images, and
-problems whose reference solutions fail their tests; so does this one. How the authors got to 21,000
-rows, some of them from CodeContests, isn't published.
+problems whose reference solutions fail their tests. This script drops the same rows. How the
+authors got to 21,000 rows, some of them from CodeContests, isn't published.
 """
 
 from __future__ import annotations

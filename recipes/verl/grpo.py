@@ -36,8 +36,8 @@ SCHEDULE: dict[str, Any] = {
     **LAYOUT,
     "dense_layers": [0],
 }
-"""The schedule for lossy rollouts, for ``trace`` with 24 lines and a p5 of 0.95. 8 tokens is the
-smallest page size the decode kernels support.
+"""The schedule for lossy rollouts, with a p5 of 0.95 on ``trace`` with 24 lines. Its pages have 8
+tokens, the smallest size that the decode kernels support.
 """
 LOSSLESS: dict[str, Any] = {
     "mode": "lossless",
@@ -90,7 +90,7 @@ def captured(sizes: list[int]) -> str:
 def overrides(
     folder: Path, mode: str, gpus: int, steps: int, lines: int, prompts: int
 ) -> list[str]:
-    """Return all settings for ``verl.trainer.main_ppo``. Only the ones from ``by_mode`` are about
+    """Return all settings for ``verl.trainer.main_ppo``. Only those from ``by_mode`` concern
     Sparrow.
     """
     return [
@@ -196,7 +196,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "more", nargs="*", help="further settings for verl, such as trainer.nnodes=2"
+        "more", nargs="*", help="additional settings for verl, such as trainer.nnodes=2"
     )
     asked = parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""A trained head that guesses: one decoder layer on a policy's hidden states, as in EAGLE-3 (Li et
-al., arXiv 2503.01840).
+"""A trained head that guesses tokens: one decoder layer on top of a policy's hidden states, as in
+EAGLE-3 (Li et al., arXiv 2503.01840).
 
-The head reads, at slot t, the embedding of token t + 1 and three of the policy's hidden states at
-token t, and predicts the policy's distribution of token t + 2. To guess further, it reads its own
+At slot t, the head reads the embedding of token t + 1 and three of the policy's hidden states at
+token t. It predicts the policy's distribution of token t + 2. To guess further, it reads its own
 output at the previous slot in place of the hidden states. Training does the same for several steps
 (the paper's training-time test): in step j, slot t reads the output of step j - 1 at slot t - 1,
-and attends to slots 0 to t - j of step 0 and to one slot of each step after that. The head uses the
+and attends to slots 0 to t - j of step 0 and to one slot of each later step. The head uses the
 policy's embedding and ``lm_head``, which stay as they are.
 
 Weights have the names of an EAGLE-3 checkpoint, so ``save`` writes one that vLLM can load.
@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import (
 
 @dataclass(frozen=True)
 class Reading:
-    """The policy's computation on a sequence of N tokens."""
+    """What the policy computed on a sequence of N tokens."""
 
     tokens_N: Tensor
     states_NS: Tensor  # three hidden states, S = 3 W
@@ -44,7 +44,7 @@ class Reading:
 
 
 def state_layers(config: Any) -> tuple[int, int, int]:
-    """Return the layers whose inputs the head reads; vLLM's default for EAGLE-3."""
+    """Return the layers whose inputs the head reads, which are vLLM's defaults for EAGLE-3."""
     layers = config.num_hidden_layers
     return 2, layers // 2, layers - 3
 
@@ -100,8 +100,8 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head for a Llama policy. It starts as the policy's last layer, which reads the last of
-    the three hidden states and no embedding.
+    """The head for a Llama policy. It is initialised from the policy's last layer, so at first it
+    ignores the embedding and reads only the last of the three hidden states.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:
@@ -135,8 +135,8 @@ class Head(nn.Module):
             mine.load_state_dict(its.state_dict())
 
     def forward(self, embedded_TW: Tensor, states_TS: Tensor, steps: int) -> list[Tensor]:
-        """Return the normalised outputs ``[T, W]`` of each step, for ``lm_head``. In step j, slots
-        before j have no meaning.
+        """Return the normalised outputs ``[T, W]`` of each step, for ``lm_head``. The outputs of
+        step j are meaningless at slots before j.
         """
         hidden = self.fc(states_TS)
         places = torch.arange(len(hidden), device=hidden.device)
@@ -185,7 +185,7 @@ def outputs(head: Head, policy: PreTrainedModel, reading: Reading, steps: int) -
 
 
 def logprobs(policy: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
-    """Return log-probs ``[..., V]`` in float32 from what ``lm_head`` reads, ``[..., W]``."""
+    """Return log-probs ``[..., V]`` in float32, given the inputs of ``lm_head``, ``[..., W]``."""
     weight = policy.lm_head.weight
     return (linear(hidden.to(weight.dtype), weight).float() / temperature).log_softmax(-1)
 
@@ -198,8 +198,8 @@ def losses(
     steps: int,
     slots: Tensor,
 ) -> Tensor:
-    """Return the mean KL divergence from the policy's distributions to the head's in each step,
-    in nats, ``[steps]``, over the given slots. Slots before a step's number don't count.
+    """Return the mean KL divergence from the policy's distributions to the head's in each step, in
+    nats, ``[steps]``, over the given slots. Step j leaves out slots before j.
     """
     target = logprobs(policy, reading.last_NW[slots + 1], temperature)
     found = []

@@ -1,27 +1,28 @@
-"""Train a head on a policy's samples, and measure its guesses: as the first stage of a cascade, and
-alone.
+"""Train a head on a policy's samples, and measure how well it guesses, both as the first stage of a
+cascade and alone.
 
     python studies/cascade/head.py SAMPLES.npz --out benchmarks/results/cascade_head.json
 
-SAMPLES.npz comes from ``samples.py``. The last ``held_out`` prompts of each kind are for
-measurements, all others for training. ``eagle.py`` describes the head. It is trained with the KL
-divergence at the temperature at which a text was sampled, on prompts and responses.
+SAMPLES.npz comes from ``samples.py``. The last ``held_out`` prompts of each kind are used for
+measurements, and all others for training. ``eagle.py`` describes the head. Its loss is the KL
+divergence at the temperature at which a text was sampled. Training covers prompts and responses.
 
-First stage: the guess is the head's most likely token at each place. Guesses are kept up to the
-first one that differs from the sampled token, as ``history.py`` does and explains, which assumes
-that drafts follow the policy itself. The head's hidden states come from the policy, too; in an
-engine, they would come from the sparse pass. Beside the head stands history, which looks guesses up
-in the prompt and the response, and ``both``, where one pass verifies both guesses as two branches.
+First stage: the head guesses its most likely token at each place. Guesses are kept up to the first
+one that differs from the sampled token. As ``history.py`` explains, this assumes that drafts follow
+the policy itself. The hidden states that the head reads also come from the policy; in an engine,
+they would come from the sparse pass. The head is compared with ``history``, which looks guesses up
+in the prompt and the response, and with ``both``, where one pass verifies the guesses of the head
+and of history as two branches.
 
-Alone: the policy verifies m drafts of the head, which are drawn from its distribution q and
-accepted with probability min(1, p / q). If a token x was emitted, it was an accepted draft with
-probability min(p(x), q(x)) / p(x), so the probability that a cycle starts at a token can be
-computed from the sampled text alone, without drawing drafts. Tokens per cycle are all tokens
-divided by the sum of these probabilities. ``most_likely`` is the same with the head's most likely
-token as the draft.
+Alone: the policy verifies m drafts of the head. They are drawn from the head's distribution q and
+accepted with probability min(1, p / q). Given that a token x was emitted, it was an accepted draft
+with probability min(p(x), q(x)) / p(x). So the probability that a cycle starts at a token can be
+computed from the sampled text, without drawing any drafts. The number of tokens per cycle is the
+number of all tokens divided by the sum of these probabilities. For ``most_likely``, drafts are the
+head's most likely tokens instead of drawn ones.
 
-``acceptance`` is the mean of sum_v min(p(v), q(v)) for the first draft of a cycle, the second, and
-so on, if all drafts before it were accepted.
+``acceptance`` lists the mean of sum_v min(p(v), q(v)) for the first draft of a cycle, the second
+draft, and so on, assuming that all drafts before it were accepted.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Measured:
-    """The head on one response of n tokens, with up to m drafts. All arrays are ``[m, n]``, and row
-    i is for a token as draft i of a cycle, counted from 0.
+    """How well the head predicts one response of n tokens, with up to m drafts per cycle. All
+    arrays are ``[m, n]``. In row i, every token is taken to be draft i of a cycle, counting from 0.
     """
 
     overlap: Floats  # sum_v min(p(v), q(v))
@@ -95,8 +96,8 @@ def divided(found: Sequence[Group], held_out: int) -> tuple[list[Group], list[Gr
     for kind, prompts in kinds.items():
         if len(prompts) <= held_out:
             raise ValueError(
-                f"{len(prompts)} prompts of {kind}, and {held_out} are held out; hold out fewer "
-                "with --held-out, or sample more with samples.py --prompts"
+                f"holding out {held_out} of {len(prompts)} prompts for {kind} leaves none for "
+                "training; hold out fewer with --held-out, or sample more with samples.py --prompts"
             )
     away = {(kind, ids) for kind, prompts in kinds.items() for ids in prompts[-held_out:]}
     sides: tuple[list[Group], list[Group]] = ([], [])
@@ -179,8 +180,9 @@ def measure(
 
 
 def kept_by_head(is_guessed: NDArray[np.bool_]) -> Ints:
-    """Count how many guesses would be kept at each of n positions, ``[n]``, from whether each token
-    is guessed as guess i, ``[m, n]``.
+    """Return how many guesses would be kept at each of n positions, ``[n]``.
+
+    Row i of ``is_guessed`` ``[m, n]`` tells which tokens would be right as guess i.
     """
     most, length = is_guessed.shape
     kept = np.zeros(length, np.int64)
@@ -195,8 +197,9 @@ def kept_by_head(is_guessed: NDArray[np.bool_]) -> Ints:
 
 
 def starts(accepted: Floats) -> Floats:
-    """Return the probability that a cycle starts at each token of a response, ``[n]``, from the
-    probability that a token was accepted as draft i, ``[m, n]``. The first cycle starts at token 0.
+    """Return the probability that a cycle starts at each token of a response, ``[n]``. Row i of
+    ``accepted`` ``[m, n]`` has the probability that each token was accepted as draft i. The first
+    cycle starts at token 0.
 
     A cycle yields its accepted drafts and one more token.
     """
@@ -216,8 +219,8 @@ def starts(accepted: Floats) -> Floats:
 def first_stage_rows(
     cell: Sequence[Group], measured: Sequence[Sequence[Measured]], options: Options
 ) -> list[dict[str, Any]]:
-    """Return drafts per pass of each first stage, and tokens per cycle of the head alone, by number
-    of guesses.
+    """Return a row for each number of guesses, with the drafts per pass for each first stage and
+    the tokens per cycle of the head alone.
     """
     most = max(options.guesses)
     tokens = [sum(map(len, group.responses)) for group in cell]
@@ -254,8 +257,8 @@ def first_stage_rows(
 def position_rows(
     cell: Sequence[Group], measured: Sequence[Sequence[Measured]], options: Options
 ) -> Iterator[dict[str, Any]]:
-    """Yield tokens per cycle of the head alone, with drafts drawn, for each bin of positions that
-    has tokens. Positions count the prompt.
+    """Yield the tokens per cycle of the head alone, with drawn drafts, for each bin of positions
+    that has tokens. Positions include the prompt.
     """
     for low, high in zip(options.edges, options.edges[1:], strict=False):
         row: dict[str, Any] = {"from": low, "to": high}

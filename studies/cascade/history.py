@@ -12,22 +12,24 @@ histories are compared:
 - ``siblings``: also the concurrent responses to the same prompt, each up to the same length;
 - ``epoch``: also complete responses to the prompt from an earlier epoch.
 
-Half of a prompt's samples stand in for the earlier epoch, which therefore has the same policy. The
-other half are simulated with all three histories, so any differences come from history alone.
+Half of a prompt's samples stand in for the earlier epoch, so that epoch has the same policy. The
+other half are simulated with all three histories, so any differences come only from the history.
 
 Guesses are kept up to the first one that differs from the sampled token. If drafts follow the
 policy itself (q = p), this is exact: rejection sampling keeps the guess g with probability q(g),
 and otherwise draws from q without g, which has the same distribution as drawing x from q and
 keeping g if x = g. So each response is a sample of the cascade, and the mean over responses is an
-unbiased estimate. A real drafter is the sparse actor, with a q that differs from p: guesses are
-then compared with q's tokens, and when the policy rejects a draft, the drafts after it are lost and
-a new cycle begins. With acceptance close to 1, both effects barely change the tokens per pass. The
-simulation doesn't cover how many drafts the policy keeps; that's an argument of ``speed``.
+unbiased estimate. In reality, the drafter is the sparse actor, whose q differs from p. Guesses are
+then compared with tokens drawn from q, and when the policy rejects a draft, the drafts after it are
+lost and a new cycle begins. If acceptance is close to 1, both effects barely change the tokens per
+pass. The simulation doesn't cover how many drafts the policy keeps; that's an argument of
+``speed``.
 
-A cycle ends after ``drafts`` tokens, even if its last pass would yield more. Tokens per pass are
-all tokens divided by all passes, so a cycle takes ``drafts`` / (tokens per pass) passes on average.
-A batch that waits for its slowest row takes more: ``slowest`` is the expected number of passes of
-the slowest of ``rows`` cycles, drawn at random from all cycles.
+A cycle ends after ``drafts`` tokens, even if its last pass would yield more. The tokens per pass
+are the number of all tokens divided by the number of all passes, so a cycle takes ``drafts`` /
+(tokens per pass) passes on average. A batch that waits for its slowest row takes more passes.
+``slowest`` is their expected number: the maximum over ``rows`` cycles that are drawn at random from
+all cycles.
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ class Group:
 
 
 class History:
-    """Token streams, with an index of where each short run of tokens last occurred with another
-    token after it.
+    """Token streams, with an index of where each short run of tokens was last followed by another
+    token.
 
     Args:
         longest, shortest: maximum and minimum length of the indexed runs, in tokens.
@@ -101,8 +103,8 @@ class History:
         return number
 
     def extend(self, number: int, token: int, visible: bool = True) -> None:
-        """Append a token to a stream. If it is not ``visible``, look-ups from other streams don't
-        lead to it, because they find the same run in an older stream.
+        """Append a token to a stream. If ``visible`` is false, look-ups from other streams don't
+        find this occurrence, only the same run in an older stream.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -114,9 +116,9 @@ class History:
         stream.append(token)
 
     def guess(self, number: int, most: int) -> list[int]:
-        """Return up to ``most`` tokens from after the most recent occurrence of a stream's longest
-        indexed suffix, or none if there is no such suffix. Occurrences in the stream itself take
-        precedence.
+        """Return up to ``most`` tokens that followed the most recent occurrence of a stream's
+        longest indexed suffix, or none if no suffix is indexed. Occurrences in the stream itself
+        take precedence.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -305,8 +307,8 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
             ]
             if not whole:
                 raise ValueError(
-                    f"no response of {cell[0].kind} has the {options.drafts} tokens of a cycle; "
-                    "sample longer ones or ask for fewer with --drafts"
+                    f"no response of {cell[0].kind} is as long as a cycle of {options.drafts} "
+                    "tokens; sample longer responses, or shorten cycles with --drafts"
                 )
             made = [sum(map(sum, cycles)) for cycles in counts]
             rows.append(
@@ -331,7 +333,7 @@ def main(options: Options) -> dict[str, Any]:
     for group in groups(options.samples):
         if len(group.responses) < 4:
             raise ValueError(
-                f"a prompt of {group.kind} has {len(group.responses)} responses, and at least 4 "
+                f"a prompt of {group.kind} has {len(group.responses)} responses, but at least 4 "
                 "are needed; sample more with samples.py --samples"
             )
         cells.setdefault((group.kind, group.temperature), []).append(group)

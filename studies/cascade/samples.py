@@ -124,8 +124,8 @@ def prompts(tokenizer: PreTrainedTokenizerBase, options: Options) -> dict[str, l
         taken[kind] = [ids for ids, _ in zip(found, range(options.prompts), strict=False)]
         if len(taken[kind]) < options.prompts:
             raise ValueError(
-                f"{len(taken[kind])} prompts of {kind}, but {options.prompts} are wanted; "
-                "ask for fewer with --prompts, or shorter ones with --context"
+                f"there are only {len(taken[kind])} prompts for {kind}, but {options.prompts} are "
+                "wanted; ask for fewer with --prompts, or shorter ones with --context"
             )
     return taken
 

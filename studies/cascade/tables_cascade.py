@@ -1,5 +1,5 @@
 """Tables for the first stage of a cascade: how well history and a trained head guess tokens, and
-the speed.
+how fast the cascade is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _where(cell: dict[str, Row]) -> list[str]:
 
 
 def cascade_history() -> str:
-    """Tabulate tokens per sparse pass for each history, and passes per cycle with siblings: the
-    mean, and the number for the slowest row in a batch.
+    """Tabulate tokens per sparse pass for each history. With siblings, also show the mean number of
+    passes per cycle and that of the slowest row in a batch.
     """
     settings = load(RESULT)["settings"]
     rows = []
@@ -77,7 +77,7 @@ def cascade_speed() -> str:
 
 
 def cascade_head() -> str:
-    """Tabulate drafts per sparse pass with guesses of history, of a head and of both, and tokens
+    """Tabulate drafts per sparse pass if history, a head or both make the guesses. Also show tokens
     per cycle of the head alone.
     """
     columns = {
@@ -97,7 +97,7 @@ def cascade_head() -> str:
 
 
 def cascade_head_positions() -> str:
-    """Tabulate tokens per cycle of a head alone by position, for the largest number of drafts."""
+    """Tabulate the tokens per cycle of a head alone, by position, for the largest number of drafts."""
     result = load(HEAD)
     most = str(max(result["settings"]["guesses"]))
     bins = sorted(

@@ -1,8 +1,8 @@
-"""Fit a Beta distribution to the tail of the acceptance rate, as published (Sparrow, arXiv
+"""Fit a Beta distribution to the tail of the acceptance rate, as the paper does (Sparrow, arXiv
 2606.08446, section 3).
 
-The fit is worse for our models than published, except for one model at its largest budget
-(docs/evidence.md), so the package itself only measures percentiles.
+For our models, the fit is worse than the published one, except for one model at its largest budget
+(docs/evidence.md). That is why the package itself only measures percentiles.
 
 Shapes: T tokens, B sequences, R resamples.
 """

@@ -50,7 +50,7 @@ from sparrow.rollout import Rollout, Sampling, Verification, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 WINDOW = 16
-"""Time constant, in queries, of the attention that eviction goes by."""
+"""Eviction compares attention values that decay with this time constant, in queries."""
 SPAN = 256
 """Attention reads a multiple of this many columns of the cache."""
 MEASURED_EVERY = 4
@@ -128,7 +128,8 @@ class GraphEngine(HFEngine):
         """
         if schedule.head_budgets:
             raise ConfigError(
-                "GraphEngine keeps as many pages in every kv head; use a schedule without head_budgets"
+                "GraphEngine keeps equally many pages in all kv heads; use a schedule without "
+                "head_budgets"
             )
         super().set_schedule(schedule)
         self._fill_table()
@@ -450,7 +451,9 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Rank values along the last axis, largest first (rank 0), with ties from left to right."""
+    """Rank values along the last axis. The largest has rank 0, and ties are ranked from left to
+    right.
+    """
     return values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 

@@ -183,7 +183,7 @@ def calibrated(
     """Return the cheapest table that meets each p5 target, by name (such as ``p86``). All tables
     are calibrated on the same dense trajectories.
 
-    Responses longer than the trajectories, which have failed anyway, read as much as in the last
+    Responses that outgrow the trajectories have failed anyway. They read as much as in the last
     bin.
 
     Raises ConfigError if no budget meets a target.

@@ -24,11 +24,11 @@ SERIES = ("reward", "length", "mean", "kl", "read")
 BAND = 0.02 + 1e-9
 """A bin is near tau if its p5 is within this distance of it."""
 LAST = 10
-"""How many steps at the end to average the reward over."""
+"""The reward is averaged over this many steps at the end of a run."""
 FEWEST_STEPS = 25
 """A run cut off by the deadline still counts if it completed this many steps."""
 EARLY = 5
-"""How many steps at the start to measure a mismatch from."""
+"""A run's mismatch is measured from this many steps at its start."""
 RESAMPLES = 2000
 
 
@@ -128,7 +128,9 @@ def tau(run: Run) -> float:
 
 
 def is_page_arm(run: Run) -> bool:
-    """Return whether the run differs from others only in pages read and in the correction."""
+    """Return whether all settings of the run, except the pages read and the correction, are the
+    usual ones.
+    """
     plain = (
         run["advantage"],
         run["normalization"],
@@ -176,8 +178,9 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """Return the threshold that misclassifies the fewest runs, i.e. runs that collapsed above it or
-    did not collapse below it. It lies in the middle of a gap between runs.
+    """Return the threshold that misclassifies the fewest runs. A run is misclassified if it
+    collapsed above the threshold or did not collapse below it. The threshold lies in the middle of
+    a gap between runs.
     """
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
@@ -216,8 +219,9 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
-    """Return the first step, counting from 0, where 90 % of the bins are within 0.02 of tau and,
-    for each step, the fractions of bins that are near tau and that are not below it.
+    """Return the first step, counting from 0, where 90 % of the bins are within 0.02 of tau. For
+    each step, also return the fraction of bins within 0.02 of tau, and the fraction of bins that
+    are no more than 0.02 below tau.
     """
     near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
     holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])

@@ -4,7 +4,7 @@
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_acceptance.json
 
 *Lossless* rows are for the drafts of whole cycles, which read a dense cache. *Lossy* rows are for
-the same positions, with the actor reading the cache its own sparse steps have written since the
+the same positions, but the actor reads the cache that its own sparse steps have written since the
 prompt. As in ``studies/text/acceptance.py``, both are compared with the dense policy in float32,
 pages have 16 tokens, and no layer is dense. In chat mathematics, cycles only cover tokens sampled
 by the model. Every length bin has the same number of cycles. The file is written after every

@@ -84,8 +84,8 @@ def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafte
             possible = low + np.flatnonzero(whole[s, low : high - drafted])
             if not len(possible):
                 raise ValueError(
-                    f"sequence {s} has no {drafted} sampled tokens in a row at {low} to {high}; "
-                    "sample longer answers"
+                    f"sequence {s} has no {drafted} consecutive sampled tokens between positions "
+                    f"{low} and {high}; sample longer answers"
                 )
             share = (np.arange(in_bin) + (s + 0.5) / S) / in_bin
             chosen[s, b] = possible[(share * len(possible)).astype(int)]
@@ -94,8 +94,8 @@ def starts(sampled: NDArray[np.bool_], edges: Sequence[int], cycles: int, drafte
 
 def load(args: argparse.Namespace, edges: Sequence[int], cycles: int, drafted: int) -> list[Domain]:
     """Load the domains from ``args.texts`` and ``args.conversations``, with at most
-    ``args.sequences`` sequences each: the first conversations at every sampled temperature, and
-    texts spread over all documents.
+    ``args.sequences`` sequences each. These are the first conversations at every sampled
+    temperature, and texts spread over all documents.
     """
     found = []
     with np.load(args.conversations) as file:
@@ -154,7 +154,7 @@ def load_model(name: str, **options: Any) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def at_temperature(model: PreTrainedModel, temperature: float) -> Iterator[None]:
-    """Context that divides the model's logits by ``temperature``."""
+    """Within this context, the model's logits are divided by ``temperature``."""
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(lambda module, inputs, logits: logits / temperature)
     try:
@@ -179,8 +179,8 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8"))
     if found["settings"] != settings_of(args):
         raise ValueError(
-            f"{args.out} was measured with other settings, {found['settings']}; use the same, or "
-            "another --out"
+            f"{args.out} was measured with other settings, {found['settings']}; use the "
+            "same settings, or another --out"
         )
     return found
 

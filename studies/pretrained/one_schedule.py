@@ -6,8 +6,8 @@ domains.
 
 ``sparrow.calibrate.calibrate`` searches for a schedule on half of each domain's sequences, and on
 an equal mixture of all domains. It measures the lossy actor's acceptance along the sequences. Every
-schedule is then measured on the other half of all domains' sequences. *Largest* reads, at each
-length, as many pages as the largest of the domains' schedules.
+schedule is then measured on the other half of all domains' sequences. At each length, the schedule
+*largest* reads the largest number of pages that any domain's schedule reads there.
 
 There are no on-policy rounds, because the texts are not the actor's samples. The file is written
 after every schedule, and running again with the same settings continues from it.
@@ -106,7 +106,9 @@ def judged(measured: Acceptance, schedule: SparsitySchedule, target: float) -> d
 
 
 def largest(schedules: Mapping[str, SparsitySchedule]) -> SparsitySchedule:
-    """Return the schedule that reads as much as the largest of ``schedules`` at each length."""
+    """Return a schedule that reads, at each length, the largest number of pages that any of
+    ``schedules`` reads there.
+    """
     tables = [schedule.top_k for schedule in schedules.values()]
     length = max(map(len, tables))
     padded = [(*table, *table[-1:] * (length - len(table))) for table in tables]

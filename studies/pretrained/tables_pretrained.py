@@ -14,7 +14,9 @@ def _rows(mode: str) -> list[Row]:
 
 
 def acceptance() -> str:
-    """Tabulate drafts at temperature 1 by domain, budget and length: mean, p5 and tokens per cycle."""
+    """Tabulate the acceptance of drafts at temperature 1 by domain, budget and length: mean, p5 and
+    tokens per cycle.
+    """
     rows, bins = [], []
     for row in _rows("lossless"):
         if row["temperature"] == 1:
@@ -28,7 +30,9 @@ def acceptance() -> str:
 
 
 def lossy() -> str:
-    """Tabulate the lossy actor at temperature 1 by domain, budget and length: mean and p5."""
+    """Tabulate the lossy actor's acceptance at temperature 1 by domain, budget and length: mean and
+    p5.
+    """
     rows, bins = [], []
     for row in _rows("lossy"):
         if row["temperature"] == 1:
@@ -39,7 +43,7 @@ def lossy() -> str:
 
 
 def tail() -> str:
-    """Tabulate the paper's claims about the tail, for the lossy actor."""
+    """Tabulate the statistics that test the paper's claims about the tail, for the lossy actor."""
     rows = []
     for row in sorted(_rows("lossy"), key=lambda row: row["domain"]):
         if fit := row.get("beta_tail"):
@@ -66,7 +70,7 @@ def tail() -> str:
 
 
 def temperatures() -> str:
-    """Tabulate chat mathematics by temperature and budget."""
+    """Tabulate acceptance in chat mathematics by temperature and budget."""
     chat = {
         (row["temperature"], row["budget"]): row
         for row in _rows("lossy")
@@ -85,8 +89,8 @@ def temperatures() -> str:
 
 
 def reading() -> str:
-    """Tabulate variants of what drafts read, against pages of 16 without dense layers at equal
-    bytes.
+    """Tabulate acceptance for variants of what drafts read. Each is compared, at equal bytes, with
+    pages of 16 without dense layers.
     """
     rows = []
     for row in load("pretrained_reading")["rows"]:
@@ -108,7 +112,7 @@ def reading() -> str:
 
 
 def caches() -> str:
-    """Tabulate lossy actors with 8-bit caches."""
+    """Tabulate the acceptance of lossy actors with 8-bit caches."""
     rows = []
     for row in load("pretrained_reading")["caches"]:
         read = f"{row['budget']:,}" if row["budget"] else "all"

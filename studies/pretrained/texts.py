@@ -6,7 +6,7 @@ prose.
 Sources are files of Python's standard library, manuals are the topics of Python's language
 reference and the long descriptions of installed packages, and prose comes from text files, such as
 Project Gutenberg books. Each kind's documents are concatenated, separated by the end-of-text token,
-and cut into sequences, of which an evenly spread subset is kept.
+and cut into sequences. Of these, an evenly spread subset is kept.
 
 For each kind, the file contains an array ``[S, T]`` of token ids, with S sequences of T tokens.
 """

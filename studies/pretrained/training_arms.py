@@ -35,7 +35,7 @@ sys.path.append(str(ROOT / "studies/common"))
 from many_runs import side_by_side, use_gpu  # noqa: E402
 
 TARGETS = {"p80": 0.80, "p86": 0.86, "p92": 0.92}
-"""Targets of p5 for the calibrated schedules, by name."""
+"""The p5 that each calibrated schedule is meant to reach, by name."""
 ARMS = ("dense", "lossless", *TARGETS, "auto86", "p80-distill")
 GRACE = 120
 """Seconds that a run may take to save its last step when time is up."""
@@ -85,7 +85,9 @@ def sampling(options: Options, prefix: str = "") -> list[str]:
 
 
 def layout(options: Options) -> Path:
-    """Return the path of the dense schedule whose pages and bins all schedules have."""
+    """Return the path of a dense schedule. All schedules have the same page size and bins as this
+    one.
+    """
     return options.out / "layout.json"
 
 
@@ -106,8 +108,8 @@ def actor(options: Options, arm: str) -> list[str]:
 
 
 def train_arguments(options: Options, name: str) -> list[str]:
-    """Return the arguments of ``sparrow`` for the run ARM-SEED, which continue it if it has a
-    checkpoint.
+    """Return the ``sparrow`` arguments that start the run ARM-SEED or, if it has a checkpoint,
+    continue it.
     """
     arm, _, seed = name.rpartition("-")
     folder = options.out / name

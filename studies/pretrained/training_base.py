@@ -41,8 +41,8 @@ class Options:
 
 
 def spread(rewards_NK: ArrayLike) -> dict[str, Any]:
-    """Return the mean with its 95 % interval over problems, and the mean over problems of the
-    standard deviation of rewards ``[N, K]`` within a problem.
+    """Return statistics of rewards ``[N, K]``: the mean with its 95 % interval over problems, and
+    the standard deviation within a problem, averaged over problems.
     """
     rewards = np.asarray(rewards_NK, float)
     mean = mean_at_k(rewards)

@@ -1,4 +1,5 @@
-"""Summarise the runs of ``training_arms.py`` as far as they got: one JSON file, and a table.
+"""Summarise the runs of ``training_arms.py``, as far as they got, in a JSON file and a printed
+table.
 
     python studies/pretrained/training_summary.py runs/story \\
         --out benchmarks/results/pretrained_training_story.json
@@ -82,7 +83,7 @@ def whole_reward(run: Run, steps: int | None = None) -> float:
 
 
 def lowest_p5(run: Run) -> float:
-    """Return the p5 of the lowest length bin in the last step."""
+    """Return the lowest p5 of any length bin in the last step."""
     return float(min(row["p5"][0] for row in run["last_bins"]))
 
 
@@ -94,8 +95,8 @@ def limits(mean: float, half: float) -> list[float | None]:
 def minus_dense(
     some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
 ) -> list[float | None] | None:
-    """Return the mean difference from the dense runs with the same seeds, with its interval, or
-    None if there are none.
+    """Return the mean difference from the dense runs with the same seeds, with its interval. Return
+    None if there are no such dense runs.
     """
     seeds = {run["seed"] for run in runs if run["arm"] == "dense"}
     pairs = [run for run in some if run["seed"] in seeds]

@@ -1,17 +1,17 @@
 """Two verifiable tasks with long contexts for SmolLM2-135M-Instruct.
 
 *Story*: write a long story with a given word in every sentence. Responses are long, and prompts are
-short. A sentence counts if it is complete, has the word, and is unlike all sentences that have
-counted so far.
+short. A sentence counts if it is complete, contains the word, and differs enough from all sentences
+that have counted so far.
 
 *Ledger*: look up entries in a long ledger. Prompts are long, and responses are short. Every line of
 an answer depends on one entry, anywhere in the prompt, so this task tests which pages are selected.
-Many entries share the first name, and many the last, so that both must be compared. The untrained
-model can't do this; ``warm_start.py`` teaches it with worked examples.
+Many entries share a first name, and many share a last name, so both names must be compared. The
+untrained model can't do this; ``warm_start.py`` teaches it with worked examples.
 
-Rewards are the share of sentences or lines that count, so that responses to the same prompt differ.
-``SETTINGS`` was fixed before any run of the study; ``training_base.py`` measures what the models
-earn before training.
+The reward is the fraction of sentences or lines that count, so responses to the same prompt earn
+different rewards. ``SETTINGS`` was fixed before any run of the study; ``training_base.py`` measures
+what the models earn before training.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ SETTINGS = {
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 """The system prompt that the model was trained with."""
 SENTENCE_WORDS = range(6, 41)
-"""How many words a sentence of a story may have to count."""
+"""A sentence of a story only counts if its number of words is in this range."""
 ALIKE = 0.6
-"""Two sentences are alike if they share more than this fraction of the words in either."""
+"""Two sentences are alike if they share more than this fraction of the words that occur in either.
+"""
 OPENING = 4
-"""Two sentences are also alike if they start with the same words, this many."""
+"""Two sentences are also alike if their first ``OPENING`` words are the same."""
 
 
 def listed(words: str) -> list[str]:
@@ -88,14 +89,14 @@ def chat(request: str) -> str:
 
 @dataclass(frozen=True)
 class Story:
-    """Write a story with a given word in every sentence. The full reward takes ``sentences``
-    sentences that count.
+    """Write a story with a given word in every sentence. If ``sentences`` sentences count, the
+    story earns the full reward.
     """
 
     sentences: int = 16
 
     def problem(self, index: int, seed: int = 0) -> Problem:
-        """Return problem ``index`` of the stream ``seed``. Problems differ in the word."""
+        """Return problem ``index`` of the stream ``seed``. Problems only differ in the word."""
         word = random.Random(f"story/{seed}/{index}").choice(SUBJECTS)
         request = (
             f'Write a very long story about a {word}. Use the word "{word}" in every sentence.'
@@ -113,10 +114,10 @@ def story_reward(word: str, sentences: int, response: str) -> float:
     """Return how many sentences count minus how many are repetitions, divided by ``sentences`` and
     clipped to [0, 1].
 
-    A sentence counts if it ends with a full stop, question mark or exclamation mark, has the word,
-    has a number of words in ``SENTENCE_WORDS``, and is alike to no sentence that already counts. A
-    sentence with the word that is alike to one of these is a repetition, and takes away as much as
-    a good sentence earns. Sentences without the word neither count nor cost anything.
+    A sentence counts if it contains the word, ends with a full stop, question mark or exclamation
+    mark, has a length in ``SENTENCE_WORDS``, and is not like any sentence that already counts. If a
+    sentence contains the word but is like one of these, it is a repetition, and costs as much as a
+    good sentence earns. Sentences without the word neither count nor cost anything.
     """
     counted: list[set[str]] = []
     openings: set[tuple[str, ...]] = set()
@@ -175,8 +176,9 @@ class Ledger:
 
 
 def ledger_reward(answers: Mapping[str, str], response: str) -> float:
-    """Return how many of the answers are right, divided by their number, or by the number of lines
-    in the response if that is larger. Only the first line about a person counts.
+    """Return the number of right answers, divided by the number of answers that were asked for or
+    the number of lines in the response, whichever is larger. Only the first line about a person
+    counts.
 
     Args:
         answers: the line expected for each person.

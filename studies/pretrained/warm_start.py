@@ -46,8 +46,8 @@ class Options:
 def solution_logprobs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problem: Problem
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a problem's solution, with its end token, and their log-probs; both
-    ``[T]``.
+    """Return the tokens of a problem's solution, including the end token, and their log-probs. Both
+    are ``[T]``.
     """
     prompt = tokenizer(problem.prompt, add_special_tokens=False).input_ids
     solution = tokenizer(problem.solution, add_special_tokens=False).input_ids

@@ -6,9 +6,9 @@ bytes.
 
 As in ``studies/text/fewer_bytes.py``, which does the byte counting, drafts read a dense cache. Each
 variant is compared with pages of 16 without dense layers, at equal bytes and on the same sequences.
-As in ``studies/text/fewer_bits.py``, actors with 8-bit caches are lossy, and only they, not the
-policy, read a rounded cache. They are compared with an actor that has the same budget but doesn't
-round.
+As in ``studies/text/fewer_bits.py``, actors with 8-bit caches are lossy. Only these actors read a
+rounded cache; the policy doesn't. Each is compared with an actor that has the same budget but
+doesn't round.
 
 All domains at temperature 1 are pooled, and intervals come from resampling sequences. After every
 domain, acceptance rates are saved next to the JSON file with the suffix ``.npz``, and running again
@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--cycles", type=int, default=32, help="cycles per sequence")
     parser.add_argument(
-        "--prompt", type=int, default=128, help="how many tokens set a cache's scales"
+        "--prompt",
+        type=int,
+        default=128,
+        help="number of tokens that a cache's scales are computed from",
     )
     parser.add_argument(
         "--cached",
@@ -115,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with np.load(saved) as file:
             if (others := file["settings"].item()) != settings:
                 raise ValueError(
-                    f"{saved} was measured with other settings, {others}; use the same, or another "
-                    "--out"
+                    f"{saved} was measured with other settings, {others}; use the same settings, "
+                    "or another --out"
                 )
             measured = {name: file[name] for name in file.files if name != "settings"}
             measured = {name: alpha.astype(np.float64) for name, alpha in measured.items()}

@@ -338,7 +338,9 @@ def calibration() -> str:
 
 
 def calibration_summary() -> str:
-    """Tabulate how many bins are within 0.02 of the target, above or below it, and the extremes."""
+    """Tabulate how many bins are within 0.02 of the target, how many are above and below that
+    range, and the extremes.
+    """
     rows = []
     for rounds, name in {0: "no on-policy rounds", 2: "two on-policy rounds"}.items():
         bins = [

@@ -74,7 +74,7 @@ class Options:
     arms: tuple[str, ...] = ("none", "full", "kl", "half", "expensive")
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each arm.
     steps: int = 45  # Maximum number of GRPO steps.
-    # Seconds after which no training step begins, and the last measurements are taken.
+    # After this many seconds, no more training steps begin, and the last measurements are taken.
     seconds: float = 3600
     prompts: int = 32  # Prompts per step, with 8 samples each.
     learning_rate: float = 1e-3  # Learning rate of the adapter.

@@ -92,7 +92,8 @@ def main(options: Options) -> None:
     """Measure all models and budgets, saving the results after every budget."""
     if len(options.models) != len(options.lines):
         raise SystemExit(
-            f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each"
+            f"got {len(options.lines)} program lengths for {len(options.models)} models; give one "
+            "per model with --lines"
         )
     report: dict[str, Any] = {"problems": options.problems, "models": []}
     for name, lines in zip(options.models, options.lines, strict=True):

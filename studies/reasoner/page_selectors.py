@@ -48,7 +48,7 @@ from common import REASONER, device, parser, save, table, tracing
 RESAMPLES, SEED = 400, 7
 TOKEN_BUDGET = 65_536  # padded tokens per forward pass
 
-# --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, in keys ---
+# --- selectors: scores [B, K, T, N] of whole pages, and landmark sizes relative to a key ---
 
 
 @dataclass
@@ -308,8 +308,8 @@ class Bench:
 def variants(
     layers: int, tokens: Sequence[int], dense: tuple[int, ...]
 ) -> Iterator[tuple[str, list[Variant]]]:
-    """Yield sections with their variants. All variants in a section read the same bytes and are
-    compared with the first one.
+    """Yield sections with their variants. All variants in a section read the same number of bytes,
+    and are compared with the first one.
     """
     for b in tokens:
         for P in (16, 8, 4):

@@ -231,8 +231,8 @@ def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarra
 
 
 def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
-    """Return the fewest pages, including those that are always read, that meet tau, [R, bins];
-    infinite if no budget does.
+    """Return the smallest number of pages that meets tau, [R, bins], including the pages that are
+    always read. It is infinite if no budget meets tau.
 
     Between the largest budget that misses tau and the next one, p5 is interpolated linearly in the
     logarithm of the pages.
@@ -317,8 +317,8 @@ def relative_tau_summary() -> str:
 
 
 def relative_laws() -> str:
-    """Tabulate how far p5 is from the noise-free p5, over all bins and budgets, for three ways of
-    removing the ceiling.
+    """Tabulate how far p5 is from the noise-free p5 over all bins and budgets, both as measured and
+    after removing the ceiling in three ways.
     """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {

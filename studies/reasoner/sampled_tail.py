@@ -3,10 +3,11 @@ top-20 lists of actor and policy.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 
-The bundled reasoner traces programs of 24 lines under fixed budgets, on a CPU or GPU. For each
-budget, the top-20 lists give the mean and 5th percentile of acceptance (of its lower bound). The
-sampled tokens' log-probs alone give the mean, the floor under this percentile
-(``sparrow.mismatch.sampled``) and, for comparison only, the 5th percentile of min(1, p/q) itself.
+The bundled reasoner traces programs of 24 lines under fixed budgets, on a CPU or GPU. The top-20
+lists give a lower bound on each token's acceptance. For each budget, the script computes its mean
+and 5th percentile. The sampled tokens' log-probs alone give the mean, the floor under this
+percentile (``sparrow.mismatch.sampled``) and, for comparison only, the 5th percentile of min(1,
+p/q) itself.
 """
 
 from __future__ import annotations

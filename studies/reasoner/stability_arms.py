@@ -24,7 +24,7 @@ class Arm:
             budget are dropped from the cache), ``bits:N`` (N-bit weights), ``stale:N`` (weights are
             refreshed every N steps), ``noise:S:W`` (at S % of the positions, the uniform
             distribution has a weight of W %) or ``worn`` (a distilled LoRA); or a fault after step
-            N: ``halved:N`` (the schedule is halved by hand) or ``unworn:N`` (the actor loses its
+            N: ``halved:N`` (the schedule is halved) or ``unworn:N`` (the actor loses its
             LoRA).
     """
 

@@ -238,11 +238,11 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
 
 
 def as_if_large(schedule: Any, batch: int) -> Any:
-    """Return the predicted cost per token for Qwen3-1.7B on an H200, with lengths scaled up to bins
-    of 2,000 tokens.
+    """Return a function of length and acceptance that predicts the cost per token for Qwen3-1.7B on
+    an H200, with lengths scaled up to bins of 2,000 tokens.
 
-    The same fraction of the cache is read as here, but in pages of 16 tokens and with two dense
-    layers.
+    Qwen3-1.7B reads the same fraction of the cache as the reasoner, but in pages of 16 tokens and
+    with two dense layers.
     """
     from sparrow.cost import MACHINES, SHAPES
     from sparrow.decoding import DRAFT_TOKENS

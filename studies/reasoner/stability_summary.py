@@ -66,7 +66,7 @@ MODELS = {
     "dial": "3 layers",
     "dial_deep": "6 layers, a third time",
 }
-"""The JSON files, with the model of their runs."""
+"""The JSON files, each with a name for the model of its runs."""
 FAULTS = {"halved": "schedule halved", "unworn": "LoRA lost"}
 LOOPS = (
     ("first_rule", "auto92 (first rule)"),
@@ -85,8 +85,8 @@ class Options:
     """Which runs to add to which file; without runs, only figures and tables are written."""
 
     runs: tuple[Path, ...] = ()  # Folders with logs of runs.
-    # The JSON file to add them to: study, dial (which has its own dense runs), or for runs of
-    # another model, deep, deep_again or dial_deep.
+    # The JSON file to add the runs to: study, or dial, which has its own dense runs. Runs of another
+    # model go to deep, deep_again or dial_deep.
     into: str = "study"
 
 
@@ -140,8 +140,8 @@ def load() -> Study:
 
 
 def arms(runs: list[Run], study: list[Run]) -> str:
-    """Tabulate what each arm read, and its outcome, also compared with dense runs with the same
-    seeds.
+    """Tabulate how much each arm read, its outcome, and the difference from dense runs with the
+    same seeds.
     """
     head = ["arm", "seeds", "p5, step 1", "mean, step 1", "KV read", "actor's reward minus dense"]
     head += ["held-out accuracy", "minus dense", "collapsed"]
@@ -437,8 +437,8 @@ def draw_threshold(figure: Any, study: Study) -> None:
     }
     for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # On a log axis of the rejected fraction, points near 1 are easier to tell apart. Dense
-            # runs are at its edge.
+            # The log axis shows the rejected fraction, so acceptance rates near 1 are easier to
+            # tell apart. Dense runs are at its edge.
             rejected = [max(1 - early(run)[name], 3e-3) for run in some]
             ax.plot(
                 rejected,
@@ -570,7 +570,7 @@ DRAWINGS: dict[str, Callable[[Any, Study], None]] = {
 
 
 def save(path: Path, draw: Callable[[Any, Study], None], study: Study) -> None:
-    """Save a figure. The same runs always give the same bytes."""
+    """Save a figure. The same runs always give an identical file."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -4,11 +4,11 @@ budget and length.
     python studies/text/acceptance.py CHECKPOINT --out benchmarks/results/text_acceptance.json
 
 *Lossless* rows are for the drafts of whole cycles, which read a dense cache (``drafts.py``), at
-positions spread over each text. *Lossy* rows are for the same positions, with the actor reading the
-cache its own sparse steps have written since the prompt (``sparrow.model.actor.teacher_forced``).
-In both cases, the tokens are the text's own, and the actor is compared with the dense policy in
-float32. The budget covers all tokens that a sparse layer reads, including the sink and recent
-pages.
+positions spread over each text. *Lossy* rows are for the same positions, but the actor reads the
+cache that its own sparse steps have written since the prompt
+(``sparrow.model.actor.teacher_forced``). In both cases, the tokens are the text's own, and the
+actor is compared with the dense policy in float32. The budget covers all tokens that a sparse layer
+reads, including the sink and recent pages.
 
 Shapes: as in ``drafts.py``; S texts in all.
 """
@@ -193,8 +193,8 @@ def lossy(
     kept: SparsitySchedule,
     **options: Any,
 ) -> Tensor:
-    """Return the acceptance ``[B, R, W]`` at the same positions of a lossy actor that wrote all but
-    the first ``prompt`` tokens of the cache in its own sparse steps.
+    """Return a lossy actor's acceptance ``[B, R, W]`` at the same positions. The actor wrote all
+    but the first ``prompt`` tokens of the cache in its own sparse steps.
     """
     with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
         return acceptance(p, distributions(model, ids, start, p.shape[2]))
@@ -299,7 +299,7 @@ def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
     """Return how much the mean and p5 of acceptance ``[S, ...]`` increase on the same texts, with
     95 % intervals.
 
-    Whole texts are resampled, with the same texts before and after in each resample.
+    Each resample draws whole texts, and uses the same texts before and after.
     """
     owner = np.repeat(np.arange(len(before)), before[0].size)
     old, new = before.ravel(), after.ravel()
@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         type=int,
         nargs="+",
         default=[2, 4, 8],
-        help="how many steps share a selection, besides 1",
+        help="numbers of steps that share a selection, in addition to 1",
     )
     parser.add_argument("--reuse-budgets", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument(

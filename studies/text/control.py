@@ -156,7 +156,8 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
     match = ARM.fullmatch(arm)
     if not match:
         raise ValueError(
-            f"no arm {arm!r}; expected dense, p86, auto86, p86-distill, or p86- with a correction"
+            f"no arm {arm!r}; expected dense, p86, auto86, p86-distill, or p86- followed by a "
+            "correction"
         )
     tau = float(f"0.{match['tau']}") if match["tau"] else None
     distilled = match["change"] == "distill"

@@ -1,5 +1,5 @@
-"""Draw the control study's figure: the actor's reward by step, and its reward relative to the dense
-run's, by p5.
+"""Draw the control study's figure: the actor's reward by step, and how its reward relative to the
+dense run's depends on p5.
 
 python studies/text/control_figure.py        # writes docs/figures/text-control.png from benchmarks/results
 """
@@ -42,7 +42,7 @@ def shares(runs: Sequence[Run], value: Callable[..., float]) -> list[tuple[float
 
 
 def main() -> None:
-    """Draw the figure. The same results always give the same bytes."""
+    """Draw the figure. The same results always give an identical file."""
     runs = load("text_control")["runs"]
     study = json.loads((RESULTS / "stability/study.json").read_text(encoding="utf-8"))
     reasoner = [run for run in study if is_page_arm(run) and run["correction"] == "token_tis"]

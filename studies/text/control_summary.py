@@ -44,7 +44,7 @@ from stability_statistics import (  # noqa: E402
 )
 
 LAST = 5
-"""How many steps at the end to average the actor's reward over."""
+"""The actor's reward is averaged over this many steps at the end of a run."""
 ENOUGH = 0.6
 """A run that was cut off still counts if it completed this fraction of its steps."""
 
@@ -93,8 +93,8 @@ def over_seeds(values: Iterable[float]) -> list[float | None]:
 def minus(
     some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]
 ) -> list[float | None]:
-    """Return the mean difference from the runs of ``arm`` with the same seeds, after equally many
-    steps, with its 95 % t-interval.
+    """Compare runs with the runs of ``arm`` that have the same seeds, after equally many steps.
+    Return the mean difference with its 95 % t-interval.
     """
     others = [run for run in runs if run["arm"] == arm]
     pairs = [run for run in some if run["seed"] in {other["seed"] for other in others}]
@@ -104,8 +104,8 @@ def minus(
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     """Summarise an arm, given its runs and all runs.
 
-    ``whole_reward_minus_plain`` compares it with the arm with the same schedule, the study's
-    default correction and no adapter.
+    ``whole_reward_minus_plain`` compares the arm with the plain arm, which has the same schedule,
+    the study's default correction and no adapter.
     """
     arm = some[0]["arm"]
     plain = arm.partition("-")[0]

@@ -62,15 +62,15 @@ def split(
         parts[any(f"/{name}/" in files[0].as_posix() for name in held_out)].append(files)
     if not all(parts):
         raise ValueError(
-            f"{len(folders)} folders with text, {len(parts[1])} of them held out by the names {', '.join(held_out)}: "
-            "need some of each; name others with --held-out"
+            f"the names {', '.join(held_out)} hold out {len(parts[1])} of {len(folders)} folders "
+            "with text; choose names with --held-out that match some of them, but not all"
         )
     return parts
 
 
 def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
-    """Yield files' contents, each after the end of the file's path. Files that aren't UTF-8, or
-    whose content has already been ``seen``, are skipped.
+    """Yield the contents of files. Each is preceded by the end of the file's path. Files that
+    aren't UTF-8, or whose content has already been ``seen``, are skipped.
     """
     for files in folders:
         for path in files:

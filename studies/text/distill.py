@@ -7,16 +7,16 @@ The policy is fixed. It samples responses to prompts from ``task.py`` once, dens
 temperature 1. Some of them are for training; the others are held out, with prompts from packages
 that the model has never seen. The schedule's page count is chosen so that p5 on some of the
 training responses is as close as possible to the target. For each loss and learning rate, an
-adapter that starts at zero sees every training response once under this schedule, with the pass and
-lists of ``sparrow.train.distill``, and is measured on the held-out responses several times along
-the way. The ``forward`` loss is the trainer's KL(policy || actor). The ``reverse`` loss, KL(actor
-|| policy), and ``overlap``, 1 - acceptance, are computed on the same lists, but are not available
-in the trainer.
+adapter that starts at zero is trained under this schedule, with the pass and lists of
+``sparrow.train.distill``. It sees every training response once, and is measured on the held-out
+responses several times along the way. The ``forward`` loss is the trainer's KL(policy || actor).
+The ``reverse`` loss, KL(actor || policy), and ``overlap``, 1 - acceptance, are computed on the same
+lists, but are not available in the trainer.
 
-An actor is compared with the dense policy's full distributions in three ways: on the held-out
-responses, as a lossy actor, which reads its own cache after the prompt; in the same way on
-responses that it samples itself; and as a drafter, which it isn't trained for, in cycles that read
-the policy's cache (``drafts.py``).
+An actor is compared with the dense policy's full distributions in three ways. As a lossy actor,
+which reads its own cache after the prompt, it is measured on the held-out responses and on
+responses that it samples itself. As a drafter, which it isn't trained to be, it is measured in
+cycles that read the policy's cache (``drafts.py``).
 
 Shapes: S responses, P prompt tokens and R response tokens per response, T = P + R, n tokens per
 list, V vocabulary.
@@ -148,7 +148,8 @@ class Study:
         ]
         if [ids.shape for ids in found] != wanted:
             raise ValueError(
-                f"{args.samples} has responses of {[i.shape for i in found]}, not {wanted}; name a new file"
+                f"{args.samples} has arrays of the shapes {[i.shape for i in found]}, not {wanted}; "
+                "name a new file with --samples"
             )
         return found
 
@@ -182,8 +183,8 @@ class Study:
         schedule: SparsitySchedule,
         dense: Sequence[Tensor] | None = None,
     ) -> Floats:
-        """Return a lossy actor's acceptance ``[S, R]`` along these responses, with the first tokens
-        predicted by dense prefill.
+        """Return a lossy actor's acceptance ``[S, R]`` along these responses. The first token of
+        each response is predicted by the dense prefill.
         """
         policy = iter(dense) if dense else self._batches(ids, self.policy_distributions)
 
@@ -223,8 +224,8 @@ class Study:
         return self.along(self.measured(actor, ids, self.schedule))
 
     def drafting(self, weights: dict[str, Tensor]) -> dict[str, Any]:
-        """Return statistics for draft cycles with these weights, reading the policy's cache of the
-        held-out responses.
+        """Return statistics for draft cycles on the held-out responses. Drafts use these weights
+        and read the policy's cache.
         """
         drafter = self.load(attn_implementation=drafts.NAME)
         assert not drafter.load_state_dict(weights, strict=False).unexpected_keys
@@ -300,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--out",
         type=Path,
         required=True,
-        help="the JSON file of results; runs that are in it already are skipped",
+        help="the JSON file of results; runs that it already contains are skipped",
     )
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument(

@@ -8,10 +8,10 @@ separately and together.
 
 The policy is dense and in float32. Actors differ from it in what they round
 (``benchmarks/rounding.py``, with products in float32) and in what they read. After the prompt, each
-actor reads the cache it has written itself. The policy in bfloat16, as one of the actors, shows how
-much noise every real actor adds. With ``--bfloat16``, all actors run in bfloat16. Texts, positions
-and statistics are the same as in ``acceptance.py``. ``p5_change`` is how much rounding changes p5
-at the same budget, with an interval from resampling texts.
+actor reads the cache it has written itself. One of the actors is the policy itself in bfloat16,
+which shows how much noise any real actor adds. With ``--bfloat16``, all actors run in bfloat16.
+Texts, positions and statistics are the same as in ``acceptance.py``. ``p5_change`` is how much
+rounding changes p5 at the same budget, with an interval from resampling texts.
 
 Shapes: as in ``acceptance.py``.
 """
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--prompt",
         type=int,
         default=128,
-        help="how many tokens at the start of each text set the cache's scales",
+        help="number of tokens at the start of each text that the cache's scales are computed from",
     )
     parser.add_argument(
         "--rounded",

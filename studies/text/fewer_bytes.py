@@ -3,13 +3,13 @@ and dense layers.
 
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 
-The setup is the one for the lossless rows of ``acceptance.py``: drafts read a dense cache of
+The setup is the same as for the lossless rows of ``acceptance.py``: drafts read a dense cache of
 held-out text, in float32, by budget and length. Bytes are counted in KV tokens, the size of one
-token's key and value in one layer, and averaged over layers and drafts. They cover the pages read
-plus, for every page's landmark, half a KV token (a mean key in 16 bits), a quarter (in 8 bits) or
-one (Quest's minimum and maximum). A dense layer reads all tokens. ``fp8`` landmarks are rounded to
-e4m3. ``int8`` landmarks are scaled so that their largest component is 127, then rounded to
-integers.
+token's key and value in one layer, and averaged over layers and drafts. They cover the pages that
+are read and the landmarks of all pages. A landmark counts as half a KV token (a mean key in 16
+bits), a quarter (a mean key in 8 bits) or one (Quest's minimum and maximum). A dense layer reads
+all tokens. ``fp8`` landmarks are rounded to e4m3. ``int8`` landmarks are scaled so that their
+largest component is 127, then rounded to integers.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 
     python studies/text/shared_noise.py CHECKPOINT --out benchmarks/results/text_shared_noise.json
 
-Drafts are the ones from ``acceptance.py``, at the same positions, without dense layers. Nothing is
-sampled. Instead, the probability that a draft is accepted is computed from the two distributions,
-for rejection sampling and for drafts that share their Gumbel noise with the policy's tokens, as in
-vLLM. The texts' tokens were not sampled from the policy.
+Drafts are made as in ``acceptance.py`` and at the same positions, but without dense layers. Nothing
+is sampled. Instead, the probability that a draft is accepted is computed from the two
+distributions, for rejection sampling and for drafts that share their Gumbel noise with the policy's
+tokens, as in vLLM. The texts' tokens were not sampled from the policy.
 
 Shapes: as in ``acceptance.py``. ``kept``, the probability that a draft is accepted, is ``[2, S, R,
 W]``, first with rejection sampling and then with shared noise.

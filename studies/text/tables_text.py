@@ -137,8 +137,8 @@ def text_shared_noise() -> str:
 
 
 def text_vllm(study: str) -> str:
-    """Tabulate tokens per cycle in vLLM by position, with the prediction for rejection sampling
-    from the model itself.
+    """Tabulate tokens per cycle in vLLM by position, next to the model's own prediction for
+    rejection sampling.
     """
     result = load(study)
     rows = []
@@ -167,8 +167,8 @@ def text_vllm(study: str) -> str:
 
 
 def text_draft_weights() -> str:
-    """Tabulate tokens per cycle in vLLM by position, with the model's own weights and with an fp8
-    copy as draft weights.
+    """Tabulate tokens per cycle in vLLM by position, for drafts with the model's own weights and
+    for drafts with an fp8 copy of them.
     """
     own, copied = load("text_vllm_draft_auto"), load("text_vllm_draft_fp8")
     rows = []
@@ -197,8 +197,8 @@ def text_draft_weights() -> str:
 
 
 def text_budgets() -> str:
-    """Tabulate tokens per cycle in vLLM by draft budget and draft weights, with the prediction for
-    the model's own weights.
+    """Tabulate tokens per cycle in vLLM by draft budget and draft weights, next to the prediction
+    for the model's own weights.
     """
     rows = []
     for budget in (1024, 2560):
@@ -314,8 +314,8 @@ def text_uneven(study: str) -> str:
 
 
 def text_uneven_target() -> str:
-    """Tabulate the bytes each variant needs for the target p5, and its p5 at half the even
-    schedule's bytes.
+    """Tabulate the bytes each variant needs for the target p5, and its p5 at half the bytes of the
+    even schedule.
     """
     result = load("text_uneven")
     whole, rows = result["even_at_target"], []

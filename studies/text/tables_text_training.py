@@ -10,8 +10,8 @@ from common import interval, load, table
 
 
 def text_control() -> str:
-    """Tabulate GRPO on the text model by arm: means and 95 % intervals over seeds, and differences
-    from the dense run with the same seed.
+    """Tabulate the results of GRPO on the text model by arm: means and 95 % intervals over seeds,
+    and differences from the dense run with the same seed.
     """
     rows = []
     for row in load("text_control")["rows"]:
@@ -40,8 +40,8 @@ def text_control() -> str:
 
 
 def text_corrections() -> str:
-    """Tabulate GRPO on the text model with different corrections, with an adapter, and with the
-    closed loop. Differences are between runs with the same seed.
+    """Tabulate the results of GRPO on the text model with different corrections, with an adapter,
+    and with the closed loop. Differences are between runs with the same seed.
     """
     rows = []
     for row in load("text_corrections")["rows"]:
@@ -86,8 +86,8 @@ def text_control_model(study: str) -> str:
 
 
 def text_control_ranks() -> str:
-    """Tabulate Spearman's correlation between each statistic at step 1 and a run's loss relative to
-    dense, with 95 % intervals.
+    """Tabulate Spearman's correlation, with 95 % intervals, between each statistic at step 1 and
+    how much reward a run loses relative to dense.
     """
     ranking = load("text_control")["ranking"]
     kinds = ("reward", "held_out")
@@ -98,8 +98,8 @@ def text_control_ranks() -> str:
 
 
 def text_wall_clock() -> str:
-    """Tabulate GRPO on the widened text model by arm: seconds per step, and where decode step time
-    goes.
+    """Tabulate how much time GRPO takes on the widened text model, by arm: the seconds per step,
+    and how the time of a decode step is spent.
     """
     result = load("text_wall_clock")
     rows = []

@@ -45,7 +45,9 @@ PROMPT_TOKENS = 512
 TRAIN, HELD_OUT = 1024, 128
 """Number of training problems and of held-out problems."""
 FEWEST_NAMES, REST = 12, 2000
-"""Minimum number of names bound by a prompt, and of characters after it in the file."""
+"""Minimum number of names that a prompt binds, and of characters that follow the prompt in its
+file.
+"""
 FILE = "problems.json"
 
 # The reward weights were chosen on dense samples of the trained model, and fixed before any run of
@@ -64,11 +66,11 @@ ALIKE = 2
 differ only in a name; this limit hardly affects other code.
 """
 READS = 2
-"""How many lines can earn something by reading the same name from the prompt, because using a name
-again doesn't take another look at the prompt.
+"""How many lines can earn something by reading the same name from the prompt. The number is limited
+because using a name again doesn't take another look at the prompt.
 """
 LONGEST = 40
-"""Maximum length for which a line earns something."""
+"""The part of a line beyond this length earns nothing."""
 
 _PIECE = re.compile(
     r"""\#.* | (?:\b[rbfuRBFU]{1,2})? (?: (?P<open>\"{3}|'{3}) | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' )""",
@@ -77,8 +79,8 @@ _PIECE = re.compile(
 _GOES_ON = re.compile(r"[)\]}]|(else|elif|except|finally)\b")
 _MEMBER = re.compile(r"@|(async\s+def|def|class)\b")
 _CUT = 12
-"""How many lines to drop from the last unit, at most, to make it parse, besides the last line and a
-truncated string.
+"""Maximum number of lines to drop from the last unit to make it parse, not counting the last line
+and a truncated string.
 """
 _REPEAT = re.compile(r"(.+?)\1+")
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -159,8 +161,8 @@ def units(lines: Sequence[Line]) -> list[range]:
 def parse(texts: Sequence[str], unfinished: bool = False) -> ast.Module | None:
     """Return a unit's syntax tree, with its first line numbered 2, or None if it doesn't parse.
 
-    A class head may lack a body, because members are separate units. If ``unfinished``, so may any
-    other statement.
+    A class head may lack a body, because members are separate units. If ``unfinished``, other
+    statements may lack one too.
     """
     code = [text for text in texts if text.strip()]
     if not code:

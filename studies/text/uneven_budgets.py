@@ -47,8 +47,8 @@ BY_HAND: dict[
 
 @dataclass
 class Masses(drafts.Cycles):
-    """Dense cycles that add up, over drafts, the attention mass that sparse cycles would leave
-    unread. Pages are ranked by the mean query.
+    """Dense cycles that measure how much attention mass sparse cycles would leave unread, summed
+    over drafts. Pages are ranked by the mean query.
 
     Attributes:
         at: tokens per selection for ``caught``.

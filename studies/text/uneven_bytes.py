@@ -9,9 +9,9 @@ query. It is compared with these variants:
 
 - *layers*, *kv heads*: the same total number of tokens, distributed by hand or by a calibration.
   The calibration uses other texts, halfway between the measured ones. In steps of 64 tokens, it
-  assigns tokens to the layer or kv head where they most reduce the dense policy's attention mass
-  left unread. If weighted, a layer's mass is multiplied by a weight proportional to the acceptance
-  lost if only this layer is sparse.
+  assigns tokens to the layer or kv head where reading them leaves the least of the dense policy's
+  attention mass unread. If weighted, a layer's mass is multiplied by a weight proportional to the
+  acceptance lost if only this layer is sparse.
 - *page scores*: the score of the group's best query head, or the sum of the heads' softmax over
   pages.
 - *two levels*: groups of four pages are ranked by their mean key, then the pages of the best
@@ -88,7 +88,7 @@ class Variant:
         return (tokens - SINK - RECENT) // self.page_size
 
     def groups(self, top_k: Ints) -> Ints:
-        """Return how many groups have their pages ranked, besides the newest group."""
+        """Return in how many groups pages are ranked, not counting the newest group."""
         return -(-self.candidates * top_k // GROUP)
 
     def followers(self, layers: int) -> range:

@@ -17,8 +17,8 @@ contexts. The task is the one from ``control.py``, with responses four times as 
         --out benchmarks/results/text_wall_clock.json
 
 ``OUT/ARM-SEED.jsonl`` is a log like ``control.py``'s, with the seconds of every phase of a step.
-Evaluations on held-out problems don't count. ``OUT/ARM-SEED.profile.json`` shows where decode step
-time goes.
+Evaluations on held-out problems don't count. ``OUT/ARM-SEED.profile.json`` shows how the time of a
+decode step is spent.
 """
 
 from __future__ import annotations

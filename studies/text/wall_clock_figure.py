@@ -33,7 +33,7 @@ SMOOTH = 3
 
 
 def named(arm: str) -> str:
-    """Return an arm's name in the figure."""
+    """Return the name used for an arm in the figure."""
     return arm if arm in ("dense", "lossless") else f"lossy (p5 0.{arm[1:]})"
 
 
@@ -131,7 +131,7 @@ def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Draw the figure. The same results always give the same bytes."""
+    """Draw the figure. The same results always give an identical file."""
     result = load("text_wall_clock")
     arms, gains = (
         over_seeds(result["arms"]),

@@ -4,10 +4,10 @@
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
         --out benchmarks/results/text_wall_clock.json [--earlier EARLIER.json]
 
-With ``--earlier``, runs with another seed, of the same model or of one that was trained again, are
-added to an earlier summary's. The clock adds up the seconds of steps: rollout, scoring, update, and
-the transfer of new weights to vLLM. vLLM's start-up and evaluations on held-out problems are not
-included.
+With ``--earlier``, the runs are added to those of an earlier summary. The new runs have another
+seed, and either the same model or one that was trained again. The clock adds up the seconds of
+steps: rollout, scoring, update, and the transfer of new weights to vLLM. vLLM's start-up and
+evaluations on held-out problems are not included.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Options:
 def arm(path: Path) -> dict[str, Any]:
     """Summarise a run: its seconds by phase, and its rewards against the clock.
 
-    Raises ValueError if the run has only one step, when kernels were still being compiled.
+    Raises ValueError if the run has only one step, in which kernels were still being compiled.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
@@ -90,8 +90,8 @@ def dense_of(run: Run, arms: Sequence[Run]) -> Run:
 
 
 def rollout_share(run: Run) -> list[float]:
-    """Return the rollout's share of the time of a step, over all steps except the first, with a 95
-    % interval.
+    """Return the rollout's share of a step's time, with a 95 % interval. The first step is left
+    out.
 
     The interval comes from resampling steps' clock times. The other phases do the same work in
     every step, so their means are used.
@@ -110,9 +110,9 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
     ``reward`` is the actor's mean reward over the number of steps that every run completed, and
     ``minutes`` is how long these steps took.
 
-    ``attention_share`` is attention's share of a decode step's clock time, in the profile.
-    ``saved_by_attention`` is the fraction of the time saved per token, relative to the dense run,
-    that is saved in attention. The host and other kernels save the rest.
+    ``attention_share`` is attention's share of a decode step's clock time, in the profile. Relative
+    to the dense run, a run saves some time per token. ``saved_by_attention`` is the fraction of
+    this time that is saved in attention; the host and other kernels save the rest.
     """
     steps = min(run["steps"] for run in arms)
     rows = []
@@ -144,8 +144,8 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
     ``step_speedup`` is the ratio of dense's seconds to the arm's, summed over all steps except the
     first of each run, with a 95 % interval from resampling pairs. ``reward_minus_dense`` is the
-    mean over each run's pairs. A run's steps are not independent, so an interval would take several
-    runs.
+    mean over each run's pairs. A run's steps are not independent, so an interval would require
+    several runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in arms if run["arm"] != "dense"):

@@ -154,12 +154,14 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
 
 def test_too_few_or_too_short_responses_are_refused(study, samples, tmp_path):
     options = study.history.Options(samples, tmp_path / "out.json", drafts=25)
-    with pytest.raises(ValueError, match="no response of counting has the 25 tokens of a cycle"):
+    with pytest.raises(
+        ValueError, match="no response of counting is as long as a cycle of 25 tokens"
+    ):
         study.history.main(options)
     with np.load(samples) as file:
         fewer = {name: file[name] for name in file.files if "/3" not in name}
     np.savez_compressed(samples, **fewer)
-    with pytest.raises(ValueError, match="has 3 responses, and at least 4 are needed"):
+    with pytest.raises(ValueError, match="has 3 responses, but at least 4 are needed"):
         study.history.main(study.history.Options(samples, tmp_path / "out.json"))
 
 

@@ -213,5 +213,5 @@ def test_no_prompt_is_both_trained_on_and_held_out(study):
     learned, held_out = study.head.divided(found, 1)
     assert [group.prompt for group in learned] == [[1], [2], [1]] * 2
     assert [group.prompt for group in held_out] == [[3]] * 2
-    with pytest.raises(ValueError, match="3 prompts of stories, and 3 are held out"):
+    with pytest.raises(ValueError, match="holding out 3 of 3 prompts for stories leaves none"):
         study.head.divided(found, 3)

@@ -30,7 +30,8 @@ def test_a_bin_without_a_whole_cycle_is_refused(study):
     sampled = np.zeros((1, 64), bool)
     sampled[0, :32] = True
     with pytest.raises(
-        ValueError, match=r"sequence 0 has no 8 sampled tokens in a row at 32 to 64"
+        ValueError,
+        match=r"sequence 0 has no 8 consecutive sampled tokens between positions 32 and 64",
     ):
         study.domains.starts(sampled, [0, 32, 64], 2, 8)
 

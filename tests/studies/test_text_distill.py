@@ -123,7 +123,7 @@ def test_finished_losses_are_not_trained_again_and_different_settings_are_refuse
     assert again["rows"] == result["rows"]
     with pytest.raises(ValueError, match="made with other settings"):
         study.distill.main(command(folder, rank=4))
-    with pytest.raises(ValueError, match=r"has responses of .*, not .*; name a new file"):
+    with pytest.raises(ValueError, match=r"has arrays of the shapes .*, not .*; name a new file"):
         study.distill.main(command(folder, train=TRAIN + 1))
 
 
