@@ -56,7 +56,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Names moved out of each module, grouped by the module they're in now."""
+"""Names that were moved out of a module: old module -> new module -> names."""
 
 
 def new_name(module: str) -> str | None:
@@ -83,8 +83,8 @@ def attributes_of(module: str) -> Callable[[str], Any]:
 
 def install() -> None:
     """Make old names importable."""
-    # The finder has to come first. Otherwise, Python's own finder would follow an old package's new
-    # path to the files of its modules, and load them a second time.
+    # The finder has to come first. An old package name has the renamed package's path, so Python's
+    # own finder would find its modules there and load them a second time.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -98,7 +98,8 @@ class _Finder(MetaPathFinder, Loader):
         old = module.__name__
         new = new_name(old)
         assert new is not None
-        # This level is the import statement, since warnings skip the import system's frames.
+        # Level 3 points at the import statement, because warnings skip the import system's own
+        # frames.
         _warn(old, new, level=3)
         sys.modules[old] = importlib.import_module(new)
 

@@ -57,7 +57,7 @@ def check_file(path: str | Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to a file, all or nothing.
+    """Write ``text`` to a file atomically.
 
     Raises ConfigError if the file can't be written.
     """

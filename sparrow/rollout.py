@@ -98,7 +98,8 @@ class Verification:
     """The part of a response that was verified, for engines that stop verifying partway through.
 
     The first ``tokens`` tokens are samples from the dense policy. Later tokens are samples from the
-    sparse actor, based on a cache written by sparse steps, so none of them could be exact.
+    sparse actor. They depend on a cache written by sparse steps, so no verification could make them
+    exact.
     """
 
     tokens: int

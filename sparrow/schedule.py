@@ -118,8 +118,8 @@ class SparsitySchedule:
         return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, last)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Round ``length`` up to the end of the page being written, which is what decides the
-        length's bin.
+        """Round ``length`` up to the end of the page being written. The rounded length determines
+        the bin.
         """
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
@@ -252,7 +252,7 @@ class SparsitySchedule:
     def preset(cls, model: str, target: float = 0.86) -> SparsitySchedule:
         """Load a published table by model name and p5 target.
 
-        Raises ConfigError if there's no such table; the message lists the ones there are.
+        Raises ConfigError if there's no such table; the message lists the published tables.
         """
         published = _published()
         if not isinstance(model, str) or isinstance(target, bool | str) or target is None:
@@ -275,7 +275,7 @@ class SparsitySchedule:
     @classmethod
     def load(cls, spec: str | Path | Mapping[str, Any]) -> SparsitySchedule:
         """Read a schedule in any form that a user can write: ``dense``, ``fixed:PAGES``,
-        ``MODEL-TARGET``, the path to a JSON file, or what's in such a file.
+        ``MODEL-TARGET``, the path to a JSON file, or the contents of such a file.
 
         Raises ConfigError if ``spec`` is none of these, or its contents aren't a valid schedule.
         """

@@ -38,7 +38,7 @@ def measured(
         tokenizer: the model's tokenizer.
         prompts: token ids, as the loop passes them to the model.
         schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``
-            measures the ceiling, the highest p5 that top-``top_n`` lists can show.
+            measures the ceiling, which is the highest p5 that lists of ``top_n`` tokens can show.
         max_new_tokens: the maximum response length, in tokens.
         temperature: the loop's rollout temperature, above 0.
         top_n: number of top tokens per position used to bound the acceptance rate.

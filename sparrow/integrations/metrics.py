@@ -10,8 +10,8 @@ sparrow/drafts/drafted           number of drafted tokens
 sparrow/drafts/accepted          share of drafted tokens that were accepted
 sparrow/drafts/tokens_per_cycle  mean tokens per verification of a sequence: accepted drafts plus
                                  one
-sparrow/drafts/acceptance        exact mean draft acceptance, up to and including the first
-                                 rejected draft
+sparrow/drafts/acceptance        mean exact acceptance of the drafts up to and including a
+                                 cycle's first rejected one
 sparrow/drafts/p5                the 5th percentile of this acceptance
 sparrow/drafts/p5/START-END      the p5 of one length bin
 """

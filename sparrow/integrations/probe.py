@@ -4,10 +4,10 @@ OpenAI-compatible HTTP API.
 This is for trainers that only request the log-probs of sampled tokens, but have a vLLM server that
 can be reached over HTTP. The probe samples responses under the server's schedule, which gives the
 actor's top-n lists. It then sends each prompt plus its response back as a new prompt, and asks for
-the prompt log-probs. vLLM prefills it densely and without the prefix cache, so what comes back are
-the policy's top-n lists, from the same weights in the same precision. Together, the two lists bound
-the acceptance rate (``acceptance_bounds``). Responses are sampled at temperature 1, the only one at
-which vLLM returns prompt log-probs.
+the prompt log-probs. vLLM prefills it densely and without the prefix cache, so it returns the
+policy's top-n lists, computed with the same weights in the same precision. Together, the two lists
+bound the acceptance rate (``acceptance_bounds``). Responses are sampled at temperature 1, because
+vLLM only returns prompt log-probs at that temperature.
 
 ``Probe`` returns these measurements and the servers' counters as scalars for any trainer's logger.
 
@@ -46,8 +46,8 @@ DRAFTS = (
 
 
 class Probe:
-    """Collects metrics from vLLM servers that decode with Sparrow. They are scalars with stable
-    names, for any trainer's logger.
+    """Collects metrics from vLLM servers that decode with Sparrow, and returns them as scalars with
+    stable names for any trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         # at every step: costs a request or two
@@ -56,9 +56,10 @@ class Probe:
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
     The names are listed in ``sparrow.integrations.metrics``. Only servers started with
-    ``VLLM_SERVER_DEV_MODE=1`` report all of them. For other servers, ``schedule`` is required, and
-    there are no Sparrow counters and no ceiling; draft metrics are limited to vLLM's own Prometheus
-    token counts, unless ``--disable-log-stats`` turns those off.
+    ``VLLM_SERVER_DEV_MODE=1`` report all of them. Other servers report neither Sparrow's counters
+    nor the ceiling, and ``schedule`` is required for them. Their draft metrics are computed from
+    vLLM's own Prometheus token counts, and are missing if ``--disable-log-stats`` turns those
+    counts off.
 
     Args:
         urls: addresses of servers with the same weights and settings.
@@ -116,10 +117,10 @@ class Probe:
         """Measure the p5 of acceptance by length, and its ceiling (the p5 of dense rollouts), from
         one response to each prompt.
 
-        The servers must not be serving other requests meanwhile. In lossy mode, the first call also
-        samples densely to measure the ceiling, if the servers let us change the schedule. In
-        lossless mode, samples follow the dense policy, so p5 is its own ceiling. With servers in
-        development mode, the next call to ``counted`` leaves this measurement out.
+        The servers must not serve other requests in the meantime. In lossy mode, the first call
+        also samples densely to measure the ceiling, if the servers allow the schedule to be
+        changed. In lossless mode, samples follow the dense policy, so p5 is its own ceiling. With
+        servers in development mode, the next call to ``counted`` leaves this measurement out.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -220,7 +221,7 @@ def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. vLLM
-    appends the sampled token to lists that lack it; it is left out here.
+    appends the sampled token to lists that lack it; these results leave it out.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)

@@ -2,8 +2,8 @@
 
 vLLM reports log-probs of the distribution it samples from, after top-p, top-k, min-p, penalties and
 biases, while trainers compute the policy's log-probs from the whole softmax. With any of these
-settings, each ratio would be off by a factor that varies from token to token; for top-p, it's the
-probability mass kept.
+settings, each ratio would be off by a factor that varies from token to token. For top-p, this
+factor is the probability mass kept.
 """
 
 from __future__ import annotations

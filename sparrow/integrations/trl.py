@@ -8,9 +8,8 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-Written for TRL 1.16. The only thing it replaces in TRL is the trainer's ``vllm_generation``, which
-becomes a wrapper that forwards every call. It also overrides ``compute_loss`` and ``log``, as
-transformers allows.
+Written for TRL 1.16. In TRL, only the trainer's ``vllm_generation`` is replaced, by a wrapper that
+forwards every call. ``compute_loss`` and ``log`` are overridden, as transformers allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -54,16 +53,16 @@ class SparseGRPOTrainer(Trainer):
 
     In colocate mode, the schedule is passed to vLLM in environment variables, which are set only
     while the engine starts. In server mode, the server must have been started with a schedule. In
-    lossless mode, samples follow the dense policy, so the measured p5 reflects only how close
-    vLLM's log-probs are to the trainer's, and no schedule can exceed it.
+    lossless mode, samples follow the dense policy. The measured p5 then reflects only how close
+    vLLM's log-probs are to the trainer's, and no schedule can have a higher p5.
 
     The mismatch is measured every ``measure_every`` optimizer steps: vLLM returns top-n lists, and
     some of the responses (at least one per process) are scored in an extra dense forward pass.
-    Together, lists and scores bound every token's acceptance rate. Results are pooled over
-    processes and logged under ``sparrow/`` (see ``sparrow.integrations.metrics`` for the names).
-    Every log also has the share of cached tokens read and, in lossless mode, draft metrics. The
-    last measurement is kept as ``report``, for a controller that calls ``set_schedule``. To measure
-    the p5 ceiling, the first batch's prompts are also sampled densely, before the batch itself.
+    Together, the lists and the scores bound every token's acceptance rate. The results are pooled
+    over all processes and logged under ``sparrow/`` (see ``sparrow.integrations.metrics`` for the
+    names). Every log also has the share of cached tokens read and, in lossless mode, draft metrics.
+    The last measurement is kept as ``report``, for a controller that calls ``set_schedule``. To
+    measure the p5 ceiling, the trainer first samples dense responses to the first batch's prompts.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
@@ -169,8 +168,9 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """Return the metrics of vLLM's workers since the last call, summed over all processes'
-        workers or the server's.
+        """Return the metrics of vLLM's workers since the last call. In colocate mode, they are
+        summed over the workers of all processes. In server mode, they are summed over the server's
+        workers.
         """
         return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
@@ -180,8 +180,9 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """Make vLLM decode densely inside the context, and yield True. If it reads everything
-        anyway, or dense responses have already been sampled, change nothing and yield False.
+        """Make vLLM decode densely inside the context, and yield True. If its samples follow the
+        dense policy anyway, or dense responses have already been sampled, change nothing and yield
+        False.
         """
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
@@ -199,8 +200,8 @@ class SparseGRPOTrainer(Trainer):
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on the vLLM workers. In colocate mode, these are this process's workers.
-        In server mode, they are the server's, and every process gets the answer.
+        """Call a method on the vLLM workers. In colocate mode, this calls the workers of this
+        process. In server mode, it calls the server's workers, and every process gets their answer.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)

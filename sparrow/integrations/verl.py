@@ -13,8 +13,9 @@ tokens from vLLM, so every step also logs what can be computed from those alone
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
                                    all length bins
-sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval,
-                                   resampled by sequence, if at least two sequences reach the bin
+sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval
+                                   from resampling sequences, if at least two sequences reach the
+                                   bin
 
 Measuring p5 itself takes a probe (``probe``), which samples extra responses with top-20 lists over
 HTTP once verl's vLLM servers have the step's weights. It runs every
@@ -68,7 +69,7 @@ else:
 
 FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 POLL_S = 0.01
-"""Seconds between checks on whether the servers' workers have answered."""
+"""Seconds to wait between checks for the workers' answers."""
 
 
 @register_trainer("sparrow")
@@ -98,7 +99,7 @@ class SparsePPOTrainer(Trainer):
         self._sequences = options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        # This name is how the rest of verl recognises a synchronous trainer, which this one is.
+        # The rest of verl recognises a synchronous trainer by this name.
         config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
 
@@ -255,7 +256,7 @@ def call(replicas: Sequence[Any], method: str) -> list[Any]:
 
     Raises ConfigError if a worker refuses the call.
     """
-    # A replica's first server calls all of its vLLM workers, on any machine.
+    # A replica's first server can call all of the replica's vLLM workers, on any machine.
     servers = [replica.servers[0] for replica in replicas]
     try:
         ray.get([server.__ray_call__.remote(_start, method) for server in servers])
@@ -307,15 +308,15 @@ def check_mode(described: Sequence[Any], mode: str) -> None:
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
-    """Set the schedule of verl's vLLM replicas, and drop their prefix caches, which were filled
-    with different budgets.
+    """Set the schedule of verl's vLLM replicas. Drop their prefix caches, because they were filled
+    under the old schedule.
 
     Raises ConfigError if a replica decodes densely, or was started with a different page layout or
     different dense layers.
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
     try:
-        # A replica's first server calls all of its vLLM workers, on any machine.
+        # A replica's first server can call all of the replica's vLLM workers, on any machine.
         ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
         ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
     except ray.exceptions.RayError as error:
@@ -329,8 +330,8 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """Compute metrics for ``B`` responses from their prompts, sampled-token masks, and actor and
-    policy log-probs.
+    """Compute metrics for ``B`` responses, given their prompts, the masks of sampled tokens, and
+    the log-probs of the actor and the policy.
 
     A token's position is the length for which the schedule was looked up when the token was
     sampled; see ``sparrow.mismatch.tokens.token_acceptance``.

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# Allow probabilities and their sums to exceed 1 by this much, which covers rounding even for
+# Allow probabilities and their sums to exceed 1 by this much. This covers rounding errors, even for
 # bfloat16 log-probs of a broad distribution.
 ROUNDING = 5e-3
 
@@ -30,8 +30,8 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Compute the exact acceptance rate of two full distributions [..., V], float64 [...] in
-    [0, 1]. The order of the two doesn't matter.
+    """Compute the exact acceptance rate, float64 [...] in [0, 1], given two full distributions
+    [..., V] in either order.
 
     Raises ValueError if the shapes differ, or a row isn't a probability distribution.
     """

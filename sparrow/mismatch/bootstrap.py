@@ -33,8 +33,8 @@ from sparrow.mismatch.tail import (
 )
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
-"""Computes one statistic per resample, [R], from values [T], the sequence index of each token in
-0..B-1 [T], and weights [R, B].
+"""Computes a statistic for each resample, [R]. The arguments are the tokens' values [T], their
+sequence indices [T] in 0..B-1, and the sequences' weights [R, B].
 """
 
 
@@ -83,8 +83,8 @@ class BinMismatch:
     interval_high: float
     # percentile of the upper bound on acceptance
     upper_bound: float
-    # the counterpart of ``lower_bound`` and its interval for dense rollouts at these lengths (see
-    # ``ceiling.Ceiling``); nan if not measured
+    # the same as ``lower_bound`` and its interval, but for dense rollouts at these lengths (see
+    # ``ceiling.Ceiling``); nan if no dense rollouts were measured
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
@@ -306,7 +306,8 @@ def mismatch_report(
 
     Args:
         lower: lower bounds on the tokens' acceptance rates, [T], T >= 1.
-        upper: upper bounds on the same rates, [T]. If you have exact rates, pass them as both.
+        upper: upper bounds on the same rates, [T]. If you have exact rates, pass them as both
+            ``lower`` and ``upper``.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
     Raises ValueError if there are no tokens, the shapes differ, a lower bound exceeds its upper

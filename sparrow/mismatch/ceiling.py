@@ -36,8 +36,8 @@ class Ceiling:
         self._bins: dict[tuple[int, int], dict[str, float]] = {}
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Record a report's bins, except those that end after ``up_to`` tokens, where the actor is
-        no longer dense.
+        """Record a report's bins. Bins that end after ``up_to`` tokens are left out, because the
+        actor is no longer dense there.
 
         A measurement from fewer than ``ENOUGH`` responses doesn't replace one from more responses.
         """
@@ -55,8 +55,8 @@ class Ceiling:
             }
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Return the bins with ceilings filled in, each from the measured bin closest in length, or
-        unchanged if nothing has been measured.
+        """Return the bins with ceilings filled in. Each bin gets the ceiling of the measured bin
+        closest in length. If nothing has been measured, the bins are returned unchanged.
 
         Bins measured from fewer than ``ENOUGH`` responses are only used if there are no others.
         """
@@ -116,8 +116,8 @@ def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
     """Convert the scorer's log-probs under any schedule to what the sampler would have computed,
     float64 ``[T, n]``.
 
-    This assumes that the noise doesn't depend on the schedule and acts on logits, so probabilities
-    are renormalised.
+    The numerical noise is assumed not to depend on the schedule. It is added to the logits, so the
+    probabilities are renormalised.
     """
     disturbed = _with_rest(scored_Tn) + noise
     normalized = disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True)

@@ -1,9 +1,9 @@
-"""Draft acceptance by length, kept as counts, which are small enough to stay on the device and can
-be summed over engines and steps.
+"""Draft acceptance by length. It is kept as counts, because counts are small enough to stay on the
+device and can be summed over engines and steps.
 
 A draft's acceptance, sum_v min(p(v), q(v)), is exact, since verification has both distributions.
-Drafts read a cache written by the dense policy. Acceptance is slightly lower in lossy rollouts,
-where the actor reads its own cache.
+Drafts read a cache written by the dense policy. In lossy rollouts, the actor reads its own cache
+instead, and acceptance is slightly lower.
 
 Shapes: T drafts, N length bins (the first starts at length 0).
 """
@@ -46,7 +46,7 @@ class DraftAcceptance:
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
-        """Return counts of zero, which can be added to counts with any bin width."""
+        """Return empty counts, which can be added to counts with any bin width."""
         return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
 
     @classmethod
@@ -86,8 +86,8 @@ class DraftAcceptance:
             return self if len(self.sums) else other
         if self.bin_tokens != other.bin_tokens:
             raise ValueError(
-                "cannot add acceptance counts in bins of "
-                f"{self.bin_tokens} and of {other.bin_tokens} tokens; use one bin width"
+                f"cannot add acceptance counts in bins of {self.bin_tokens} tokens to counts in bins "
+                f"of {other.bin_tokens} tokens; use the same bin width"
             )
         n_bins = max(len(self.sums), len(other.sums))
         counts = np.zeros((n_bins, BUCKETS), np.int64)

@@ -1,4 +1,4 @@
-"""Convert a mismatch report to scalars for trackers. The names are the same wherever it's logged.
+"""Convert a mismatch report to scalars for trackers. All trainers log them under the same names.
 
 sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
                                bins; sparrow/p5/upper is the same for the upper bound

@@ -57,9 +57,9 @@ def tail_floor_by_bin(
     """Compute a lower bound on a percentile of acceptance for each position bin, with a 95 %
     interval from resampling sequences.
 
-    Like `percentile_by_bin_interval`, except that `sampled` [T] comes from `sampled_acceptance`,
-    the percentile must be above 0, and the estimate is the mean of the lowest `percentile` % of
-    `sampled`.
+    `sampled` [T] comes from `sampled_acceptance`. The estimate is the mean of the lowest
+    `percentile` % of `sampled`, so the percentile must be above 0. Everything else is as in
+    `percentile_by_bin_interval`.
     """
     share = check_percentile(percentile) / 100
     if not share:

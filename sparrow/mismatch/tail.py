@@ -3,8 +3,8 @@ percentiles.
 
 Mean acceptance barely differs between a stable and a collapsing run, but the 5th percentile of
 acceptance in 2,000-token bins does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based
-indices of the scored tokens, counted either from the start of the response or of the whole
-sequence, as long as it's consistent.
+indices of the scored tokens. They can be counted from the start of the response or of the whole
+sequence, as long as the choice is consistent.
 
 Shapes: T tokens.
 """

@@ -35,7 +35,7 @@ class Tau(NamedTuple):
 
     @classmethod
     def chosen(cls, absolute: float | None, relative: float | None) -> Tau:
-        """Build tau from whichever setting isn't None."""
+        """Build tau from the setting that isn't None."""
         if relative is not None:
             return cls(relative, relative=True)
         assert absolute is not None, "settings.choose sets one of the two"
@@ -71,15 +71,15 @@ class Tau(NamedTuple):
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """Return a message naming lengths at which even dense rollouts don't reach tau, or can't be
-        shown to. Return None if there are no such lengths.
+        """Return a message naming the lengths at which even dense rollouts don't reach tau, or
+        can't be shown to reach it. Return None if there are no such lengths.
 
-        Dense rollouts have a relative p5 of 1, which meets any relative tau. But we can't tell how
-        far an actor is from the ceiling any better than we know the ceiling itself.
+        Dense rollouts have a relative p5 of 1, which meets any relative tau. But if the ceiling
+        itself isn't known precisely, neither is an actor's distance from it.
         """
 
         def best(b: BinMismatch) -> float:
-            """Return the best p5 that can be shown for any actor."""
+            """Return the highest p5 that any actor could be shown to reach."""
             if not self.relative:
                 return b.ceiling_high
             _, low, _ = relative_span(_ceiling(b), _ceiling(b))
@@ -113,7 +113,8 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
     The interval for a difference (here, of two squares) is derived from the intervals of both terms
     (Zou and Donner, "Construction of confidence limits about effect measures: a general approach",
-    Statistics in Medicine 2008). It's too wide if both come from the same tokens.
+    Statistics in Medicine 2008). The result is too wide if ``p5`` and ``ceiling`` were measured on
+    the same tokens.
     """
     # (1 - p5)^2 falls as p5 rises, so the low end of p5 becomes the high end of the square.
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2

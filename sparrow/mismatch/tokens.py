@@ -39,8 +39,8 @@ def token_acceptance(
 
     The actor's log-probs come from the rollout, unless ``actor_top_logprobs`` overrides them, e.g.
     with log-probs from teacher forcing under another schedule. A token's position is the length
-    used to look up the schedule when it was sampled (the number of cached tokens, rounded up to the
-    end of the page), so that a report's bins line up with the schedule's.
+    used to look up the schedule when the token was sampled, which is the number of cached tokens,
+    rounded up to the end of the page. This way, a report's bins line up with the schedule's.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -67,8 +67,8 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
     """Return a message naming the bin where the actor's top-n lists are too short to tell whether
-    p5 reaches ``tau``, or None if there is none. If there are several such bins, name the one with
-    the lowest p5.
+    p5 reaches ``tau``. If there are several such bins, name the one with the lowest p5. Return None
+    if there is no such bin.
 
     Args:
         bins: a report's bins.

@@ -3,10 +3,10 @@ implementation named "sparrow".
 
 Decode steps then follow a sparsity schedule, while prefill, scoring and training stay dense.
 There's no switch to flip: a forward pass counts as a decode step if it has a cache and a single
-query token (or several, inside ``steps_of_several``). The last chunk of a prompt can be a single
-token too. ``generate`` takes care of that, but any other decoding loop needs ``dense_steps`` for
-it. Inside ``teacher_forced``, a forward pass over whole sequences computes what decoding would have
-computed.
+query token (or several, inside ``steps_of_several``). But the last chunk of a prompt can be a
+single token too. ``generate`` handles this case itself; any other decoding loop must read the
+prompt inside ``dense_steps``. Inside ``teacher_forced``, a forward pass over whole sequences
+computes what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -248,7 +248,7 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     originals. If the model is refused, it's left unchanged.
 
     Raises UnsupportedModel if the attention can't be routed, or isn't full causal self-attention in
-    every layer. (Linear layers are fine in the hybrid models in ``routing.HYBRIDS``; they're left
+    every layer. (The hybrid models in ``routing.HYBRIDS`` may have linear layers, which are left
     alone.) Raises ConfigError if the schedule doesn't fit the model.
     """
     _check_model(model)
@@ -337,7 +337,7 @@ def _route(
     own = routing.LayerPass()
     dense = routing.LayerPass()
     covering = routing.LayerPass()
-    # In this case, the model was loaded with Sparrow's attention, or was given new layers later.
+    # The model was loaded with Sparrow's attention, or was given new layers later.
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
@@ -363,11 +363,12 @@ def _route(
                     model(input_ids=ids, use_cache=False)
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
-            # This must come from Sparrow: the model's own pass over the same tokens went fine.
+            # Sparrow must have raised this error: the model's own pass over the same tokens went
+            # fine.
             except Exception as error:
                 if windowed is not None and isinstance(error, ConfigError):
                     raise windowed from None  # the window is shorter than ``ids``
-                # The rest of the message is advice on inputs.
+                # Drop the rest of the message, which gives advice on the inputs.
                 cause, _, _ = str(error).partition("; ")
                 raise UnsupportedModel(
                     f"{name} uses a form of attention that Sparrow does not support: {cause}; choose "
@@ -422,8 +423,8 @@ def teacher_forced(
         schedule: the schedule to use; by default, the one the model decodes under.
         implementation: which attention implementation to use (see
             ``sparrow.attention.teacher_forced``); defaults to ``triton`` if the model is on a CUDA
-            device and ``reference`` otherwise. The object that the context yields has the choice in
-            ``.implementation``.
+            device and ``reference`` otherwise. The context yields an object whose
+            ``.implementation`` is the one in use.
         tokens: tokens per decode step, as in ``steps_of_several``; steps are counted from the end
             of the prompt.
 
@@ -499,8 +500,8 @@ def keep_attention() -> tuple[
     """Keep gradient checkpointing from computing teacher-forced attention twice. Pass this function
     as its ``context_fn``; it returns the contexts for a layer's forward pass and recomputation.
 
-    Attention is the most expensive part of a sparse layer to recompute, but keeping its result and
-    pages takes only a little of the memory that the layer would need without checkpointing.
+    Attention is the most expensive part of a sparse layer to recompute. Keeping its result and
+    pages instead takes little memory compared with a layer that isn't checkpointed.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

@@ -25,8 +25,8 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
     """Ignore the schedule inside the context, so that decode steps of ``model`` attend to all
     tokens.
 
-    This is needed for reading a prompt in chunks, because a last chunk of one token looks like a
-    decode step.
+    Use this to read a prompt in chunks: if the last chunk is a single token, it looks like a decode
+    step.
 
     Raises ConfigError if the model has no schedule.
     """
@@ -72,8 +72,8 @@ def watch_generate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # Use a partial, because it can be unpickled, unlike a bound method, and copies of the
-            # model get their own.
+            # Use a partial rather than a bound method. It can be unpickled, and each copy of the
+            # model gets its own.
             vars(module)["generate"] = partial(_generate, module)
 
 

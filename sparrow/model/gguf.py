@@ -1,9 +1,9 @@
 """Convert a Llama model from a GGUF file to a Hugging Face checkpoint.
 
 GGUF is llama.cpp's file format: named values, followed by tensors, most of them quantised. The
-checkpoint has the exact values of the tensors, dequantised to float32. Files that can't be
-converted exactly are refused, for example because of an unsupported architecture or tokenizer, or
-an unexpected tensor.
+checkpoint has the exact values of the tensors, dequantised to float32. A file that can't be
+converted exactly is refused, for example if the architecture or tokenizer isn't supported, or if
+there's an unexpected tensor.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _config(fields: Mapping[str, Any], tied: bool) -> LlamaConfig:
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         head_dim=fields["llama.rope.dimension_count"],
         max_position_embeddings=fields["llama.context_length"],
-        # The file stores a float32. The value that was meant is the shortest decimal that rounds to
+        # The file stores a float32. Recover the intended value, the shortest decimal that rounds to
         # it.
         rms_norm_eps=float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},

@@ -31,9 +31,9 @@ def guess(
 
     Looks up the end of the first stream in all streams, and guesses the tokens that followed it
     there. The longest match wins, up to ``longest`` tokens. Among matches of the same length, the
-    latest one in the first stream wins or, if it has none, the latest one in any stream. If no
-    match has at least ``shortest`` tokens, or fewer than ``most`` tokens follow it, the positions
-    without a guess get token 0.
+    latest one in the first stream wins. If the first stream has no such match, the latest one in
+    any stream wins. If no match has at least ``shortest`` tokens, or fewer than ``most`` tokens
+    follow it, the positions without a guess get token 0.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.
@@ -73,7 +73,7 @@ class History:
         streams: each sequence's tokens so far.
         groups: each sequence's group. Guesses are looked up in all sequences of the group, which
             must be sampled with different random numbers.
-        room: how many tokens a sequence may grow by.
+        room: the maximum number of tokens to append to a sequence.
         guess_tokens: tokens per guess (m).
         device: the device to keep the tokens on.
     """

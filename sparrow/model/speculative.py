@@ -21,9 +21,9 @@ drawn from the actor's distribution q, and the guess is kept if it matches. So a
 with probability q(g) and otherwise replaced by a token from q without g, as in rejection sampling,
 and drafts follow q no matter what was guessed. Verification uses the q of this pass.
 
-Only the query of a pass's first token selects pages. If the guesses had a say in it, q would depend
-on the very tokens it decides about. And if the guesses were also drawn at random and accepted as in
-speculative sampling, verification couldn't know the distribution of the drafts.
+Only the query of a pass's first token selects pages. If the guesses had a say in the selection, q
+would depend on the very tokens it decides about. And if the guesses were also drawn at random and
+accepted as in speculative sampling, verification couldn't know the distribution of the drafts.
 
 Shapes: B sequences, T query tokens, S cache columns, k drafts per cycle, m guesses per pass, V
 vocabulary.
@@ -49,7 +49,7 @@ from sparrow.model.history import History
 @dataclass(frozen=True)
 class Shape:
     """The temperature, top-k and top-p that turn logits ``[..., V]`` into the distribution to
-    sample from. Actor and policy use the same shape.
+    sample from. The actor and the policy use the same ones.
     """
 
     temperature: float = 1.0  # 0 means greedy, with log-probs at temperature 1
@@ -110,8 +110,8 @@ class CachedSequences:
         return self.cache.get_seq_length() - self.start
 
     def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each of them, or
-        only after the last ``logits_to_keep`` if that isn't 0.
+        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each of them. If
+        ``logits_to_keep`` isn't 0, only return the logits after that many of the last tokens.
         """
         columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
         real_BS = columns >= self.start[:, None]
@@ -213,7 +213,7 @@ def speculate(
             for drawing drafts, for accepting them, and for drawing the last token.
         drafter_invariant: whether to draw drafts and all tokens with the third set of random
             numbers.
-        history: where to look up guesses, and which of its rows these sequences are, int64 ``[B]``.
+        history: the history to look up guesses in, and these sequences' rows in it, int64 ``[B]``.
             Each of those rows must end with ``newest``. None to draft without guesses.
     """
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
@@ -247,9 +247,9 @@ def draft(
     arguments, see ``speculate``.
 
     Passes repeat until every row has its drafts; rows that finish early are carried along. At the
-    end, all drafts are dropped from the history, even ones that get accepted later. After a
-    rejection, the random numbers behind the dropped drafts are used again for other tokens, and
-    guesses must not depend on those numbers.
+    end, all drafts are dropped from the history, even ones that get accepted later. This is because
+    the random numbers that drew a rejected draft and the ones after it are used again for other
+    tokens, and guesses must not depend on those numbers.
     """
     B = len(newest)
     k = int(drafts.max())

@@ -74,7 +74,7 @@ class Actor:
     dense: bool = False  # whether decode steps attend to all tokens right now
     # whether a pass over several tokens with a cache counts as one decode step right now
     takes_several: bool = False
-    # whether ``generate`` is done with its prompt, so that each further pass reads one token
+    # whether ``generate`` has read its prompt, so that every later pass reads one token
     is_generating: bool = False
 
     def __post_init__(self) -> None:

@@ -50,8 +50,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        # The curves show measured p5, so draw a relative target as the p5 each bin needs, given its
-        # ceiling.
+        # The curves show measured p5. To match them, draw a relative target as the measured p5 that
+        # each bin needs, given its ceiling.
         if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])

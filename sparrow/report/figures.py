@@ -1,5 +1,5 @@
-"""Figures for a report on one run, or on two with shared axes or scales. matplotlib is only
-imported once something is drawn.
+"""Figures for a report on one run, or on two runs drawn with shared axes or scales. matplotlib is
+only imported once something is drawn.
 
 Shapes: S steps, N length bins.
 """

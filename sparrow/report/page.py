@@ -60,7 +60,9 @@ def html_page(
     drawn: Mapping[str, Sequence[Figure]],
     responses: Mapping[int, Sequence[Shown]],
 ) -> str:
-    """Render the page. ``drawn`` has figures by heading, ``responses`` has responses by step."""
+    """Render the page. ``drawn`` maps headings to figures, and ``responses`` maps steps to
+    responses.
+    """
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
     pages = jinja2.Environment(

@@ -14,7 +14,7 @@ from sparrow.report import theme
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog
 
-# tokens per page; with more, it's slow to open, so long responses lose their middle
+# maximum number of tokens on a page, so that it opens quickly; long responses are cut in the middle
 MOST_TOKENS = 100_000
 MOST_STEPS = 40  # maximum number of steps to show, unless steps are given
 
@@ -35,8 +35,8 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """Choose the steps to show responses from: those in ``wanted`` or, if empty, up to
-    ``MOST_STEPS`` spread over the whole run.
+    """Choose the steps to show responses from: those in ``wanted`` or, if ``wanted`` is empty, up
+    to ``MOST_STEPS`` steps spread over the whole run.
 
     Raises ConfigError if a step in ``wanted`` was not finished by any run.
     """

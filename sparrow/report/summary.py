@@ -18,7 +18,7 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """Build a run's closing table, as (name, value) pairs: steps, reward, tokens and KV read. With
+    """Build a run's results table, as (name, value) pairs: steps, reward, tokens and KV read. With
     sparse rollouts, it includes the acceptance tail by length bin; with dense ones, a hint on how
     to make them sparse.
 
@@ -126,7 +126,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """Format the last evaluation's mean@k with its interval, and the best one's."""
+    """Format mean@k and its interval for the last evaluation and for the best one."""
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0

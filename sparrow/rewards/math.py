@@ -39,8 +39,8 @@ WORKER = Path(__file__).with_name("math_worker")
 # how many characters at the end of a response to search for a cut-off box command
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds before a slow comparison stops holding up others
-# Give up on a comparison after this many times its limit in wall-clock time, even if it got no CPU
-# time.
+# Give up on a comparison once its wall-clock time reaches this many times its limit, even if it got
+# no CPU time.
 WALL_LIMITS = 2.5
 GRACE_S = 0.5  # extra seconds for a process to end on its own at its limit before we kill it
 BUDGET_S = 20.0
@@ -340,7 +340,9 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Put a worker that gave up its slot back into an empty one, or close it if there is none."""
+        """Put a worker that gave up its slot into an empty slot. If there is no empty slot, close
+        the worker.
+        """
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)

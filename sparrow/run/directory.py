@@ -60,8 +60,8 @@ class RunConfig:
 
     train: Row  # the resolved settings
     schedule: SparsitySchedule  # the schedule the run was last started with
-    # one entry per resume with different settings: the "step" it resumed after, and the "changed"
-    # settings, name -> [before, after]
+    # one entry for each time the run was resumed with different settings: the "step" after which it
+    # was resumed, and the "changed" settings, name -> [before, after]
     resumed: Sequence[Row] = ()
     # problem count and digest for the training data (``train``) and for each benchmark; None in
     # runs from older versions
@@ -84,7 +84,7 @@ class RunConfig:
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(
-                f"{run_dir} is not a run directory, as it has no {CONFIG}; pass the run_dir of a run"
+                f"{run_dir} is not a run directory, because it has no {CONFIG}; pass the run_dir of a run"
             )
         record = parse(path.read_bytes(), str(path), "restore it from a copy")
         if missing := {"train", "schedule"} - set(record):
@@ -363,8 +363,8 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """Yield the objects in a JSON Lines file, each with its line number and path as text, for
-    messages.
+    """Yield the objects in a JSON Lines file. Each comes with a description of where it is, for use
+    in messages: ``line 3 of PATH``.
 
     Every object must have a step. An incomplete last line is skipped: it's still being written, or
     its writer was killed.

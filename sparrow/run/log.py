@@ -83,7 +83,8 @@ class RunLog:
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A schedule equal to the start schedule keeps its provenance, and so its name.
+        # A schedule equal to the start schedule gets the start schedule's provenance, which
+        # contains its name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -91,8 +92,8 @@ class RunLog:
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """Read the logged responses of ``steps``. They aren't kept in memory, since a whole run's
-        may take many gigabytes.
+        """Read the logged responses of ``steps``. They aren't kept in memory, since the responses
+        of a whole run may take many gigabytes.
 
         Raises ConfigError if the file is damaged.
         """
@@ -205,8 +206,8 @@ class RunLog:
         )
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Select the ``bins`` that a sparse actor sampled in, the only ones where acceptance bounds
-        mean anything.
+        """Select the ``bins`` in which a sparse actor sampled. In other bins, acceptance bounds
+        mean nothing.
         """
         up_to = self.dense_up_to(index)
         return tuple(b for b in self.bins(index) if b.end > up_to)
@@ -217,13 +218,13 @@ class RunLog:
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Tabulate the sparse actor's p5 (lower bound) by step and length bin, float64 [S, N]; the
-        relative p5 if tau is relative.
+        """Return the sparse actor's p5 (lower bound) at each step and in each length bin, float64
+        [S, N]. If tau is relative, this is the relative p5.
         """
         return self._by_step(attrgetter("lower_bound"))
 
     def upper_tail_by_step(self) -> FloatArray:
-        """Tabulate the upper bounds on p5, in the same form as ``tail_by_step``."""
+        """Return the upper bounds on p5, in the same form as ``tail_by_step``."""
         return self._by_step(attrgetter("upper_bound"))
 
     def _by_step(self, bound: Callable[[BinMismatch], float]) -> FloatArray:

@@ -148,8 +148,8 @@ class DatasetTask:
             return "too long"
         if max_tokens is None:
             return None
-        # Every non-special token covers at least one byte, so this is an upper bound. It's low
-        # enough that most prompts needn't be tokenized.
+        # Every non-special token covers at least one byte, so this is an upper bound. Most prompts
+        # stay below the limit even by this bound, so they needn't be tokenized.
         most = len(prompt.encode(errors="replace")) + tokens("")
         if prompt.strip() and most <= max_tokens:
             return None
@@ -226,10 +226,10 @@ def _bytes(prompt: str, answer: Any) -> bytes:
 
 
 def fingerprint(task: Task) -> Any:
-    """Return what identifies a task's data, as plain JSON types: the problem count, and a digest of
-    the prompts and answers in order.
+    """Return the fingerprint of a task's data, as plain JSON types: the problem count, and a digest
+    of the prompts and answers in order.
 
-    For a mixture, return the fingerprints of its parts; for an endless task, None.
+    For a mixture, return the fingerprints of its parts. For an endless task, return None.
     """
     if isinstance(task, Mixture):
         return [fingerprint(part) for part in task.tasks]
@@ -239,7 +239,7 @@ def fingerprint(task: Task) -> Any:
 
 
 def fingerprint_of(problems: Sequence[Problem]) -> Any:
-    """Return what identifies a list of problems, as in ``fingerprint``."""
+    """Return the fingerprint of a list of problems; see ``fingerprint``."""
     content = hashlib.sha256()
     for problem in problems:
         content.update(_bytes(problem.prompt, problem.answer))

@@ -151,7 +151,7 @@ def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
     Many TACO rows wrap each result in a list of length one, without saying so. If the starter code
-    has a return type, it tells us whether they do. Otherwise, both forms are accepted.
+    has a return type, it tells us whether this row does. Otherwise, both forms are accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -249,8 +249,8 @@ def livecodebench(row: Row) -> Question:
 def _executed(test: str, candidate: bool) -> str:
     """Check that test code actually does something, and return it.
 
-    It must have a statement, a test function, a test class or, with a ``candidate``, a ``check``
-    function.
+    It must have a statement that runs, a test function, a test class or, if the tests take a
+    ``candidate``, a ``check`` function.
 
     Raises ValueError if the test code does not compile, or does nothing, so that every program
     would pass.

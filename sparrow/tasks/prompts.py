@@ -30,7 +30,7 @@ _PROBE = "7 + 5"  # a question for testing a chat template
 
 @dataclass(frozen=True)
 class ChatConfig(Settings):
-    """How a model receives the questions of datasets as a chat (sparrow.tasks.prompts)."""
+    """How to present a dataset's questions to a chat model (sparrow.tasks.prompts)."""
 
     system: str | None = None  # System prompt, the first message of every chat.
     # File with a Jinja chat template to use instead of the tokenizer's.
@@ -255,7 +255,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return each token's text in context, so that joining them gives the decoded response.
+    """Return each token's text in context. Joined together, the texts are the decoded response.
 
     A token's text is what it adds to the text before it. Decoded on its own, half a character would
     be garbage, and a SentencePiece token would lose its space. A character that spans several

@@ -64,8 +64,8 @@ class Trace(Settings):
 
         for lines_left in range(self.lines, 0, -1):
             if not names:
-                # Programs with more lines than there are names reuse names, except for values still
-                # waiting.
+                # A program with more lines than there are names reuses names, except those of
+                # values still waiting to be used.
                 free = [name for name in NAMES if name not in waiting]
                 names = rng.sample(free, len(free))
             name = names.pop()

@@ -14,8 +14,8 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-# largest reward allowed, in absolute value; any larger, and the spread of a group's rewards would
-# be meaningless
+# largest reward allowed, in absolute value; with larger rewards, the spread within a group would be
+# meaningless
 LARGEST_REWARD = 1e6
 TIME_LIMIT = 300.0  # seconds without a verdict before a verifier is assumed to hang
 VERIFYING = 64
@@ -29,7 +29,7 @@ def verify_all(
 ) -> list[float]:
     """Return each response's reward.
 
-    The limit is on the time between two verdicts rather than on each one, because a verifier may
+    The time limit applies between two verdicts rather than to each verdict, because a verifier may
     have to wait for a CPU.
 
     Raises RewardError if a verifier raised an error, returned something other than a finite number,

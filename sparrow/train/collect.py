@@ -59,8 +59,8 @@ class Collector:
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """Sample ``count`` responses to the first step's problems, without judging them. Their
-        seeds are never used in training.
+        """Sample ``count`` responses to the first step's problems, without judging them. The seeds
+        of these responses are never used in training.
         """
         config = self.config
         rollout = self.config.rollout

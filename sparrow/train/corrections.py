@@ -2,10 +2,10 @@
 
 Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
-Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask
-of response tokens and the settings. `compute_correction` checks its arguments and builds a
-`Correction`, whose weights multiply the token losses. The weights carry no gradient (the
-stop-gradient in Sparrow's objective, arXiv 2606.08446). Everything is computed in log space in
+Each kind of correction is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on
+padding), the mask of response tokens and the settings. `compute_correction` checks its arguments
+and builds a `Correction`, whose weights multiply the token losses. The weights carry no gradient
+(the stop-gradient in Sparrow's objective, arXiv 2606.08446). Everything is computed in log space in
 float64, so the product of 32K ratios neither overflows nor loses precision.
 
 Masked-out tokens have weight 0 but still count in the denominator of the loss, as in IcePop,
@@ -99,8 +99,8 @@ def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
 
 
 def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Give every token weight 1, as if sampled from p. The metrics still show the mismatch this
-    ignores.
+    """Give every token weight 1, as if it had been sampled from p. The metrics still show the
+    mismatch.
     """
     return torch.ones_like(log_r_BT), mask_BT, None
 

@@ -1,9 +1,9 @@
 """A dial between lossless and lossy decoding: it finds the length beyond which verification can be
 skipped, because acceptance is high enough in the tail and skipping saves time.
 
-Length bins below that are lossless, and bins above it are lossy. A lossless bin turns lossy once
-its drafts' p5 is high enough, and back to lossless if its unverified tokens' p5 turns out too low.
-docs/dial.md explains the rule.
+Length bins below that length are lossless, and bins above it are lossy. A lossless bin turns lossy
+once its drafts' p5 is high enough, and back to lossless if its unverified tokens' p5 turns out too
+low. docs/dial.md explains the rule.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MIN_SEQUENCES = 8
 """How many responses must reach a bin before it can turn lossy. With fewer, a lossy bin only turns
 back if its whole p5 interval is below tau.
 """
-# A bin only turns lossy if lossy is predicted to be at least this many times as fast as lossless,
-# and turns back if lossy is predicted to be slower.
+# A bin only turns lossy if lossy decoding is predicted to be at least this many times as fast as
+# lossless decoding. It turns back if lossy decoding is predicted to be slower.
 FASTER = 1.01
 # steps before a failed bin is retried; doubles with each further failure
 WAIT = 8
@@ -76,7 +76,7 @@ class Dial:
     def turn(
         self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
     ) -> tuple[DialBin, ...]:
-        """Decide where verification ends in the next rollouts, going by the last ones.
+        """Decide where verification ends in the next rollouts, based on the last ones.
 
         Args:
             drafts: the tail of draft acceptance by length bin, with its ceiling if known.
@@ -167,8 +167,8 @@ class Dial:
     def _as_scored(self, drafts: float, ceiling: float) -> float:
         """Convert the drafts' p5, as measured in verification, to what the trainer would measure.
 
-        In verification, both distributions come from the same program, so the ceiling is 1; the
-        trainer's is ``ceiling``.
+        In verification, both distributions come from the same program, so the ceiling is 1. In the
+        trainer, it is ``ceiling``.
         """
         if self._tau.relative or isnan(ceiling):
             return drafts
@@ -208,8 +208,8 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
 def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int
 ) -> Price:
-    """Build a ``Price`` from the cost model, for lossy decoding under ``schedule`` and lossless
-    decoding with drafts under it.
+    """Build a ``Price`` from the cost model. ``schedule`` applies to lossy decoding, and to the
+    drafts of lossless decoding.
 
     Args:
         draft_tokens: maximum draft length. The prediction uses the fastest length up to this,

@@ -44,8 +44,8 @@ def _part(bounds: TokenAcceptance, tokens: slice) -> TokenAcceptance:
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Collect the verified drafts' exact acceptance. A draft's position is the length its pages
-    were scheduled for.
+    """Collect the verified drafts' exact acceptance. A draft's position is the length for which its
+    pages were scheduled.
     """
     drafts = []
     for r in rollouts:

@@ -137,11 +137,11 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample a few base weights (float32) from each adapted layer, to later match a saved
-        adapter to its base model.
+        """Sample a few base weights (float32) from each adapted layer. They are saved with the
+        adapter, so that it can later be matched to its base model.
 
-        Training only rotates this vector by a few degrees, while an unrelated model's is nearly
-        orthogonal to it.
+        Training only rotates this vector by a few degrees, while the vector of an unrelated model
+        is nearly orthogonal to it.
         """
 
         def sixteen(weight: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Group:
 
 @dataclass
 class Experience:
-    """The data of one training step. Up to ``groups``, entry i of a field is for response i."""
+    """The data of one training step. In the fields up to ``groups``, entry i belongs to response i."""
 
     problems: list[Problem]  # each response's problem
     rollouts: list[Rollout]  # the responses

@@ -274,8 +274,8 @@ class Learner:
             groups = self.ranks.micro_batches(
                 rows, experience.lengths, config.optimizer.token_budget
             )
-            # Normalise each loss by the number of tokens it sums over: all of them for the KL, only
-            # those in responses being trained on for the policy loss.
+            # Normalise each loss by the number of tokens it sums over. The KL sums over all tokens,
+            # and the policy loss only over those in responses being trained on.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)

@@ -75,8 +75,8 @@ def policy_loss(
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers: all those in responses
-    being trained on, including ones masked out by the correction (weight 0).
+    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers, which are all those in
+    responses being trained on, including ones masked out by the correction (weight 0).
 
     Metrics. All but loss and *_max are means over normalizers.tokens, and all but *_max add up over
     micro-batches (see `merge_metrics`):

@@ -227,7 +227,7 @@ def mixed_precision(precision: str) -> str:
     """Convert ``optimizer.precision`` to accelerate's name for it.
 
     Raises ConfigError if this process has already trained in another precision, since accelerate
-    would stick with that.
+    would keep using that one.
     """
     wanted = "bf16" if precision == "bf16" else "no"
     kept = AcceleratorState().mixed_precision if is_initialized() else wanted

@@ -10,8 +10,8 @@ with an exponent between -0.7 (the median of the published tables for p5 0.75 to
 bundled reasoner near p5 0.97). A raise has to be enough where the share falls slowly, and a cut
 must not overshoot where it falls steeply.
 
-A relative tau is compared with relative p5 (``mismatch.tau``), so the rejected share is down to
-sparsity alone.
+A relative tau is compared with relative p5 (``mismatch.tau``), so that only sparsity contributes to
+the rejected share.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class ClosedLoop:
 class Guard:
     """Warns if a length bin's p5 is too low or p1 over all tokens has dropped; see ``GuardConfig``.
 
-    It goes by the upper bound on acceptance, so it never warns just because few top tokens were
-    recorded. If there are too few to tell, it says so separately.
+    The guard goes by the upper bound on acceptance, so it never warns just because few top tokens
+    were recorded. A separate warning says if there are too few of them to judge p5.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -276,7 +276,7 @@ class Guard:
 
 
 class Movers:
-    """All of a run's schedule movers, in the order they propose.
+    """All of a run's schedule movers, in the order in which they propose schedules.
 
     Args:
         config: the run's config.
@@ -317,7 +317,9 @@ class Movers:
         return {name: mover.state() for name, mover in self._movers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a state returned by ``state``. A mover that was off back then starts fresh."""
+        """Restore a state returned by ``state``. A mover that was off when the state was saved
+        starts afresh.
+        """
         for name, mover in self._movers.items():
             if name in state:
                 mover.load(state[name])

@@ -22,8 +22,8 @@ summing after each one would slow them down.
 class DecodedRows:
     """The number of rows decoded at each length.
 
-    All other counts can be computed from these and the schedule, so counting a decode step takes
-    just one addition on the device, and no synchronisation.
+    All other counts can be computed from these numbers and the schedule, so counting a decode step
+    takes just one addition on the device, and no synchronisation.
     """
 
     def __init__(self, budgets: int, max_rows: int, max_length: int, device: torch.device) -> None:

@@ -51,9 +51,9 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     ) -> None:
         """Store keys and values.
 
-        Sparrow's kernel does this for an 8-bit cache, and whenever Sparrow's decode kernel runs
-        next, because that may start before the update is complete. In all other cases, and in every
-        dense pass in lossless mode, vLLM's kernel does it.
+        Sparrow's kernel does this for an 8-bit cache. It also does so whenever Sparrow's decode
+        kernel runs next, because the decode kernel may start before the update is complete. In all
+        other cases, and in every dense pass in lossless mode, vLLM's kernel stores them.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)

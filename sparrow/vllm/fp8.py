@@ -72,8 +72,8 @@ class Fp8Cache:
     """State shared by a worker's layers: their scales, and a count of clipped tokens.
 
     Args:
-        sets_scales: whether Sparrow sets the scales. In lossless mode, vLLM does, because it stores
-            the tokens from dense passes itself.
+        sets_scales: whether Sparrow sets the scales. In lossless mode, vLLM sets them, because it
+            stores the tokens from dense passes itself.
     """
 
     def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
@@ -118,7 +118,7 @@ class Fp8Cache:
         """Return whether the step reads any tokens stored by an earlier step.
 
         Prompts with a shared prefix may be prefilled in the same step and read each other's blocks.
-        Those don't count.
+        Such reads don't count.
         """
         assert self._cached is not None
         table, computed, block_tokens = self._cached
@@ -128,7 +128,9 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """Report the range of the scales if Sparrow sets them. Until it has, the range is None."""
+        """Report the range of the scales, if Sparrow sets them. The range is None until they have
+        been set.
+        """
         if not self.sets_scales:
             return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]

@@ -112,8 +112,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """View part of every block in a layer's cache, starting at the block's byte ``first``, as a
-    tensor of this dtype and shape. It is contiguous within the block.
+    """View a part of every block in a layer's cache as a tensor of this dtype and shape. The part
+    starts at the block's byte ``first``, and is contiguous within the block.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

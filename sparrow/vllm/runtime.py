@@ -336,7 +336,7 @@ class Runtime:
         guesses = self.decoding.guess_tokens
         has_guesses = self.drafting.has_guesses
         settings = self.decoding.to_dict() if self.is_lossless else {}
-        # May have changed since the engine started; the current schedule is added below.
+        # The schedule may have changed since the engine started, so the current one is added below.
         settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1

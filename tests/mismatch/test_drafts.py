@@ -46,7 +46,7 @@ def test_counts_of_different_lengths_can_be_added():
         (16, 1, 0.9),
         (48, 1, 0.7),
     ]
-    with pytest.raises(ValueError, match="bins of 16 and of 32 tokens"):
+    with pytest.raises(ValueError, match="bins of 16 tokens to counts in bins of 32 tokens"):
         parts[0] + DraftAcceptance.of([0.5], [0], 32)
 
 

@@ -286,7 +286,9 @@ def test_a_mask_that_differs_by_head_is_refused(model):
 def test_packed_sequences_are_refused_with_the_remedy(model):
     ids = tokens(1, 30)
     positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
-    message = r"column 12 of row 0 does not see exactly.*packed sequences.*a row of its own"
+    message = (
+        r"no packed sequences.*column 12 of row 0 does not attend to exactly.*a row of its own"
+    )
     with pytest.raises(ConfigError, match=message), teacher_forced(model, [4]):
         model(input_ids=ids, position_ids=positions, use_cache=False)
     block = torch.block_diag(torch.ones(12, 12), torch.ones(18, 18)).bool().tril()[None, None]

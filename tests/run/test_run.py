@@ -367,6 +367,6 @@ def test_resuming_requires_only_the_run_directory(tmp_path, capsys):
     )
     with pytest.raises(SystemExit):
         main(["train", "--resume", "--run-dir", str(tmp_path / "none")])
-    assert "none is not a run directory, as it has no config.json" in " ".join(
+    assert "none is not a run directory, because it has no config.json" in " ".join(
         capsys.readouterr().err.split()
     )

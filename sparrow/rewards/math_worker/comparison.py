@@ -2,8 +2,8 @@ r"""Compare two mathematical answers with math-verify.
 
 There are three steps: ``typography.plain`` rewrites an answer as LaTeX that the parser can read,
 ``wording.misread`` rejects answers that math-verify would misread, and ``same`` runs math-verify's
-comparison. ``docs/math-verify/`` lists, with examples, upstream fixes to math-verify and its parser
-that would each make a rule here unnecessary.
+comparison. ``docs/math-verify/`` lists fixes to math-verify and its parser, with examples. Each fix
+would make a rule here unnecessary.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def chain(answer: str) -> str | None:
     last = parts[-1]
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # for example, x is about 3
-    # Only check approximations of a single number. After an equation, they're just remarks, and
-    # math-verify's labels ignore mistakes in them.
+    # Only check approximations of a single number. Approximations after an equation are just
+    # remarks, and math-verify's labels ignore mistakes in them.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -171,7 +171,7 @@ def region(answer: str) -> tuple[str, Any] | None:
     """Read several inequalities in one variable, joined by *or*, *and* or commas. Return the
     variable and the set of real solutions, or None for other answers.
 
-    Commas mean *and*, or *or* if no number satisfies all the inequalities.
+    Commas mean *and*. If no number satisfies all the inequalities, they mean *or*.
     """
     from sympy import Intersection, Union
 
@@ -208,8 +208,8 @@ def reading(part: str) -> Any:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Compare two answers with math-verify: assignments by name, and decimals exactly if the
-    reference is irrational.
+    """Compare two answers with math-verify. Assignments are compared by name. If the reference is
+    irrational, decimals are compared exactly.
     """
     our_region = region(answer)
     their_region = region(reference)
@@ -266,7 +266,7 @@ def smallest(*readings: Any) -> int:
     """Return the decimal place of the smallest number's first digit, or 0 if all numbers are at
     least 1.
 
-    math-verify compares a fixed number of decimal places; adding this many turns that into a fixed
+    math-verify compares a fixed number of decimal places. With this many more, it compares a fixed
     number of significant digits.
     """
     from sympy import Basic, preorder_traversal
@@ -298,8 +298,8 @@ def components(expression: Any) -> list[Any]:
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """Return the values of a tuple, or of an open interval, which is how the parser may read a
-    pair; empty for other expressions.
+    """Return the values of a tuple, or of an open interval, because the parser may read a pair as
+    one. Empty for other expressions.
     """
     from sympy import Interval, Tuple
 

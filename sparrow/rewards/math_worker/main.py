@@ -1,7 +1,8 @@
 """The worker process that compares answers, started by ``sparrow.rewards.math``.
 
-It answers each line of JSON with another. The comparison itself runs in a forked process. When that
-is killed at its limit, a new fork takes over without importing the libraries again.
+It replies to each line of JSON with another line. The comparison itself runs in a forked process.
+When the kernel kills that process at its limit, a new fork takes over without importing the
+libraries again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> int:
-    """Fork a process to answer requests, and another whenever it's killed at its limit.
+    """Fork a process to answer requests. Whenever that process is killed at its limit, fork
+    another.
 
     Forks inherit the libraries and their caches. Return the exit status.
     """

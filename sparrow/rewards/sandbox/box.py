@@ -70,8 +70,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """Return the wall of kind ``held`` for this machine: with a separate user id per sandbox if
-    that works here, otherwise a plain one.
+    """Return the wall of kind ``held``. If this machine allows it, each sandbox gets a separate
+    user id.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -133,7 +133,7 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
             f"generated programs cannot be confined by Landlock here: {fault}; {_INSTALL}"
         )
     raise RewardError(
-        f"the limits of generated programs cannot be enforced here: {fault}; use another machine"
+        f"the limits on generated programs cannot be enforced here: {fault}; use another machine"
     )
 
 
@@ -219,8 +219,8 @@ class Sandbox(Child):
             return
         if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process takes all the others down with it. Killing
-            # bubblewrap would too, but would leave the first process for the machine's or
-            # container's init to reap, which might never happen.
+            # bubblewrap would do the same, but it would leave the first process for the machine's
+            # or container's init to reap, which might never happen.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):

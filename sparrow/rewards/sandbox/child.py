@@ -70,9 +70,9 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # State at the last check of the child's processes: the CPU time they had used, and how long
-        # each of their threads and this thread had waited for a CPU. The last field is the time
-        # since then.
+        # What the last check of the child's processes found: the CPU time they had used, and how
+        # long each of their threads and this thread had waited for a CPU. The last field is the
+        # time since that check.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
@@ -136,8 +136,8 @@ class Child:
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """Keep calling ``attempt`` with short deadlines while the program has time left, and return
-        its result.
+        """Call ``attempt`` with short deadlines until it returns a result, and return that. Raises
+        ChildTimeoutError if the program runs out of time first.
         """
         if self._seen is None and not self._uncounted_s:
             self._queued_here_s = _queued_here()
@@ -180,11 +180,11 @@ class Child:
         self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """Return how many seconds the processes, and this thread as their reader, have waited for a
-        CPU since the last check, or None if the kernel doesn't report it.
+        """Return the seconds spent waiting for a CPU since the last check, by the processes and by
+        this thread, which reads from them. Return None if the kernel doesn't report waiting times.
 
-        Of the processes' threads, only the one that waited longest counts, or a program could gain
-        time by starting lots of them.
+        Of the processes' threads, only the one that waited longest counts. Otherwise, a program
+        could gain time by starting lots of threads.
         """
         now: dict[int, float] = {}
         for process in family:

@@ -13,8 +13,8 @@ _log = logging.getLogger(__name__)
 def remove(folder: str) -> None:
     """Remove a folder no longer used by any process, or log a warning if that fails.
 
-    A program may have nested folders too deeply for any path or recursion, so subfolders are moved
-    to the top before their parent is removed.
+    A program may have nested folders so deeply that neither a path nor recursion can reach the
+    bottom. Therefore, subfolders are moved to the top before their parent is removed.
     """
     number = 0
     mark = secrets.token_hex(8)

@@ -282,8 +282,8 @@ class _Run:
             yield time_limit
         except ChildTimeoutError:
             # A program that gets too little CPU is stopped before its own time is up. If its limit
-            # was all the time left for the tests, count all of it, or the next test would get what
-            # remains.
+            # was all the time left for the tests, count the whole limit as spent. Otherwise, the
+            # next test would still get the rest.
             if left_s <= limit_s:
                 time_limit.spent_s = left_s
             raise

@@ -47,8 +47,8 @@ class Wall:
     def counted_by_kernel(self) -> bool:
         """Whether the kernel can limit a program's task count without counting anyone else's tasks.
 
-        That works if no other process has the sandbox's user id or, since Linux 5.14, in a user
-        namespace not created by root.
+        This is the case if the sandbox has a user id of its own. It is also the case in a user
+        namespace not created by root, since Linux 5.14.
         """
         if self.own_user:
             return True
@@ -63,8 +63,8 @@ class Wall:
         return _python(str(_INSIDE.parent), sys.executable)
 
     def request(self, folder: str) -> dict[str, Any]:
-        """Return the wall settings for the harness, to go into its request. ``folder`` is the
-        program's folder.
+        """Return this wall's settings, which become part of the harness's request. ``folder`` is
+        the program's folder.
         """
         return {
             "own_tasks": self.counted_by_kernel,
@@ -93,7 +93,8 @@ _MOVED = "/sandbox/python"
 @cache
 def _moved() -> str | None:
     """Return the virtual environment's path if it's in one of ``_OWN_FOLDERS`` and can be mounted
-    elsewhere, hiding its location from programs. Return None if it stays in place.
+    elsewhere, which hides its location from programs. Return None if the environment stays in
+    place.
 
     The base Python can't be mounted elsewhere, because the environment's files contain its path.
     """
@@ -203,8 +204,8 @@ def _compile() -> None:
 
 
 def _python(folder: str, executable: str) -> list[str]:
-    """Return the command that runs the package ``inside`` from ``folder`` in Python, without
-    leaving the folder on the program's path.
+    """Return the Python command that runs the package ``inside`` from ``folder``. The command then
+    removes the folder from the import path, so that the program can't import from it.
     """
     # Skipping installed packages' .pth files (from editable installs, for example) cuts Python's
     # startup time to a third. Imports create no garbage, so turning off garbage collection

@@ -21,7 +21,7 @@ from sparrow.vllm.lossless.plan import Choice
 
 TRY_BUDGETS = 48
 """Neighbouring budgets are tried after this many cycles with drafts, then after twice as many, four
-times as many, and so on. These never coincide with the cycles that re-time dense steps.
+times as many, and so on. These trials never coincide with the cycles that re-time dense steps.
 """
 BUDGET_PROBES = 5
 """Another budget is tried for this many cycles in a row. The first one is not timed."""

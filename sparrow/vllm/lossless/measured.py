@@ -19,8 +19,8 @@ from sparrow.vllm.lossless.plan import Choice, Guessed, drafts_of
 PROBES = 4
 DENSE_PROBES = 6
 """Before comparing speeds, time each draft length for ``PROBES`` cycles, and dense decoding for
-``DENSE_PROBES`` steps. Dense decoding gets more because everything is compared with it, and its
-times are the noisiest.
+``DENSE_PROBES`` steps. Dense decoding is timed more often because everything is compared with it,
+and its times are the noisiest.
 """
 DENSE_ALIKE = 3
 ALIKE = 1.03
@@ -29,9 +29,9 @@ the fastest.
 """
 TRIED = 2
 UNDER_WAY = 3
-"""The chooser tries a new draft length for ``TRIED`` cycles, then waits ``UNDER_WAY`` cycles for
-their times to come in, so as not to keep using it if it turns out to be slow. One cycle isn't
-enough, because it may be slow by chance.
+"""The chooser tries a new draft length for ``TRIED`` cycles. Until their times come in, it returns
+to the fastest known choice for ``UNDER_WAY`` cycles, because the new length may be slow. Trying it
+for a single cycle isn't enough, because any cycle may be slow by chance.
 """
 DENSE_LEAD = 0.06
 """To be chosen, drafting must be faster than dense decoding by at least this fraction. When steps
@@ -50,17 +50,19 @@ drafts. The weight is large because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
-"""If a choice with guesses has not been tried at some length, its number of accepted drafts starts
-as an estimate with this weight, in single-sequence cycles. ``GUESSED_NEAR`` applies if it has been
-tried at another length. With guesses, a whole cycle is one observation, because acceptance depends
-on the position in the text.
+"""Until a choice with guesses has been tried at some length, its number of accepted drafts is an
+estimate that counts as this many cycles of a single sequence: up to ``GUESSED_NEAR`` if the choice
+has been tried at another length, otherwise ``GUESSED_PRIOR``. The unit is a whole cycle, because
+acceptance of guesses depends on the position in the text.
 """
 GUESSED_CYCLES = 100.0
-"""With this weight, the number of accepted drafts with guesses always counts as known."""
+"""After this many cycles of a single sequence, the number of accepted drafts with guesses always
+counts as known.
+"""
 GUESSED_SCATTER = 0.5
 """Standard deviation of tokens per cycle with guesses, relative to the mean."""
 FEW_ROWS = 8
-"""In smaller batches, measurements with guesses are forgotten more slowly."""
+"""In batches smaller than this, measurements with guesses are forgotten more slowly."""
 REACH = 2
 """A new case copies the times of another one at most this many steps away."""
 FORGET = 0.98
@@ -251,8 +253,8 @@ class Measured:
         return [*case.seconds.get(choice, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return how many drafts were accepted and judged at this length with this budget. This
-        starts as an estimate from the nearest length and budget, which soon fades.
+        """Return how many drafts were accepted and judged at this length with this budget. At
+        first, these are estimated from the nearest length and budget, but the estimate soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -268,8 +270,8 @@ class Measured:
 
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
         """Return how many drafts with guesses were accepted at this length with this budget, and
-        over how many cycles. This starts as an estimate from the nearest budget, draft length and
-        sequence length, which soon fades.
+        over how many cycles. At first, these are estimated from the nearest budget, draft length
+        and sequence length, but the estimate soon fades.
         """
         if (length, budget, choice) in self._yields:
             return self._yields[length, budget, choice]

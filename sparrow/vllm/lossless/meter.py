@@ -182,7 +182,7 @@ class Metered:
 
     def begin_cycle(self, index_R: Tensor) -> bool:
         """Mark these sequences' stored logits as stale, since new drafts are coming. Return whether
-        an extra step is due before them. Rows without a sequence have index -1.
+        an extra step is due before the new drafts. Rows without a sequence have index -1.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1

@@ -26,8 +26,8 @@ and number of steps.
 
 
 class LosslessScheduler(AsyncScheduler):
-    """A scheduler that sets the number of drafts before each step, by swapping out vLLM's lookup
-    table for it (``dynamic_sd_lookup``).
+    """A scheduler that chooses the number of drafts before each step. vLLM looks that number up in
+    a table (``dynamic_sd_lookup``), which the scheduler swaps out.
 
     The budget and whether to use guesses are attached to the step (``plan``). Samples for a given
     seed depend on these choices, so they can be recorded and replayed by another engine.

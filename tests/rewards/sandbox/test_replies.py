@@ -142,15 +142,15 @@ def test_a_reply_may_arrive_in_pieces_of_any_size(body, size, most):
     [
         (
             b'{"value": [' + b"0," * (1 << 20) + b"0]}",
-            r"1048578 values are over the limit of 1048576",
+            r"it has 1048578 values, over the limit of 1048576",
         ),
         (
             b'{"value": [' + b"[]," * (1 << 18) + b"[]]}",
-            r"262147 containers are over the limit of 262144",
+            r"it has 262147 containers, over the limit of 262144",
         ),
         (
             b'{"value": [' + b'"",' * (1 << 18) + b'""]}',
-            r"262146 strings are over the limit of 262144",
+            r"it has 262146 strings, over the limit of 262144",
         ),
         (b'{"value": ' + b"[" * 200 + b"]" * 200 + b"}", "nested 201 deep, over the limit of 200"),
         (b'{"value": ' + b"9" * 4301 + b"}", "Exceeds the limit|a number has 4301 digits"),

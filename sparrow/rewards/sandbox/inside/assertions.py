@@ -41,11 +41,12 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Return the name of the function under test, in a set, if it shadows a built-in and is all
-    that the tests use from the program. Otherwise, return an empty set.
+    """Find a function under test that shadows a built-in such as ``sum``. If the tests use no name
+    that only the program could define, the built-in that they call must be the program's function.
+    Return its name in a set, which is empty if there is no such function.
 
-    Raises ValueError if the tests call several built-ins, so there's no telling which one is under
-    test.
+    Raises ValueError if the tests call several built-ins, because any of them could be the function
+    under test.
     """
     nodes = list(ast.walk(tree))
     bound = defined | {
@@ -82,12 +83,12 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests, looking up names in the program if neither they nor their
-    setup define them.
+    """Mode ``judge``: run the tests. Names that neither the tests nor their setup define are looked
+    up in the program.
     """
 
     def not_here(name: str) -> Any:
-        raise NameError(f"the tests use {name!r}, which neither they nor the program define")
+        raise NameError(f"the tests use {name!r}, but neither the tests nor the program define it")
 
     confine(request, request["limits"]["program_s"])
     channel.hostile = True

@@ -1,8 +1,9 @@
-"""A program's own time, which is what limits apply to: time spent running or sleeping, but not
+"""A program's own time, to which its limits apply: the time it spends running or sleeping, but not
 waiting for a CPU.
 
-Linux reports how long a thread has waited for a CPU. Where it doesn't, a program that gets less
-than a twentieth of a CPU is assumed to be asleep unless it's known to be runnable.
+Linux reports how long a thread has waited for a CPU. Where the kernel doesn't report this, a
+program that gets less than a twentieth of a CPU is assumed to be asleep unless it's known to be
+runnable.
 """
 
 from __future__ import annotations

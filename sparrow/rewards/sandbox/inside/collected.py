@@ -32,8 +32,8 @@ def _is_test(name: str) -> bool:
 
 def prepare(source: str, namespace: dict[str, Any]) -> None:
     """Prepare the globals for the test code ``source``. ``unittest.main`` and ``pytest.main``
-    become no-ops, because ``run`` calls the tests, and numpy's comparisons are guarded (see
-    ``guard_numpy``).
+    become no-ops, because ``run`` calls the tests. If the source uses numpy, its comparisons are
+    guarded (see ``guard_numpy``).
     """
     namespace[_ENTERED] = set()
     if "unittest" in source:

@@ -161,8 +161,8 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Switch this process to user id ``uid`` unless it's None, have the kernel kill it when its
-    parent ends, and keep the user's other processes out of its memory in /proc.
+    """Switch this process to user id ``uid``, if given. Have the kernel kill the process when its
+    parent ends, and keep the user's other processes from accessing its memory through /proc.
     """
     if uid is not None:
         os.setgroups([])

@@ -6,8 +6,8 @@ DETAIL_CHARS = 400
 
 
 class RemoteError(Exception):
-    """An exception raised on the other side. Also an instance of the original's built-in base
-    class, if it has one.
+    """An exception raised on the other side. It is also an instance of the original exception's
+    built-in base class, if there is one.
     """
 
     detail = ""

@@ -101,8 +101,8 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
-# The first two are the bases of every exception. The others would end a test's ``map`` or generator
-# as if it had finished.
+# Exceptions from the other side are never rebuilt as these classes. The first two say nothing about
+# the kind of error. The others would end a test's ``map`` or generator as if it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -134,8 +134,8 @@ class Exchange:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Mutable parts of the other side's objects that were read here, with their contents at the
-        # time, keyed by object, kind of part and name.
+        # Mutable parts of the other side's objects that this side has read, with the contents they
+        # had then. The keys are the object, the kind of part and its name.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -145,7 +145,8 @@ class Exchange:
         kwargs: Mapping[str, Any],
         owner: Any = None,
     ) -> Any:
-        """Call a function on the other side. ``owner`` is the ``Like`` it's a method of, if any.
+        """Call a function on the other side. If the function is a method of a ``Like``, ``owner``
+        is that object.
 
         Raises RemoteError if the function raised an error. Raises CannotCrossError if an argument
         or the result cannot be sent.
@@ -438,7 +439,9 @@ class Exchange:
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """Return an up-to-date copy of a container subclass instance from the other side."""
+        """Return an up-to-date copy of an object whose class, on the other side, extends a
+        container.
+        """
         value = self._unpack(content)
         copy = self._remotes.get(number)
         if copy is None or not isinstance(copy, LIKE[base]) or not isinstance(copy, MUTABLE_LIKE):

@@ -5,7 +5,7 @@ It talks over stdin and stdout in lines of JSON. The first line says what to run
 acknowledged before anything runs. Its ``mode`` is one of
 
 - ``stdio``: each further line holds one test's standard input, for which the program is run once in
-  a forked process. The reply says how it ended, and is followed by its output.
+  a forked process. The reply says how the program ended, and is followed by the program's output.
 - ``serve``: the program is loaded once, also in a forked process, and every further line calls one
   of its functions.
 - ``exchange``: like ``serve``, but the calls come from test code, and objects can be passed.
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 def _runs(mode: str) -> Callable[[Channel, Mapping[str, Any]], None]:
     """Return the function that runs the given mode.
 
-    Modules that only test code needs are imported on demand, to avoid slowing down every program,
-    and before ``hide``, after which this process may no longer be able to read their files.
+    Modules that only test code needs are imported here, on demand, so that they don't slow down
+    every program. Call this before ``hide``, because afterwards this process may not be able to
+    read the modules' files.
     """
     if mode == "judge":
         from .assertions import judge

@@ -53,7 +53,7 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by path, which wouldn't resolve here without /proc."""
+    """Let programs open standard input by its path. Without /proc, the path doesn't resolve here."""
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +179,9 @@ def reap(
     """Wait for a process, and return its exit code, its resource usage, and why it was killed: an
     empty string if it hit the time limit, or None if it ended on its own.
 
-    The time limit is on running and sleeping, ``wall_s`` in total. Waiting for a CPU doesn't count,
-    unless the process gets less than a twentieth of one and so is assumed to be asleep (see
-    ``OwnTime``).
+    ``wall_s`` limits the time that the process spends running and sleeping. Waiting for a CPU
+    doesn't count, unless the process gets less than a twentieth of a CPU and is therefore assumed
+    to be asleep (see ``OwnTime``).
     """
     why: str | None = None
     looking = False
@@ -283,8 +283,8 @@ class Printed(io.StringIO):
 
 
 def load(channel: Channel, request: Mapping[str, Any]) -> Program:
-    """Load the program in a forked process, and return only there. The parent waits for it and then
-    exits too.
+    """Load the program in a forked process, and return only there. The parent waits for that
+    process and then exits too.
     """
     limits = request["limits"]
     if pid := os.fork():

@@ -92,7 +92,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 class CannotCrossError(BaseException):
     """Raised if a test needs something that a program in another process can't provide.
 
-    Not an ``Exception``, so that a test can't mistake it for one it expects.
+    This isn't an ``Exception``, so that a test can't mistake it for one that it expects.
     """
 
 
@@ -150,9 +150,9 @@ class Remote:
     # Reading the object as a container.
 
     def _renew(self, way: str | None = None) -> None:
-        """Discard the values read so far if anything may have changed on the other side since.
+        """Discard the values read so far if anything may have changed on the other side since then.
 
-        Raises CannotCrossError if the object has already been read the other way.
+        Raises CannotCrossError if the object has already been read in another ``way``.
         """
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
@@ -250,8 +250,8 @@ class Remote:
             return int(self._do("hash", self))
         if self._compares:
             raise CannotCrossError(
-                "an object whose class the program defines, with its own equality, cannot be an "
-                "element of a set or a key of a dict"
+                "an object cannot be an element of a set or a key of a dict if its class is from the "
+                "program and defines equality"
             )
         return hash(self._identity)
 
@@ -262,8 +262,8 @@ class Remote:
             for plain in (int, float, str):
                 if isinstance(other, plain) and self._do("issubclass", self, plain) is True:
                     raise CannotCrossError(
-                        f"a value of the program's own subclass of {plain.__name__} reaches the tests "
-                        f"as a plain {plain.__name__}, so its class cannot be checked"
+                        f"isinstance cannot check for a subclass of {plain.__name__} that the program "
+                        f"defines, because the tests get a plain {plain.__name__}"
                     )
         return False
 
@@ -347,8 +347,8 @@ class RemoteIterator(Remote):
 
 
 class Like:
-    """A stand-in for an instance of a tuple, list, dict, set or frozenset subclass: a copy of the
-    contents in the built-in class, plus the original's other attributes.
+    """A stand-in for an instance of a tuple, list, dict, set or frozenset subclass. It has a copy
+    of the contents, in the built-in class, and the original's other attributes.
 
     Comparisons, lengths and items come from the copy, whatever the subclass defines.
     """
@@ -366,23 +366,23 @@ class Like:
 
 
 class LikeTuple(Like, tuple):  # type: ignore[type-arg]
-    """A copy of a ``tuple`` subclass instance on the other side, such as a named tuple."""
+    """A copy of the other side's instance of a ``tuple`` subclass, such as a named tuple."""
 
 
 class LikeFrozenset(Like, frozenset):  # type: ignore[type-arg]
-    """A copy of a ``frozenset`` subclass instance on the other side."""
+    """A copy of the other side's instance of a ``frozenset`` subclass."""
 
 
 class LikeList(Like, list):  # type: ignore[type-arg]
-    """A copy of a ``list`` subclass instance on the other side."""
+    """A copy of the other side's instance of a ``list`` subclass."""
 
 
 class LikeDict(Like, dict):  # type: ignore[type-arg]
-    """A copy of a ``dict`` subclass instance on the other side."""
+    """A copy of the other side's instance of a ``dict`` subclass."""
 
 
 class LikeSet(Like, set):  # type: ignore[type-arg]
-    """A copy of a ``set`` subclass instance on the other side."""
+    """A copy of the other side's instance of a ``set`` subclass."""
 
 
 LIKE: dict[str, type[Any]] = {

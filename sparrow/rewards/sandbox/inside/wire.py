@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# These limits keep a program's messages cheap to read. Their size in bytes is limited elsewhere.
+# These limits keep a program's messages cheap to read. The size of a message is limited elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
@@ -123,19 +123,19 @@ def parse(line: bytes) -> dict[str, Any]:
     strings or digits, or is nested too deeply.
     """
     if (strings := (line.count(b'"') - line.count(b'\\"')) // 2) > MOST_STRINGS:
-        raise ValueError(f"{strings} strings are over the limit of {MOST_STRINGS}")
+        raise ValueError(f"it has {strings} strings, over the limit of {MOST_STRINGS}")
     if _values(line) > MOST_VALUES or _containers(line) > MOST_DEPTH:
         outside = _STRING.sub(b"0", line)
         if (values := _values(outside)) > MOST_VALUES:
-            raise ValueError(f"{values} values are over the limit of {MOST_VALUES}")
+            raise ValueError(f"it has {values} values, over the limit of {MOST_VALUES}")
         if (containers := _containers(outside)) > MOST_CONTAINERS:
-            raise ValueError(f"{containers} containers are over the limit of {MOST_CONTAINERS}")
+            raise ValueError(f"it has {containers} containers, over the limit of {MOST_CONTAINERS}")
         depth = deepest = 0
         for bracket in outside.translate(None, _NO_BRACKETS):
             depth += 1 if bracket in b"[{" else -1
             deepest = max(deepest, depth)
         if deepest > MOST_DEPTH:
-            raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
+            raise ValueError(f"it is nested {deepest} deep, over the limit of {MOST_DEPTH}")
 
     # If the interpreter's own digit limit is strict enough, rely on that, as it's cheaper.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
