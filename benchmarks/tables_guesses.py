@@ -30,7 +30,7 @@ def state_name(state: tuple[int, int]) -> str:
 
 
 def pass_ms(engine: Row) -> dict[tuple[int, int], dict[int, float]]:
-    """Return milliseconds of a sparse pass, by state and tokens per sequence."""
+    """Return the time of a sparse pass in ms, by state and tokens per sequence."""
     found: dict[tuple[int, int], dict[int, float]] = {}
     for row in engine.get("passes", ()):
         found.setdefault(at(row), {})[row["tokens"]] = row["ms"]
@@ -38,8 +38,8 @@ def pass_ms(engine: Row) -> dict[tuple[int, int], dict[int, float]]:
 
 
 def passes() -> str:
-    """One row per state: milliseconds of a sparse pass over one token per sequence, and the time
-    over several tokens relative to it.
+    """One row per state: the time of a sparse pass over one token per sequence in ms, and the
+    relative time of passes over several tokens.
     """
     rows = []
     for name, engines in runs():
@@ -57,8 +57,8 @@ def fastest(rows: Iterable[Row]) -> Row:
 
 
 def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
-    """Return the cells for the fastest number of drafts or passes in a state. The last one is the
-    time of the cycle's sparse passes and of one dense step, relative to the measured cycle.
+    """Return the cells for the fastest number of drafts or passes in a state. The last cell is the
+    time of the cycle's sparse passes plus one dense step, relative to the measured cycle.
     """
     count = best["passes"] if "passes" in best else best["drafts"]
     parts = count * one_pass + stock["ms"]
@@ -77,8 +77,8 @@ def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
 
 
 def speed() -> str:
-    """One row per run, state and number of drafts per pass, each with the fastest number of drafts
-    or passes per cycle.
+    """One row per run, state and number of drafts per pass. Each row has the fastest number of
+    drafts or passes per cycle.
     """
     rows = []
     for name, engines in runs():

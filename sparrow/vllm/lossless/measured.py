@@ -30,8 +30,8 @@ the fastest.
 TRIED = 2
 UNDER_WAY = 3
 """The chooser tries a new draft length for ``TRIED`` cycles, then waits ``UNDER_WAY`` cycles for
-their times to come in, so as not to keep using it if it turns out to be slow. One cycle isn't
-enough, because it may be slow by chance.
+their times to come in. Until it has them, it does not use the new length, which may be slow. A
+single cycle isn't enough, because it may be slow by chance.
 """
 DENSE_LEAD = 0.06
 """To be chosen, drafting must be faster than dense decoding by at least this fraction. When steps
@@ -50,17 +50,19 @@ drafts. The weight is large because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
-"""If a choice with guesses has not been tried at some length, its number of accepted drafts starts
-as an estimate with this weight, in single-sequence cycles. ``GUESSED_NEAR`` applies if it has been
-tried at another length. With guesses, a whole cycle is one observation, because acceptance depends
-on the position in the text.
+"""Until a choice with guesses has been tried at some length, its number of accepted drafts is an
+estimate. The estimate counts as much as ``GUESSED_PRIOR`` cycles of one sequence, or as up to
+``GUESSED_NEAR`` if the choice has been tried at another length. With guesses, a whole cycle is one
+observation, because acceptance depends on the position in the text.
 """
 GUESSED_CYCLES = 100.0
-"""With this weight, the number of accepted drafts with guesses always counts as known."""
+"""After this many cycles of one sequence, the number of accepted drafts with guesses counts as
+known.
+"""
 GUESSED_SCATTER = 0.5
 """Standard deviation of tokens per cycle with guesses, relative to the mean."""
 FEW_ROWS = 8
-"""In smaller batches, measurements with guesses are forgotten more slowly."""
+"""In batches with fewer rows than this, measurements with guesses are forgotten more slowly."""
 REACH = 2
 """A new case copies the times of another one at most this many steps away."""
 FORGET = 0.98
@@ -251,8 +253,8 @@ class Measured:
         return [*case.seconds.get(choice, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return how many drafts were accepted and judged at this length with this budget. This
-        starts as an estimate from the nearest length and budget, which soon fades.
+        """Return how many drafts were accepted and judged at this length with this budget. The
+        counts start as an estimate from the nearest length and budget, which soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -267,8 +269,8 @@ class Measured:
         return [weight * expected, weight]
 
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
-        """Return how many drafts with guesses were accepted at this length with this budget, and
-        over how many cycles. This starts as an estimate from the nearest budget, draft length and
+        """Return how many drafts with guesses were accepted at this length with this budget, and in
+        how many cycles. The counts start as an estimate from the nearest budget, draft length and
         sequence length, which soon fades.
         """
         if (length, budget, choice) in self._yields:
@@ -333,8 +335,8 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """Return the mean of the middle half of the times. The extremes are dropped because whenever
-    the host sees a cycle end late, that cycle looks too long and the next one too short.
+    """Return the mean of the middle half of the times. Extremes are dropped, because if the host
+    sees a cycle end late, this cycle looks too long and the next one too short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4
