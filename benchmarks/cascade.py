@@ -16,9 +16,9 @@ guesses, drafts and verification. With ``--head``, a trained head guesses too, a
 with it.
 
 Each engine runs in its own process, one after another on the same GPU. The file is written after
-each engine, and engines also save their results after each point. A run is added to those already
-in the file, and ratios are only taken within a run. ``real`` writes results/cascade_real_MODEL.json,
-where MODEL is the name of the model's folder.
+each engine, and engines also save their results after each point. Each call adds a run to those in
+the file, and ratios compare only results of the same run. ``real`` writes
+results/cascade_real_MODEL.json, where MODEL is the name of the model's folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ Save = Callable[..., None]
 
 
 def keep_rate(drafts: float, guesses: int) -> float:
-    """Return the keep probability at which a pass yields this many drafts on average."""
+    """Return the probability of keeping a guess at which a pass yields this many drafts on
+    average.
+    """
     low, high = 0.0, 1.0
     for _ in range(50):
         rate = (low + high) / 2
@@ -72,8 +74,9 @@ def keep_rate(drafts: float, guesses: int) -> float:
 def acceptance_by_place(
     acceptance: float, rate: float, guesses: int, passes: int, drafts: int
 ) -> list[float]:
-    """Return each draft's probability of being accepted, given that all earlier drafts in the cycle
-    were. Guesses are kept with probability ``rate``, and drafts that no pass has made are rejected.
+    """Return the probability that each draft is accepted, given that all earlier drafts of the
+    cycle were. Guesses are kept with probability ``rate``, and drafts that no pass has made are
+    rejected.
     """
     draws = np.random.default_rng(0).random((TRIALS, passes, guesses)) < rate
     made = (1 + draws.cumprod(2).sum(2)).sum(1)
@@ -88,7 +91,7 @@ def acceptance_by_place(
 
 
 def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[int, int]]) -> Any:
-    """Start an engine of ``rollout.Bench``."""
+    """Start an engine for an arm, as a ``rollout.Bench``."""
     from rollout import Bench
 
     from sparrow import SparsitySchedule
@@ -155,7 +158,7 @@ def captured(drafter: Any) -> dict[int, Any]:
 
 
 def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
-    """Make every sparse pass read this many tokens per sequence from here on."""
+    """Make all later sparse passes read this many tokens per sequence."""
     drafter.tokens = tokens
     drafter._graphs[False] = graphs[tokens]
 
@@ -309,8 +312,8 @@ STOCK_ARMS: dict[str, dict[str, Any]] = {
     },
     "eagle3": {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
 }
-"""Options of stock vLLM in the arms of ``real`` that run without Sparrow: dense decoding, and
-vLLM's own drafts from history and by a head.
+"""Options of stock vLLM, in those arms of ``real`` that run without Sparrow: dense decoding, and
+vLLM's own drafts, from history or by a head.
 """
 LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "adaptive": {"adapt_draft_tokens": True},
@@ -419,8 +422,8 @@ RUN = {"synthetic": synthetic, "real": real}
 
 
 def saving(out: Path) -> Save:
-    """Return a function that adds a row to one of the result's lists, or values to the result
-    itself, and then writes the result.
+    """Return a function that adds a row to one of the result's lists, or adds values to the result
+    itself. Each call also writes the result to the file.
     """
     result: dict[str, Any] = {"points": [], "finished": False}
     began = time.monotonic()
@@ -517,9 +520,14 @@ def main() -> None:
         )
         each.add_argument("--temperatures", type=float, nargs="+", default=[0.7])
         each.add_argument("--sequences", type=int, default=32)
-        each.add_argument("--context", type=int, default=2048, help="tokens per prompt, for a text")
+        each.add_argument(
+            "--context",
+            type=int,
+            default=2048,
+            help="tokens per prompt, if prompts come from a text",
+        )
         each.add_argument("--max-new-tokens", type=int, default=1024)
-        each.add_argument("--options", default="{}", help="further vLLM options, as JSON")
+        each.add_argument("--options", default="{}", help="more vLLM options, as JSON")
         each.add_argument(
             "--head", type=Path, help="an EAGLE-3 head for the model, for the arms " + names
         )

@@ -86,7 +86,9 @@ def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list
 
 
 def random_head(arguments: argparse.Namespace, model: Path) -> str | None:
-    """Write a random head for the model in this folder, if asked for, and return its folder."""
+    """Write a random head for the model in this folder, and return the head's folder. Return None
+    without ``--head``.
+    """
     if not arguments.head:
         return None
     config = json.loads((model / "config.json").read_text())

@@ -30,7 +30,7 @@ def state_name(state: tuple[int, int]) -> str:
 
 
 def pass_ms(engine: Row) -> dict[tuple[int, int], dict[int, float]]:
-    """Return the milliseconds that a sparse pass takes, by state and tokens per sequence."""
+    """Return the time of a sparse pass in ms, by state and tokens per sequence."""
     found: dict[tuple[int, int], dict[int, float]] = {}
     for row in engine.get("passes", ()):
         found.setdefault(at(row), {})[row["tokens"]] = row["ms"]
@@ -38,8 +38,8 @@ def pass_ms(engine: Row) -> dict[tuple[int, int], dict[int, float]]:
 
 
 def passes() -> str:
-    """Return a table with one row per state: the milliseconds of a sparse pass over one token per
-    sequence, and how many times as long a pass over several tokens takes.
+    """One row per state: the time of a sparse pass over one token per sequence in ms, and the
+    relative time of passes over several tokens.
     """
     rows = []
     for name, engines in runs():
@@ -57,9 +57,8 @@ def fastest(rows: Iterable[Row]) -> Row:
 
 
 def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
-    """Return the cells for the fastest number of drafts or passes in a state. The last cell
-    compares the parts with the whole: it is the time of the cycle's sparse passes and one dense
-    step, divided by the measured time of the cycle.
+    """Return the cells for the fastest number of drafts or passes in a state. The last cell is the
+    time of the cycle's sparse passes plus one dense step, relative to the measured cycle.
     """
     count = best["passes"] if "passes" in best else best["drafts"]
     parts = count * one_pass + stock["ms"]
@@ -78,8 +77,8 @@ def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
 
 
 def speed() -> str:
-    """Return a table with one row per run, state and number of drafts per pass. Each row is for the
-    fastest number of drafts or passes per cycle.
+    """One row per run, state and number of drafts per pass. Each row has the fastest number of
+    drafts or passes per cycle.
     """
     rows = []
     for name, engines in runs():

@@ -26,7 +26,7 @@ REPLACED = "#fbd3cd"
 WIDTH = 0.9
 HEIGHT = 0.62
 LABELS = 4.6
-"""Horizontal space for the label of a row."""
+"""Width of the space for a row's label."""
 
 History = Sequence[tuple[str, str]]
 TEXT: History = [(token, KNOWN) for token in ("6", "x", "7", "=", "42", ",", "so")]
@@ -57,7 +57,7 @@ LEGEND = (
     (6.2, DRAWN, "drawn after the guesses"),
     (10.6, REPLACED, "replaced"),
 )
-"""Horizontal position, color and meaning."""
+"""For each entry: horizontal position, color and meaning."""
 
 
 def boxes(panel: Axes, x: float, y: float, tokens: History) -> float:
@@ -88,13 +88,13 @@ def boxes(panel: Axes, x: float, y: float, tokens: History) -> float:
 
 
 def label(panel: Axes, y: float, title: str, detail: str) -> None:
-    """Write a row's label to its left."""
+    """Write a row's title and detail to the left of it."""
     panel.text(0, y + 0.42, title, va="center", fontsize=10, weight="bold")
     panel.text(0, y + 0.1, detail, va="center", fontsize=8.5, color=MUTED)
 
 
 def draw(path: Path) -> None:
-    """Draw the picture. Every call writes an identical file."""
+    """Draw the picture. Every run writes the same bytes."""
     with plt.rc_context(MATPLOTLIB):
         figure = plt.figure(figsize=(10, 4.1))
         panel = figure.add_axes((0.02, 0.02, 0.96, 0.96))

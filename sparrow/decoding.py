@@ -23,7 +23,7 @@ linear layers' weights.
 """
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
-"""The default draft schedule: 64 pages of 16 tokens in every layer, at any length."""
+"""The default draft schedule: 64 pages of 16 tokens, in every layer and at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
 """Budgets to choose from if the draft budget is adaptive, as multiples of the draft schedule."""
 BUDGET_POWER = 0.7
@@ -31,11 +31,11 @@ BUDGET_POWER = 0.7
 ``-BUDGET_POWER``, as published for p5.
 """
 DRAFT_TOKENS = 12
-"""By default, draft at most this many tokens before each verification, which is fastest at long
-context with 95 % acceptance.
+"""By default, at most this many tokens are drafted before each verification. This is fastest at
+long contexts if 95 % of drafts are accepted.
 """
 METER_EVERY = 16
-"""By default, measure a second schedule once every this many cycles, so that the extra sparse step
+"""By default, a second schedule is measured once in this many cycles, so that the extra sparse step
 takes about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
@@ -77,14 +77,14 @@ class LosslessSettings:
     # faster, unless adapt_draft_tokens is off. 0: draft one token per pass.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless in vLLM: an EAGLE-3 head for the model, as a folder or a name on the Hugging Face
-    # Hub. The head guesses the guess_tokens tokens, instead of history.
+    # Hub. Guesses then come from the head instead of from history.
     guess_head: str | None = None
     # Lossless: draw drafts with the same random numbers as the final tokens, so that a seed yields
     # the tokens of dense decoding (up to rounding), whatever is drafted. Fewer drafts are accepted.
     drafter_invariant: bool = False
     # Lossless in vLLM: the weights that drafts use. auto: the model's weights. fp8: an 8-bit copy
-    # of the linear layers' weights, which needs half as much memory again; samples are still those
-    # of the original weights.
+    # of the linear layers' weights, which takes half as much memory as the weights themselves;
+    # samples still follow the original weights.
     draft_weights: DraftWeights = "auto"
     # A second schedule whose acceptance is measured too: a name in the options, a loaded schedule
     # in ``Decoding``.
@@ -94,7 +94,7 @@ class LosslessSettings:
 
 
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
-"""Settings that ``Decoding.to_dict`` writes even if they're at their defaults."""
+"""Settings that ``Decoding.to_dict`` writes even at their defaults."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
 """Lossless mode settings, as named in ``Decoding.load`` and on the command line."""
 
@@ -249,8 +249,8 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return the same mode with another schedule. Without verification, the mode becomes dense
-        or lossy depending on the schedule.
+        """Return these settings with another schedule. A mode without verification becomes dense or
+        lossy, depending on the schedule.
         """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 

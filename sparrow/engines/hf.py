@@ -61,7 +61,7 @@ class HFEngine(Engine, Scorer, Ranker):
     """An engine that samples with transformers in this process, using the given model directly
     rather than a copy.
 
-    It is correct on every device but fast on none: use it on a CPU, for small models, and as the
+    It is correct on every device but fast on none. Use it on a CPU, for small models, or as the
     reference for other engines.
 
     If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
@@ -73,7 +73,7 @@ class HFEngine(Engine, Scorer, Ranker):
     padded tokens are scored together, under autocast to the dtype ``autocast``, if given.
 
     Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule, or
-    if the settings ask for drafting with a copy of the weights.
+    if the settings ask for a copy of the weights for drafts, or for a head that guesses.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class HFEngine(Engine, Scorer, Ranker):
         """
         if self.decoding.meter_schedule is not None:
             raise ConfigError(
-                "meter_schedule can be measured only by vLLM; "
+                "only vLLM can measure meter_schedule; "
                 "leave meter_schedule out, or sample with --engine vllm"
             )
         sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
@@ -424,8 +424,8 @@ class HFEngine(Engine, Scorer, Ranker):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences of ``length`` ``[B]`` tokens, including the step's first
-        token.
+        """Count a step over sequences of ``length`` ``[B]`` tokens. A length includes the step's
+        first token.
         """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))

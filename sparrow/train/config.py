@@ -112,9 +112,9 @@ class ModeOptions(Settings):
 class DecodingOptions(LosslessSettings, ModeOptions):
     """How an engine decodes."""
 
-    # Lossless in vLLM: a second schedule whose acceptance is measured at the first draft of one
-    # cycle in every meter_every, without using its samples. A lossy run under that schedule would
-    # start with this acceptance.
+    # Lossless in vLLM: a second schedule, whose acceptance is measured once in meter_every cycles,
+    # at the first draft, without changing the samples. A lossy run under this schedule would start
+    # with this acceptance.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
@@ -128,14 +128,14 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         if self.mode == "lossless":
             if start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, which adjusts pages to the actor's p5, but with mode "
-                    "lossless the samples follow the dense policy whatever the drafts read; "
+                    f"schedule is {schedule!r}, but with mode lossless there is no p5 to adjust pages "
+                    "to, because samples follow the dense policy; "
                     "leave schedule out"
                 )
             if chosen:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but with mode lossless the samples follow the dense "
-                    "policy whatever the drafts read; leave schedule out, or set draft_schedule "
+                    "policy under any schedule; leave schedule out, or set draft_schedule "
                     "to use it for drafts"
                 )
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
@@ -315,7 +315,7 @@ class EvalConfig(Settings):
     every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
-    # Evaluate only the first problems of each benchmark, up to this number. If unset, evaluate all
+    # Evaluate only this many problems of each benchmark, from its beginning. If unset, evaluate all
     # problems of a dataset; a task is endless and needs a limit.
     limit: Many | None = None
     k: Many = 1  # Responses per problem.
@@ -384,7 +384,7 @@ class TrainConfig(Settings):
     # With rollout.mode auto: the GPU to predict vLLM's speed for. Lossy mode is used only at
     # lengths where it is predicted to be faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    # Trackers to send the metrics to as well, through accelerate.
+    # Trackers that also receive the metrics, through accelerate.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     # How advantages are computed. grpo: subtract the group's mean reward and divide by its std.
     # dr_grpo: only subtract the mean. rloo: subtract the mean of the other responses.

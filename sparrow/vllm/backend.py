@@ -1,6 +1,6 @@
 """The sparse attention backend: two mixins for vLLM's own backend classes.
 
-vLLM's own attention handles prefill and the schedule's dense layers. In decode steps, the other
+vLLM's own attention handles prefill and the schedule's dense layers. In decode steps, all other
 layers read only the pages selected by ``sparrow.attention``. A page's landmark lives in the padded
 tail of its KV block, so that vLLM accounts for its memory, and shares, reuses and frees it along
 with the block. An int8 cache also keeps its scales in this tail, before the landmarks.
@@ -218,8 +218,8 @@ class SparseBuilder(VLLMClass):
         That's possible if no decode row skips any page, and the step isn't replayed from a CUDA
         graph.
 
-        Sparrow's kernels would give the same result, but with two calls per layer, which costs more
-        host time.
+        Sparrow's kernels would give the same result, but would take two calls per layer, which
+        costs more host time.
         """
         assert self.runtime is not None
         if self.runtime.cache.in_8_bits is not None or (self._captures_decode and not prefill_rows):

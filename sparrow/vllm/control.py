@@ -38,17 +38,16 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     length), ``dense_rows_short`` (the sequence has no more pages than would be kept) and
     ``dense_rows_prefill`` (a one-token prompt chunk, not included in ``rows``). ``dense_steps`` is
     how many steps with decode rows ran entirely on vLLM's own attention, because no row skipped a
-    page. With CUDA graphs, this only happens in steps that also contain a prompt chunk, because
-    decode step graphs always run Sparrow's kernels. ``preemptions`` is how often vLLM dropped a
+    page. With CUDA graphs, this only happens in steps that also contain a prompt chunk, because the
+    graphs of decode steps always run Sparrow's kernels. ``preemptions`` is how often vLLM dropped a
     sequence's cache, to prefill it again later. With an fp8 KV cache, ``kv_clipped`` is how many
     tokens had a key or value outside the range of its scale, counted once per layer.
 
     In lossless mode, ``rows`` counts the rows of draft steps, and ``tokens_read`` includes
     verification. ``tokens_held`` is how many tokens dense decoding would have read to get the
-    ``emitted`` tokens.
-    ``drafted`` and ``accepted`` count tokens, too. With ``guess_tokens``, ``rows`` and ``passes``
-    count the rows of sparse passes, with or without guesses, and ``guessed`` counts drafts that are
-    guesses no sparse pass has checked.
+    ``emitted`` tokens. ``drafted`` and ``accepted`` count tokens, too. With ``guess_tokens``,
+    ``rows`` and ``passes`` count the rows of sparse passes, with or without guesses, and
+    ``guessed`` counts the drafts that are guesses, which no sparse pass has checked.
     """
     return _runtime(self).counters()
 
@@ -97,8 +96,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         if self.vllm_config.quant_config is None:
             self.model_runner.model.load_weights(weights)
         else:
-            # A generator, so that not all weights have to be in memory at once. It checks for
-            # missing weights at the end.
+            # This is a generator, so that not all weights have to be in memory at once. It checks
+            # for missing weights at the end.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
@@ -110,8 +109,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
 
 
 def _check_experts(model: Any) -> None:
-    """Refuse new weights if vLLM has changed the experts' layout to suit its kernel. It would write
-    the new weights as if the experts still had their original layout.
+    """Refuse new weights if vLLM has changed the experts' layout to suit its kernel. vLLM would
+    write the new weights as if the experts still had their original layout.
 
     Raises ConfigError if the model has such experts.
     """

@@ -135,8 +135,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Mark the draft weights as stale whenever vLLM writes to a worker's parameters without going
-    through the model's ``load_weights``.
+    """Mark the draft weights as stale whenever vLLM writes to a worker's parameters without calling
+    the model's ``load_weights``.
     """
 
     def followed(stock: Any) -> Any:

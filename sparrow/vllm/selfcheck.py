@@ -327,8 +327,8 @@ def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
-    """List the model's layers that run Sparrow's attention, in order. Layers of a head that guesses
-    are not among them.
+    """List the model's layers that run Sparrow's attention, in order, without those of a head that
+    guesses.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -356,7 +356,7 @@ def _bytes_of(layer: Any) -> Tensor:
 
 
 def check_addresses(drafter: Drafter) -> None:
-    """Check that no tensor has moved since the draft step CUDA graphs were captured.
+    """Check that no tensor has moved since the CUDA graphs of draft steps were captured.
 
     Raises ConfigError if one has.
     """
@@ -447,8 +447,8 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
 
 
 def _place(keys: Tensor, layout: Any, max_length: int) -> Place:
-    """Choose blocks for a sequence with more pages than are kept. They come from the end of the
-    cache, going backwards, and skip every other block if there are enough.
+    """Choose blocks for a sequence with more pages than are kept. Blocks are taken backwards from
+    the end of the cache. If there are enough, every other block is skipped.
     """
     blocks, _, N, _ = keys.shape
     P = layout.page_size
@@ -494,8 +494,8 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """For each row and kv head, pick the one of C candidate queries with the most distinct page
-    scores.
+    """For each row and kv head, pick one of C candidate queries: the one whose two closest page
+    scores are furthest apart.
 
     That way, the kernel and the reference rank pages in the same order despite rounding.
     """

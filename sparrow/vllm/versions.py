@@ -59,7 +59,7 @@ def check(on_cpu: bool) -> None:
 def check_head() -> None:
     """Check that a head can guess in this process's vLLM.
 
-    Raises ConfigError if this version's EAGLE-3 heads are too different.
+    Raises ConfigError if the version is too old, because its EAGLE-3 heads work differently.
     """
     import vllm
 

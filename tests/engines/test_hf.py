@@ -379,9 +379,7 @@ def test_the_engine_detects_that_sparse_attention_did_not_run():
 
 def test_a_meter_schedule_is_refused():
     decoding = Decoding.lossless(SparsitySchedule.fixed(1), meter_schedule="fixed:2")
-    with pytest.raises(
-        ConfigError, match="meter_schedule can be measured only by vLLM; leave meter_"
-    ):
+    with pytest.raises(ConfigError, match="only vLLM can measure meter_schedule; leave meter_"):
         HFEngine(tiny_model(), decoding, eos_ids=[]).generate(
             [[1, 2, 3]], Sampling(max_new_tokens=5)
         )

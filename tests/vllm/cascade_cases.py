@@ -137,7 +137,7 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
 
 @pytest.mark.parametrize("m, pages", [(1, 2), (3, 4), (3, 12)])
 def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m, pages):
-    """Cycles without drafts, with drafts, and with drafts from guesses follow each other."""
+    """Cycles without drafts, with drafts, and with drafts from guesses alternate at random."""
     folder, model = made
     asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
     with cases.engine(folder) as llm:
@@ -157,7 +157,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m
 
 
 def test_each_stage_replays_its_own_graphs(made, monkeypatch):
-    """Graphs are captured before the first cycle, and one graph serves any number of drafts."""
+    """Graphs are captured before the first cycle. A graph serves any number of drafts."""
     folder, _ = made
     asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
     with cases.engine(folder) as llm:
@@ -183,7 +183,9 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
 
 
 def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
-    """The chooser goes by the clock, which means little in the interpreter."""
+    """The chooser compares measured times, which say little in Triton's interpreter. The test
+    therefore does not check which choice wins.
+    """
     folder, model = made
     said, init = [], logger.init_logger
     ours = SimpleNamespace(
@@ -231,7 +233,9 @@ def test_replayed_stages_reproduce_samples(made, monkeypatch):
 
 
 def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
-    """Drafts that read everything are all accepted, and without guesses, every draft is judged."""
+    """Drafts read everything, so all are accepted. In cycles without guesses, every draft is
+    judged.
+    """
     folder, _ = made
     in_turn(monkeypatch)
     decoding = lossless(6, adapt=True, pages=1000, guess_tokens=2)
@@ -422,8 +426,8 @@ class NoKernel:
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
-    """The test also detects defects in either verification, and in the distribution of guesses that
-    are used as drafts without a pass.
+    """The test also detects defects in how guesses or drafts are verified, and a wrong distribution
+    of guesses that are used as drafts without a pass.
     """
     V, T = 6, 4
     model = tiny.checkpoint(

@@ -1,5 +1,5 @@
-"""A small EAGLE-3 head in plain torch, which can be trained and saved for vLLM: a reference for the
-guesses of a head.
+"""A small EAGLE-3 head in plain torch, as a reference for guesses by a head. It can be trained, and
+saved for vLLM.
 
 Shapes: N tokens of a sequence, T slots, W hidden size, H query heads, K kv heads, D head size, V
 vocabulary.
@@ -15,8 +15,8 @@ THETA = 10_000.0
 
 
 def states(model, ids):
-    """Return the hidden states between a model's layers ``[B, N, 3 W]``: the first one, one from
-    the middle, and the last one before the final norm.
+    """Return a model's hidden states ``[B, N, 3 W]`` before the first layer, in the middle, and
+    before the final norm, and its logits.
     """
     seen = []
     layers = model.model.layers
@@ -34,7 +34,7 @@ def states(model, ids):
 
 
 def places(config):
-    """Return the numbers of these states, as vLLM counts them."""
+    """Return the indices of these states, in vLLM's numbering."""
     return 0, config.num_hidden_layers // 2, config.num_hidden_layers
 
 
@@ -75,8 +75,9 @@ class Head:
         return rms_norm(x, x.shape[-1:], self.weights[name], self.eps)
 
     def run(self, embedded, hidden, cache):
-        """Return what the output layer and the next step read, ``[B, T, W]``, for the slots after
-        those in ``cache``, a list of keys and values ``[B, K, T, D]``, to which theirs are added.
+        """Run the head on the slots that follow those in ``cache``, and add their keys and values
+        ``[B, K, T, D]`` to it. Return the inputs of the output layer and of the next step, both
+        ``[B, T, W]``.
         """
         weights = self.weights
         before = cache[0].shape[2] if cache else 0
@@ -140,8 +141,8 @@ class Head:
 
     @torch.no_grad()
     def guesses(self, tokens, count):
-        """Return the next ``count`` guesses after these tokens, and by how much each is ahead of
-        the second most likely token.
+        """Return the next ``count`` guesses after these tokens, and the difference between each
+        guess's logit and the second largest logit.
         """
         ids = torch.tensor([tokens])
         read, _ = states(self.model, ids)

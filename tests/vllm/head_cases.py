@@ -31,7 +31,7 @@ def trained(model, words=None, seed=5):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return the folders of a model and its head, the model and the head."""
+    """Return a model's folder, its head's folder, the model, and the head."""
     folder = tmp_path_factory.mktemp("model")
     model = tiny.checkpoint(folder / "model", num_hidden_layers=2, initializer_range=0.05)
     head = trained(model)
@@ -43,7 +43,9 @@ def with_head(folder, k=8, **options):
 
 
 class Guessed:
-    """Collects the tokens of each row, without and with guesses, before every sparse pass."""
+    """Collects what the head guessed before every sparse pass: for each row, the tokens so far, the
+    number of drafts among them, and the guesses.
+    """
 
     def __init__(self, monkeypatch):
         self.rows = []
@@ -74,8 +76,8 @@ def worker_of(llm):
 
 
 def assert_as_the_reference(head, rows, every=3):
-    """Check some of the rows' guesses, up to the first one that rounding may have decided. Return
-    the number of guesses that agree.
+    """Check the guesses of every ``every``-th row against the reference, up to the first guess that
+    rounding may have decided. Return the number of guesses that agree.
     """
     agreeing = 0
     for known, _, guesses in rows[::every]:
@@ -92,9 +94,9 @@ def assert_as_the_reference(head, rows, every=3):
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-def test_guesses_are_those_of_a_plain_torch_head(made, monkeypatch, adapts):
-    """Passes read everything, so the head sees the policy's own hidden states. Prompts share
-    blocks, are prefilled in chunks, and cycles without guesses come in between.
+def test_guesses_match_those_of_a_head_in_plain_torch(made, monkeypatch, adapts):
+    """Passes read everything, so the head sees the policy's own hidden states. Prompts share blocks
+    and are prefilled in chunks. If drafting is adaptive, some cycles have no guesses.
     """
     folder, of_head, _, head = made
     if adapts:
@@ -114,8 +116,8 @@ def test_guesses_are_those_of_a_plain_torch_head(made, monkeypatch, adapts):
     assert counts["drafted"] - counts["guessed"] > 1.1 * counts["passes"]
 
 
-def test_guesses_after_a_cycle_match_those_of_vllms_own_eagle3(made, monkeypatch):
-    """At the start of a cycle, the head guesses what vLLM's EAGLE-3 drafts after the same text."""
+def test_guesses_at_the_start_of_a_cycle_match_vllms_own_eagle3(made, monkeypatch):
+    """After the same text, vLLM's EAGLE-3 drafts what the head guesses."""
     folder, of_head, _, _ = made
     asked = tiny.prompts(*LENGTHS, seed=1)
     eagle3 = {"method": "eagle3", "model": str(of_head), "num_speculative_tokens": 3}
@@ -186,7 +188,9 @@ def test_greedy_tokens_match_stock_vllm(made, m):
 
 
 def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
-    """The head also reads passes after which nothing, or something without guesses, is drafted."""
+    """The head also has to read passes that are followed by no drafts, or by drafts without
+    guesses.
+    """
     folder, of_head, model, _ = made
     asked = tiny.prompts(*LENGTHS, seed=1)
     with cases.engine(folder) as llm:
@@ -253,7 +257,7 @@ def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, m
     assert assert_as_the_reference(head, seen.rows) > 50
 
 
-def test_new_weights_of_the_model_keep_samples_exact_and_the_heads_own(made, tmp_path):
+def test_updating_the_model_keeps_samples_exact_and_the_heads_weights(made, tmp_path):
     folder, of_head, _, _ = made
     new = tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.05, seed=1)
     asked = tiny.prompts(*LENGTHS, seed=1)
@@ -302,7 +306,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
-    """The test also detects defects in either verification."""
+    """The test also detects defects in how guesses or drafts are verified."""
     V, T = 6, 4
     model = tiny.checkpoint(
         tmp_path / "model", vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
@@ -345,7 +349,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
 # --- refusals ---
 
 
-def test_requests_are_checked_as_without_a_head(made):
+def test_requests_are_checked_with_a_head_too(made):
     folder, of_head, _, _ = made
     with cases.engine(folder, with_head(of_head)) as llm:
         asked = tiny.prompts(33)
@@ -357,9 +361,15 @@ def test_requests_are_checked_as_without_a_head(made):
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        (dict(vocab_size=98), "reads 98 tokens, but the model's vocabulary has 97"),
-        (dict(target_hidden_size=32), "reads hidden states of size 32, but the model's have 64"),
-        (dict(head_dim=16), "are 4, 2, 16 and float32, but the model's are 4, 2, 32 and float32"),
+        (dict(vocab_size=98), "its vocabulary has 98 tokens, but the model's has 97"),
+        (
+            dict(target_hidden_size=32),
+            "it reads hidden states of size 32, but the model's have size 64",
+        ),
+        (
+            dict(head_dim=16),
+            r"are 4, 2, 16 and float32, but must equal the model's \(4, 2, 32 and float32\)",
+        ),
         (dict(eagle_config={"use_aux_hidden_state": False}), "only the model's last hidden state"),
     ],
 )
@@ -367,13 +377,13 @@ def test_heads_of_other_models_are_refused(made, tmp_path, changes, problem):
     folder, _, _, head = made
     of_head = head.save(tmp_path, **changes)
     with (
-        pytest.raises(ConfigError, match=rf"^guess_head '{of_head}': it.*{problem}.*; choose"),
+        pytest.raises(ConfigError, match=rf"^guess_head '{of_head}': .*{problem}.*; choose"),
         cases.engine(folder, with_head(of_head)),
     ):
         pass
 
 
-def test_a_head_that_was_broken_on_purpose_is_noticed(made, monkeypatch, tmp_path):
+def test_a_broken_head_is_detected(made, monkeypatch, tmp_path):
     """A head that reads slots of the wrong tokens makes other guesses, but samples stay exact."""
     folder, of_head, model, head = made
     asked = tiny.prompts(*LENGTHS, seed=1)

@@ -276,7 +276,7 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(stock, monkeypatch,
 
 
 class Replayed:
-    """A stand-in for a CUDA graph, which runs a draft step with padding and counts replays."""
+    """A stand-in for a CUDA graph. It runs a draft step with padding, and counts replays."""
 
     rows = 8
     count = 0
@@ -356,9 +356,7 @@ def test_stale_landmarks_of_rejected_tokens_would_be_detected(folder, monkeypatc
     assert found.worst > 1e-2
 
 
-def test_only_draft_steps_store_tokens_for_an_immediately_following_decode_kernel(
-    folder, monkeypatch
-):
+def test_only_draft_steps_store_tokens_for_the_next_decode_kernel(folder, monkeypatch):
     stores, update = Counter(), CpuImpl.do_kv_cache_update
 
     def watched(self, layer, key, value, kv_cache, slot_mapping):
@@ -826,8 +824,8 @@ EXACT = ("exact", "any number of drafts", "two samplers", "min_p and logit_bias"
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, variant):
-    """Continuations follow the dense policy, whatever is drafted. The test also detects two
-    defects.
+    """Continuations must follow the dense policy, whatever is drafted. In some variants, a defect
+    is introduced that the test must detect.
     """
     # Of 108 models that we tried, this one reveals shared noise best, and 30 % of its drafts are
     # rejected. In two variants, the number of drafts changes in every step. The temperature is

@@ -1,4 +1,4 @@
-"""Test vLLM's configuration in lossless mode before a model is loaded, and what is refused by name."""
+"""Test vLLM's configuration in lossless mode before a model is loaded, and what is refused."""
 
 import contextlib
 from types import SimpleNamespace
@@ -161,9 +161,7 @@ def test_synthetic_acceptance_cannot_be_combined_with_drafter_invariance():
 
 
 def test_compiled_models_are_cached_separately_for_different_settings(monkeypatch):
-    """This is also true if an environment variable sets them, because vLLM's configuration contains
-    them.
-    """
+    """The settings are part of vLLM's configuration, even if an environment variable sets them."""
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
     made = arguments(additional_config={"theirs": 1})
@@ -203,7 +201,7 @@ def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch)
         ),
         (
             dict(parallel=dict(data_parallel_size=2), is_moe=True),
-            "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run",
+            "it does not support vLLM's data parallelism for mixtures of experts, where all ranks",
         ),
     ],
 )
@@ -301,7 +299,7 @@ def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
 
 
 def speculative_configs():
-    """Return vLLM's configuration of lossless mode, and of another draft model."""
+    """Return vLLM's configuration with lossless mode, and with another draft model."""
     ours, other = SimpleNamespace(), SimpleNamespace()
     setup.claim(ours)
     return ours, other

@@ -1,9 +1,9 @@
 """LoRA adapters in draft steps.
 
 Before each pass, vLLM builds a mapping from tokens to adapters on the device. A verification has
-several tokens per sequence but a draft step only one, so the verification's mapping is wrong for
-the draft steps that follow. But vLLM also maps sequences to adapters, for the output layer, and
-draft steps use that mapping in every layer.
+several tokens per sequence but a draft step has only one, so the draft steps after a verification
+cannot use its mapping. For the output layer, vLLM also maps sequences to adapters. Draft steps use
+this second mapping in every layer.
 """
 
 from __future__ import annotations

@@ -130,7 +130,9 @@ class CascadeDrafter(SparseDrafter):
         return super()._step(rows)._replace(tokens=self.tokens)
 
     def _draft(self, rows: int) -> None:
-        """Guess, and run one sparse pass over ``rows`` rows. CUDA graphs capture this function."""
+        """Guess tokens, and run one sparse pass over ``rows`` rows. CUDA graphs capture this
+        function.
+        """
         vllm = self._vllm
         cycle = self._cycle
         runtime: Runtime = self._runtime
@@ -201,7 +203,7 @@ class CascadeDrafter(SparseDrafter):
 
 
 def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
-    """Create what guesses tokens with these settings."""
+    """Create the source of guesses for these settings."""
     tokens = decoding.guess_tokens
     guesses = max(tokens, speculator.num_speculative_steps)
     if decoding.guess_head is not None:

@@ -105,8 +105,8 @@ def look_up_kernel(
     GP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Guess the tokens after a row's newest, unless the row already has all its drafts. Guesses
-    that history does not have are 0.
+    """Look up guesses for the tokens after a row's newest, unless the row already has all its
+    drafts. Where history has no guess, the guess is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
@@ -158,9 +158,9 @@ def head_step_kernel(
     T: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Set up a head's ``step``, counted from 1, in which it reads a row's guess ``step`` and writes
-    the next one. The head stores token n + 1 in the slot of token n. Rows take part as in
-    ``set_up_kernel``.
+    """Set up a head's ``step``, counted from 1. In this step, the head reads guess number ``step``
+    of a row and makes the next one. It stores token n + 1 in the slot of token n. The same rows
+    take part as in ``set_up_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
@@ -314,7 +314,7 @@ def fill_kernel(
 
 @triton.jit(do_not_specialize=["K"])
 def count_drawn_kernel(index_R, drawn_S, counts, K):
-    """Count a row's drafts in a cycle without guesses, where all of them are drawn."""
+    """Count a row's drafts in a cycle without guesses. All of them are drawn."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_R + row).to(tl.int64)
     tl.store(drawn_S + index, tl.full((), K, tl.int64), mask=index >= 0)
@@ -334,7 +334,7 @@ def one_hot_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """Write one-hot logits for guessed drafts, as if each was certain to be drawn."""
+    """Write one-hot logits for drafts that are guesses, as if each was certain to be drawn."""
     row = (tl.program_id(0) // K).to(tl.int64)
     place = tl.program_id(0) % K
     index = tl.load(index_R + row).to(tl.int64)

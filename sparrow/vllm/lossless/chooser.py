@@ -133,7 +133,7 @@ class DraftChooser:
 
     def budgets_in_use(self) -> dict[str, float]:
         """Return the budgets for the batches in ``in_use``, as multiples of the draft schedule.
-        Multiples of 1 are left out.
+        Budgets of 1 are left out.
         """
         read = {_name(case.batch): self.budgets[case.budget] for case in self._cases_in_use()}
         return {name: multiple for name, multiple in read.items() if multiple != 1}

@@ -24,23 +24,23 @@ THINK_DENSE = 32
 otherwise. Comparisons cost host time, so they are rare.
 """
 WATCHED = 2
-"""When not drafting, only this many cycles are timed after a comparison, because timing costs host
-time too.
+"""While nothing is drafted, only this many cycles are timed after a comparison, because timing
+costs host time too.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Losing choices are tried again after ``TRY_AGAIN`` cycles, twice as many, and so on, and
-eventually every ``TRY_AGAIN_MOST`` cycles, because acceptance may have changed while nothing was
-drafted. A trial costs about 30 ms for one sequence, so it can't happen often.
+"""Losing choices are tried again after ``TRY_AGAIN`` cycles, then after twice as many, and so on,
+and eventually every ``TRY_AGAIN_MOST`` cycles, because acceptance may have changed in the meantime.
+Trials are rare because each costs about 30 ms for one sequence.
 """
 RETIME = 320
 """A draft length that nearly won is timed again after this many cycles, because a batch's first
 times are the least reliable.
 """
 DENSE_AGAIN = 8
-"""Dense steps are timed again after this many cycles with drafts, twice as many, four times as
-many, and so on. A batch's first times may have been unusually long, and lossless decoding must not
-be slower than dense decoding.
+"""Dense steps are timed again after this many cycles with drafts, then after twice as many, four
+times as many, and so on. A batch's first times may have been unusually long, and lossless decoding
+must not be slower than dense decoding.
 """
 DENSE_NEAR = 0.7
 """Don't bother re-timing dense steps unless the fastest one reached this share of the best speed.
@@ -108,7 +108,7 @@ class DraftLength:
         return choice
 
     def _compare(self, case: Case, current: Choice | None) -> Choice:
-        """Choose whatever is fastest, or still needs timing."""
+        """Choose what is fastest, or what still needs timing."""
         self._forget_some_times(case, current)
         promising = self._promising(case)
         untimed = next((k for k in promising if not self._measured.is_timed(case, k)), None)
@@ -138,7 +138,7 @@ class DraftLength:
                 case.seconds.pop(near[cycle // RETIME % len(near)])
 
     def _may_repeat(self, case: Case, cycles: int) -> None:
-        """Let this many more cycles run without drafts before choosing again."""
+        """Let this many more cycles run without drafts before the next choice."""
         self.repeats = cycles
         self._repeated_case = case
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """What vLLM says about the forward pass just before the drafts."""
+    """vLLM's data on the forward pass that precedes the drafts."""
 
     batch: Any  # vLLM's input batch; its lengths still include rejected tokens
     is_prefilling_B: Tensor | None  # bool; None if no sequence is in prefill
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 class Drafter(Protocol):
     """A drafter proposes tokens for the next dense pass to verify.
 
-    Whatever it proposes, samples follow the policy, as long as each proposed token was sampled from
+    Samples follow the policy whatever is proposed, as long as each proposed token was sampled from
     ``logits``.
     """
 
@@ -70,7 +70,7 @@ class Drafter(Protocol):
         """Capture CUDA graphs of the steps that ``propose`` runs."""
 
     def read(self, after: Pass, drafts: int) -> None:
-        """Take in a dense pass, which ``drafts`` drafts follow. Called before ``propose``."""
+        """Read a dense pass, before ``drafts`` drafts. Called before ``propose``."""
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """Draft the planned number of tokens, which may be 0, and count the dense pass

@@ -1,4 +1,4 @@
-"""The interface between the cascade and what guesses tokens for it: history or a trained head.
+"""The interface between the cascade and its source of guesses: history or a trained head.
 
 Guesses never affect the distribution of samples, because the sparse actor judges each one.
 
@@ -33,32 +33,33 @@ class Cycle:
         self.length_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.newest_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.made_R = torch.zeros(rows, dtype=torch.int32, device=device)  # drafts made so far
-        # how many of them the latest pass made; 0 if the row sat it out
+        # drafts that the latest pass made; 0 if the row did not take part
         self.kept_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.drafts = torch.zeros((), dtype=torch.int32, device=device)  # drafts each row makes
 
 
 class SparsePass(NamedTuple):
-    """A sparse pass over the newest token and T - 1 guesses of each row. Tensors have a row's T
-    tokens one after another.
+    """A sparse pass over the newest token and T - 1 guesses of each row. In tensors, the T tokens
+    of a row are adjacent.
     """
 
     step: Step
     position_RT: Tensor  # int64
     slot_RT: Tensor  # int64
-    # int64, the tokens drawn after each token; a row's first ``Cycle.kept_R`` of them are drafts
+    # int64, the token drawn after each token; a row's first ``Cycle.kept_R`` drawn tokens are
+    # drafts
     drawn_RT: Tensor
     states: list[Tensor]  # the model's auxiliary hidden states, L tensors ``[RT, W]``, or none
 
 
 class GuessSource(Protocol):
-    """Guesses the tokens after each row's newest."""
+    """Guesses the tokens that follow each row's newest token."""
 
     guesses_RG: Tensor
     """The latest guesses, int64 ``[S, G]``. Always the same tensor."""
 
     def load(self, model: Any) -> None:
-        """Load what guessing needs, next to the policy's model."""
+        """Load whatever is needed for guessing in addition to the policy's model."""
 
     def set_cache(self, runtime: Runtime, blocks_SM: Tensor, block_tokens: int) -> None:
         """Use this KV cache from now on."""
@@ -68,7 +69,7 @@ class GuessSource(Protocol):
         ...
 
     def read(self, after: Pass, drafts: int) -> None:
-        """Take in a dense pass, which ``drafts`` drafts follow. Called after every one."""
+        """Read a dense pass, before ``drafts`` drafts. Called after every dense pass."""
 
     def begin(self, B: int) -> None:
         """Begin a cycle of B rows."""
@@ -77,7 +78,7 @@ class GuessSource(Protocol):
         """Write at least T - 1 guesses per row for the next pass. CUDA graphs capture this."""
 
     def follow(self, rows: int, sparse: SparsePass) -> None:
-        """Take in a sparse pass. CUDA graphs capture this."""
+        """Read a sparse pass. CUDA graphs capture this."""
 
     def fill(self, B: int) -> None:
-        """Write guesses that will become drafts, at the end of a cycle."""
+        """At the end of a cycle, write guesses for the drafts that no pass has made."""

@@ -1,14 +1,15 @@
 """Guesses by a trained head: vLLM's EAGLE-3 model (Li et al., arXiv 2503.01840).
 
 In its slot for token n, the head reads the embedding of token n + 1 and some of the policy's hidden
-states at token n, and predicts token n + 2. To guess further, it reads its own output in place of
-the hidden states. Slots are those of the policy's own cache, and so are the block tables.
+states at token n, and predicts token n + 2. For each further guess, it reads its own output in
+place of the hidden states. The head has its own KV cache, with the slots and block tables of the
+policy's.
 
 After each dense pass, the head reads the pass's hidden states, as in vLLM. After each sparse pass,
 it reads the sparse actor's hidden states at the newest token and the guesses that became drafts;
-the next dense pass overwrites those slots. Attention over a dense pass is vLLM's own. In a cycle,
-it's Sparrow's kernels, which read everything here, so a CUDA graph can hold a sparse pass together
-with the head's steps.
+the next dense pass overwrites those slots. In dense passes, the head runs vLLM's own attention. In
+a cycle, it runs Sparrow's kernels, reading everything, so that one CUDA graph can hold a sparse
+pass and the head's steps.
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
 tokens per pass, G guesses per row, W the head's hidden size.
@@ -165,10 +166,11 @@ class HeadSource:
         output_RW.copy_(torch.where(took_part, output[last_R], output_RW))
 
     def fill(self, B: int) -> None:
-        """See ``GuessSource``. Only the first guess continues the row's drafts; computing more would
-        take longer than they would save. Earlier ones must not remain: those of a row that sat out
-        the cycle's passes may come from drafts that were rejected, and the random numbers that these
-        were drawn with are used again for later tokens.
+        """See ``GuessSource``. Only the first guess continues the row's drafts. Computing more
+        guesses would take longer than they would save.
+
+        The other guesses must be cleared. In a row that took part in none of the cycle's passes,
+        they may depend on rejected drafts, whose random numbers are used again for later tokens.
         """
         self.guesses_RG[:B, 1:] = 0
 
@@ -191,7 +193,7 @@ class HeadSource:
     def _run(
         self, ids: Tensor, positions: Tensor, states: Tensor, metadata: Any, slots: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the head's hidden states, for its output layer and for its next step."""
+        """Run the head, and return its hidden states for the output layer and for its next step."""
         tokens = len(ids)
         with set_forward_context(
             metadata,

@@ -51,18 +51,18 @@ drafts. The weight is large because a five-cycle trial judges few drafts.
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
 """Until a choice with guesses has been tried at some length, its number of accepted drafts is an
-estimate that counts as this many cycles of a single sequence: up to ``GUESSED_NEAR`` if the choice
-has been tried at another length, otherwise ``GUESSED_PRIOR``. The unit is a whole cycle, because
-acceptance of guesses depends on the position in the text.
+estimate. The estimate counts as much as ``GUESSED_PRIOR`` cycles of one sequence, or as up to
+``GUESSED_NEAR`` if the choice has been tried at another length. With guesses, a whole cycle is one
+observation, because acceptance depends on the position in the text.
 """
 GUESSED_CYCLES = 100.0
-"""After this many cycles of a single sequence, the number of accepted drafts with guesses always
-counts as known.
+"""After this many cycles of one sequence, the number of accepted drafts with guesses counts as
+known.
 """
 GUESSED_SCATTER = 0.5
 """Standard deviation of tokens per cycle with guesses, relative to the mean."""
 FEW_ROWS = 8
-"""In batches smaller than this, measurements with guesses are forgotten more slowly."""
+"""In batches with fewer rows than this, measurements with guesses are forgotten more slowly."""
 REACH = 2
 """A new case copies the times of another one at most this many steps away."""
 FORGET = 0.98
@@ -253,8 +253,8 @@ class Measured:
         return [*case.seconds.get(choice, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return how many drafts were accepted and judged at this length with this budget. At
-        first, these are estimated from the nearest length and budget, but the estimate soon fades.
+        """Return how many drafts were accepted and judged at this length with this budget. The
+        counts start as an estimate from the nearest length and budget, which soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -269,9 +269,9 @@ class Measured:
         return [weight * expected, weight]
 
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
-        """Return how many drafts with guesses were accepted at this length with this budget, and
-        over how many cycles. At first, these are estimated from the nearest budget, draft length
-        and sequence length, but the estimate soon fades.
+        """Return how many drafts with guesses were accepted at this length with this budget, and in
+        how many cycles. The counts start as an estimate from the nearest budget, draft length and
+        sequence length, which soon fades.
         """
         if (length, budget, choice) in self._yields:
             return self._yields[length, budget, choice]
@@ -335,8 +335,8 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """Return the mean of the middle half of the times. The extremes are dropped because whenever
-    the host sees a cycle end late, that cycle looks too long and the next one too short.
+    """Return the mean of the middle half of the times. Extremes are dropped, because if the host
+    sees a cycle end late, this cycle looks too long and the next one too short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4

@@ -181,8 +181,8 @@ class Metered:
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Mark these sequences' stored logits as stale, since new drafts are coming. Return whether
-        an extra step is due before the new drafts. Rows without a sequence have index -1.
+        """Mark these sequences' stored logits as stale, because new drafts are coming. Return
+        whether an extra step is due before these drafts. Rows without a sequence have index -1.
         """
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1

@@ -1,8 +1,9 @@
 """The scheduler's draft plan, and how it reaches the speculator.
 
 vLLM's scheduler and workers may run in different processes, and a worker receives each step as a
-pickled ``SchedulerOutput``. That has a field for the number of drafts, but none for their budget or
-for guesses. So the plan travels in an extra attribute, which only this module touches.
+pickled ``SchedulerOutput``. ``SchedulerOutput`` has a field for the number of drafts, but none for
+their budget or for guesses. The plan therefore travels in an extra attribute, which only this
+module uses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _ATTRIBUTE = "sparrow_plan"
 
 
 class Guessed(NamedTuple):
-    """A number of drafts to make with guesses (``cascade``)."""
+    """A number of drafts that are made with guesses (``cascade``)."""
 
     drafts: int
 

@@ -65,7 +65,7 @@ class LosslessScheduler(AsyncScheduler):
         may_repeat = not self._plan.tokens and self._replayed is None
         repeats = self.chooser.repeats if may_repeat else 0
         if self._repeated < repeats and len(self.running) == self._rows:
-            # These steps are host-bound, so do as little as possible here.
+            # Such steps are host-bound, so this does as little as possible.
             self._repeated += 1
             if self.keeps_choices:
                 self._choices.append(self._recorded())

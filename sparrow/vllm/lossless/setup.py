@@ -25,8 +25,8 @@ REFUSED_OPTIONS = {
 }
 """Request options that lossless mode refuses, and why."""
 DRAFTS_PER_PASS = 2
-"""With guesses, a cycle runs one sparse pass per this many ``draft_tokens``. It's about how many
-drafts a pass makes when guessing from history pays off (``studies/cascade/history.py``).
+"""With guesses, a cycle runs one sparse pass per this many ``draft_tokens``. Where guessing from
+history pays off, a pass makes about this many drafts (``studies/cascade/history.py``).
 """
 
 
@@ -36,8 +36,8 @@ def passes_of(draft_tokens: int) -> int:
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the possible draft lengths: just ``draft_tokens`` or, if drafting is adaptive, none,
-    1/3, 2/3 or all of it.
+    """List the possible draft lengths: only ``draft_tokens`` or, if drafting is adaptive, also 0
+    and about 1/3 and 2/3 of it.
     """
     k = decoding.draft_tokens
     return (
@@ -64,8 +64,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.guess_head is not None:
-        # Whoever updates the model's weights does not have the head's, so the head must keep them
-        # even in a sleep that drops all weights.
+        # Programs that update the model's weights do not have the head's weights, so these must
+        # survive even a sleep that drops all others.
         kept = arguments.sleep_preserve_parameter_names
         arguments.sleep_preserve_parameter_names = [*dict.fromkeys([*kept, "draft.*"])]
     if decoding.adapt_draft_tokens:
@@ -123,7 +123,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def claim(speculative_config: Any) -> None:
-    """Mark this ``speculative_config`` as lossless mode's, wherever it's copied or sent to."""
+    """Mark this ``speculative_config`` as lossless mode's. Copies of it keep the mark."""
     object.__setattr__(speculative_config, _CLAIM, True)
 
 
@@ -133,7 +133,8 @@ def is_ours(speculative_config: Any) -> bool:
 
 
 def check_supported(vllm_config: Any) -> None:
-    """Refuse an engine that would draft densely, with a second copy of the model, or not at all.
+    """Refuse an engine that would not draft, would draft densely, or would draft with a second copy
+    of the model.
 
     Raises ConfigError if lossless mode does not support the engine's configuration.
     """
@@ -157,9 +158,9 @@ def check_supported(vllm_config: Any) -> None:
             # For dense models, vLLM's data-parallel ranks are independent, and each worker sees a
             # size of 1.
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
-            "it does not support vLLM's data parallelism for mixtures of experts, whose ranks run "
-            "all passes in step, while the drafts of a rank depend on its own requests; start one "
-            "engine per rank with data_parallel_size=1",
+            "it does not support vLLM's data parallelism for mixtures of experts, where all ranks "
+            "must run the same passes although each drafts for its own requests; start one engine "
+            "per rank with data_parallel_size=1",
         ),
     )
     refuse(ConfigError, cases, "mode 'lossless': ")
@@ -296,17 +297,18 @@ def check_head(vllm_config: Any) -> None:
     cases = (
         (
             head.get_vocab_size() != model.get_vocab_size(),
-            f"it reads {head.get_vocab_size()} tokens, but the model's vocabulary has "
+            f"its vocabulary has {head.get_vocab_size()} tokens, but the model's has "
             f"{model.get_vocab_size()}",
         ),
         (
             read != model.get_hidden_size(),
-            f"it reads hidden states of size {read}, but the model's have {model.get_hidden_size()}",
+            f"it reads hidden states of size {read}, but the model's have size "
+            f"{model.get_hidden_size()}",
         ),
         (
             theirs != ours,
-            "its number of heads and kv heads, head size and dtype are {}, {}, {} and {}, but the "
-            "model's are {}, {}, {} and {}, and both must share KV blocks".format(*theirs, *ours),
+            "its heads, kv heads, head size and dtype are {}, {}, {} and {}, but must equal the "
+            "model's ({}, {}, {} and {}) to share its KV blocks".format(*theirs, *ours),
         ),
         (
             not eagle.get("use_aux_hidden_state", True),

@@ -1,7 +1,7 @@
 """The sparse actor as a drafter: the policy's own model, reading only a few pages of its KV cache.
 
 A draft step is a single CUDA graph that also sets up the next step. It writes its token's keys and
-values to the slot the token will have if accepted, and the dense pass overwrites them.
+values to the slot that the token gets if it is accepted. The dense pass overwrites them.
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, k
 drafts, M blocks of the longest sequence, V vocabulary.
@@ -161,9 +161,9 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Store the tokens sampled in a draft step, count the step, and set up the next one. It's all
-    one kernel because draft steps are so short that every extra launch would noticeably slow them
-    down.
+    """Store the tokens sampled in a draft step, count the step, and set up the next one. All of
+    this is one kernel, because draft steps are so short that every extra launch would slow them
+    down noticeably.
 
     ``decoded`` counts rows by length (see ``DecodedRows``). ``limit`` is the context length in
     tokens.

@@ -168,8 +168,8 @@ class SparseSpeculator(DraftModelSpeculator):
             slot_mappings,
         )
         self.drafter.read(after, self.plan.tokens)
-        # Dummy runs measure peak memory. No need to draft for that: a draft step takes less memory
-        # than the pass before it.
+        # Dummy runs measure peak memory. They need no drafts, because a draft step takes less
+        # memory than the pass before it.
         if dummy_run:
             return self.draft_tokens[:B]
         return self.drafter.propose(self.plan, after)

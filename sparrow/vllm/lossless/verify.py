@@ -53,8 +53,8 @@ def draw(
     k: int,
     use_fp64: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token from each row of logits, and keep those that dense decoding would have sampled
-    too.
+    """Sample a token from each row of logits, and keep the tokens that dense decoding would also
+    have sampled.
 
     Args:
         target_TV: the policy's logits, already processed for sampling.

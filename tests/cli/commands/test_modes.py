@@ -66,7 +66,7 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         (
             {"mode": "lossless"},
             "auto",
-            r"schedule is 'auto', which adjusts pages.*leave schedule out",
+            r"schedule is 'auto', but with mode lossless there is no p5.*leave schedule out",
         ),
         (
             {"mode": "lossless"},
@@ -261,14 +261,14 @@ def test_a_lossless_run_trains_on_samples_from_the_dense_policy(checkpoint, tmp_
         "--run-dir",
         str(tmp_path / "no"),
     )
-    assert "which adjusts pages to the actor's p5" in message and not (tmp_path / "no").exists()
+    assert "there is no p5 to adjust pages to" in message and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
     ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
 )
 def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
-    """If an engine changed its draft schedule, it would measure the acceptance of a mix of
+    """If the draft schedule were adaptive, the measured acceptance would be that of a mix of
     schedules.
     """
     given = []
