@@ -306,7 +306,7 @@ def test_acceptance_is_one_only_if_drafts_read_everything(checkpoint, tmp_path):
     assert little["lossy"]["mean"][0] < 0.99 < everything["lossy"]["p5"][0]
     fewer, most = (row["lossless"]["2"]["tokens_per_cycle"] for row in (little, everything))
     assert fewer < 2.9 < most <= 3
-    with pytest.raises(SystemExit, match="give one each"):
+    with pytest.raises(SystemExit, match="2 program lengths for 1 models"):
         draft_acceptance.main(replace(small, lines=(4, 5)))
 
 
