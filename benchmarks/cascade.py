@@ -39,7 +39,8 @@ from processes import EngineProcess, in_turn, told_to_start
 POINTS = ((32, 15_000), (64, 4_096))
 PASS_TOKENS = (1, 2, 4, 8)
 DRAFT_PAGES = 61
-DRAFT_TOKENS = 12
+DRAFTS = (4, 8, 12)
+"""Drafts per cycle: those that adaptive drafting chooses from by default."""
 GUESSES = 3
 ACCEPTANCE = 0.945
 SHARED_ACCEPTANCE = 0.921
@@ -47,7 +48,6 @@ SHARED_ACCEPTANCE = 0.921
 and with pages selected once for four tokens.
 """
 YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
-PASSES = (4, 6, 8)  # per cycle
 STEPS = 12
 SECONDS = 0.5
 """A point is timed for at least ``STEPS`` cycles and at least ``SECONDS``."""
@@ -97,21 +97,16 @@ def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[in
     from sparrow import SparsitySchedule
     from sparrow.decoding import Decoding
 
-    batches = [batch for batch, _ in points]
-    counts = {0, DRAFT_TOKENS}
     decoding = None
-    if arm != "stock":
+    if arm == "lossless":
         schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
-        settings: dict[str, Any] = {}
-        if arm == "cascade":
-            settings = {"guess_tokens": max(PASS_TOKENS) - 1, "adapt_draft_tokens": False}
-        decoding = Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **settings)
-        if arm == "lossless":
-            counts |= {DRAFT_TOKENS // 3, 2 * DRAFT_TOKENS // 3}
-    sizes = sorted({batch * (k + 1) for batch in batches for k in counts})
+        guess_tokens = max(PASS_TOKENS) - 1
+        decoding = Decoding.lossless(schedule, draft_tokens=max(DRAFTS), guess_tokens=guess_tokens)
+    batches = [batch for batch, _ in points]
+    sizes = sorted({batch * (drafts + 1) for batch in batches for drafts in (0, *DRAFTS)})
     return Bench(
         shape,
-        "stock" if arm == "stock" else "lossless",
+        arm,
         folder,
         lossless=decoding,
         slots=max(batches),
@@ -146,9 +141,11 @@ def keep_some_guesses(rate: Any) -> None:
 
 
 def captured(drafter: Any) -> dict[int, Any]:
-    """Capture a pass for each number of tokens per sequence, and return the graphs by number."""
+    """Capture a pass with guesses for each number of tokens per sequence, and return the graphs by
+    number.
+    """
     graphs = {}
-    for tokens in PASS_TOKENS:
+    for tokens in PASS_TOKENS[1:]:
         drafter.tokens = tokens
         drafter._graphs.clear()
         if drafter._vllm._captures:
@@ -158,7 +155,7 @@ def captured(drafter: Any) -> dict[int, Any]:
 
 
 def use_tokens(drafter: Any, graphs: dict[int, Any], tokens: int) -> None:
-    """Make all later sparse passes read this many tokens per sequence."""
+    """Make all later passes with guesses read this many tokens per sequence."""
     drafter.tokens = tokens
     drafter._graphs[False] = graphs[tokens]
 
@@ -180,21 +177,24 @@ def time_pass(drafter: Any, rows: int) -> dict[str, float]:
 def time_passes(
     bench: Any, points: Sequence[tuple[int, int]], keep: Save, graphs: dict[int, Any]
 ) -> None:
-    """Time a drafting engine's passes. ``graphs`` is empty if the engine doesn't use guesses."""
+    """Time passes over one token per sequence without guesses, and over several with guesses."""
     from lossless import abandon, begin, hold, runner
 
+    from sparrow.vllm.lossless.plan import Guessed
+
     drafter = runner(bench).speculator.drafter
-    if not graphs:
-        hold(bench, DRAFT_TOKENS)
     for batch, length in points:
-        begin(bench, [length] * batch)
-        for tokens in graphs or (1,):
-            if graphs:
-                use_tokens(drafter, graphs, tokens)
-            keep("passes", batch=batch, length=length, tokens=tokens, **time_pass(drafter, batch))
-        if graphs:
-            use_tokens(drafter, graphs, GUESSES + 1)
-        abandon(bench, batch)
+        for tokens in PASS_TOKENS:
+            if tokens == 1:
+                hold(bench, max(DRAFTS))
+                timed = drafter._plain
+            else:
+                hold(bench, Guessed(max(DRAFTS)))
+                timed = drafter._guessing
+                use_tokens(timed, graphs, tokens)
+            begin(bench, [length] * batch)
+            keep("passes", batch=batch, length=length, tokens=tokens, **time_pass(timed, batch))
+            abandon(bench, batch)
 
 
 def cycles(bench: Any, batch: int, length: int) -> dict[str, float]:
@@ -207,74 +207,79 @@ def cycles(bench: Any, batch: int, length: int) -> dict[str, float]:
     return found
 
 
-def measure_synthetic(
-    arguments: argparse.Namespace, bench: Any, keep: Save, rate: Any, graphs: dict[int, Any]
-) -> None:
-    """Measure an engine's points."""
+def time_without_guesses(bench: Any, point: tuple[int, int], keep: Save) -> None:
+    """Time cycles without guesses in a state."""
     from lossless import hold, runner
 
-    from sparrow.vllm.lossless import cascade
+    batch, length = point
+    runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(ACCEPTANCE)
+    for drafts in DRAFTS:
+        hold(bench, drafts)
+        found = cycles(bench, batch, length)
+        keep("points", batch=batch, length=length, drafts=drafts, **found)
 
-    arm = arguments.child
-    for batch, length in arguments.points:
-        where = {"batch": batch, "length": length}
-        if arm == "stock":
-            keep("points", **where, **cycles(bench, batch, length))
-            continue
-        conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
-        if arm == "lossless":
-            conditional.fill_(ACCEPTANCE)
-            for drafts in (DRAFT_TOKENS // 3, 2 * DRAFT_TOKENS // 3, DRAFT_TOKENS):
-                hold(bench, drafts)
-                keep("points", **where, drafts=drafts, **cycles(bench, batch, length))
-            continue
-        drafter = runner(bench).speculator.drafter
-        use_tokens(drafter, graphs, GUESSES + 1)
-        for per_pass in YIELDS:
-            rate.fill_(keep_rate(per_pass, GUESSES))
-            for passes in PASSES:
-                rates = acceptance_by_place(
-                    SHARED_ACCEPTANCE, float(rate), GUESSES, passes, DRAFT_TOKENS
-                )
-                conditional.copy_(conditional.new_tensor(rates))
-                cascade.passes_of = lambda _, passes=passes: passes
-                bench.llm.collective_rpc("sparrow_counters")
-                found = cycles(bench, batch, length)
-                counts = bench.llm.collective_rpc("sparrow_counters")[0]
-                yielded = (counts["drafted"] - counts["guessed"]) / max(counts["passes"], 1)
-                keep(
-                    "points",
-                    **where,
-                    guesses=GUESSES,
-                    passes=passes,
-                    asked_per_pass=per_pass,
-                    drafts_per_pass=yielded,
-                    **found,
-                )
+
+def time_with_guesses(bench: Any, point: tuple[int, int], keep: Save, rate: Any) -> None:
+    """Time cycles with guesses in a state, at each number of drafts per pass."""
+    from lossless import hold, runner
+
+    from sparrow.vllm.lossless.plan import Guessed
+    from sparrow.vllm.lossless.setup import passes_of
+
+    batch, length = point
+    conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
+    for per_pass in YIELDS:
+        rate.fill_(keep_rate(per_pass, GUESSES))
+        for drafts in DRAFTS:
+            passes = passes_of(drafts)
+            rates = acceptance_by_place(
+                SHARED_ACCEPTANCE, float(rate), GUESSES, passes, len(conditional)
+            )
+            conditional.copy_(conditional.new_tensor(rates))
+            hold(bench, Guessed(drafts))
+            bench.llm.collective_rpc("sparrow_counters")
+            found = cycles(bench, batch, length)
+            counts = bench.llm.collective_rpc("sparrow_counters")[0]
+            yielded = (counts["drafted"] - counts["guessed"]) / max(counts["passes"], 1)
+            keep(
+                "points",
+                batch=batch,
+                length=length,
+                drafts=drafts,
+                guesses=GUESSES,
+                passes=passes,
+                asked_per_pass=per_pass,
+                drafts_per_pass=yielded,
+                **found,
+            )
 
 
 def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     import torch
     from lossless import runner
 
-    rate = None
-    if arguments.child == "cascade":
-        rate = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
-        keep_some_guesses(rate)
+    arm = arguments.child
+    rate = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
+    keep_some_guesses(rate)
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        bench = start_synthetic(arguments.shape, arguments.child, folder, arguments.points)
+        bench = start_synthetic(arguments.shape, arm, folder, arguments.points)
         for _ in range(2):  # compile the remaining kernels
             bench.start([256] * 8, [4] * 8, None)
             bench.finish()
         keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
-        graphs: dict[int, Any] = {}
+        if arm == "stock":
+            for batch, length in arguments.points:
+                keep("points", batch=batch, length=length, **cycles(bench, batch, length))
+            return
         with torch.inference_mode():  # as in the engine, since passes change its tensors
-            if arguments.child == "cascade":
-                graphs = captured(runner(bench).speculator.drafter)
-            if arguments.child != "stock":
-                time_passes(bench, arguments.points, keep, graphs)
-        measure_synthetic(arguments, bench, keep, rate, graphs)
+            drafter = runner(bench).speculator.drafter._guessing
+            graphs = captured(drafter)
+            time_passes(bench, arguments.points, keep, graphs)
+            use_tokens(drafter, graphs, GUESSES + 1)
+        for point in arguments.points:
+            time_without_guesses(bench, point, keep)
+            time_with_guesses(bench, point, keep, rate)
 
 
 # --- real ---
@@ -340,7 +345,7 @@ def real_decoding(arm: str, head: Path | None = None) -> Any:
     if arm in WITH_HEAD:
         settings["guess_head"] = str(head)
     schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
-    return Decoding.lossless(schedule, draft_tokens=DRAFT_TOKENS, **settings)
+    return Decoding.lossless(schedule, draft_tokens=max(DRAFTS), **settings)
 
 
 def real(arguments: argparse.Namespace, keep: Save) -> None:
@@ -415,7 +420,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 # --- processes ---
 
 ARMS = {
-    "synthetic": ("stock", "lossless", "cascade"),
+    "synthetic": ("stock", "lossless"),
     "real": (*STOCK_ARMS, *LOSSLESS_ARMS),
 }
 RUN = {"synthetic": synthetic, "real": real}

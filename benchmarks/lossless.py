@@ -42,6 +42,7 @@ from sparrow.decoding import Decoding, acceptance_at
 from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
+from sparrow.vllm.lossless.plan import Choice
 from sparrow.vllm.runtime import Runtime, find
 
 SETTLE, TIMED = 4, 16
@@ -128,11 +129,11 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
         bench.llm.llm_engine.step()
 
 
-def hold(bench: Bench, drafts: int) -> None:
-    """Fix the draft length of every cycle."""
+def hold(bench: Bench, choice: Choice) -> None:
+    """Fix how every cycle drafts."""
     before = scheduler(bench).chooser
     chooser: Any = DraftChooser(before.choices, before.budgets)
-    chooser.choose = lambda *_: drafts
+    chooser.choose = lambda *_: choice
     scheduler(bench).chooser = chooser
 
 
