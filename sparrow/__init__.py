@@ -1,4 +1,4 @@
-"""Sparrow: RL rollouts with sparse attention, fast, without breaking the training."""
+"""Sparrow: fast RL rollouts with sparse attention, without breaking the training."""
 
 from sparrow import _moved
 from sparrow.errors import SparrowError

@@ -1,8 +1,9 @@
-"""Keep the last release's import paths working, with a warning. They'll be removed in the next
-release.
+"""Keep the last release's import paths working, with a warning. The old paths will be removed in
+the next release.
 
-There's no file for, say, ``import sparrow.mode`` any more, so a finder looks up the old name here
-and returns the renamed module itself. That way, a class is the same object under both names.
+Old modules such as ``sparrow.mode`` no longer have files. Instead, a finder looks up the old name
+in ``MODULES`` and returns the renamed module itself. A class is therefore the same object under
+both names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MODULES = {
     "sparrow.mode": "sparrow.decoding",
     "sparrow.terminal": "sparrow.cli.terminal",
 }
-"""Old names of modules and packages, and their new names. A package's entry covers its submodules.
+"""Maps the old name of a module or package to its new name. The entry for a package also covers its
+submodules.
 """
 
 ATTRIBUTES = {
@@ -56,7 +58,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Names that were moved out of a module: old module -> new module -> names."""
+"""Maps an old module to new modules, and each new module to the names that moved there."""
 
 
 def new_name(module: str) -> str | None:
@@ -83,8 +85,9 @@ def attributes_of(module: str) -> Callable[[str], Any]:
 
 def install() -> None:
     """Make old names importable."""
-    # The finder has to come first. An old package name has the renamed package's path, so Python's
-    # own finder would find its modules there and load them a second time.
+    # The finder has to come first. A package imported under its old name has the path of the
+    # renamed package. Python's own finder would find the submodules on that path and load them a
+    # second time.
     sys.meta_path.insert(0, _Finder())
 
 

@@ -1,5 +1,5 @@
-"""Public API for page-sparse attention. Each function checks its arguments, then runs the
-implementation you asked for, with no fallback.
+"""Public API for page-sparse attention. Each function checks its arguments and runs the requested
+implementation. There is no fallback.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -87,9 +87,10 @@ def decode_several(
     """Compute one sparse decode step over the T newest tokens of each row; see
     ``reference.decode_several``.
 
-    The first new token's query selects the pages, and all T tokens read them, so what a token reads
-    doesn't depend on the tokens after it. ``length_B`` includes all the new tokens, and ``top_k_B``
-    is the budget of the first new token. The other arguments are the same as for ``decode``.
+    The query of the first new token selects the pages, and all T tokens read these pages. The pages
+    that a token reads therefore don't depend on later tokens. ``length_B`` includes all the new
+    tokens, and ``top_k_B`` is the budget of the first new token. The other arguments are the same
+    as for ``decode``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``.
@@ -128,20 +129,21 @@ def paged_decode(
     pages. If no page is left out, the row's attention is dense. Cache entries beyond a row's length
     have no effect, and a row of length 0 returns zeros. If a new token completes a page, this call
     also writes the page's landmark; for tokens that aren't decoded, such as prompt tokens, call
-    ``update_landmarks``. The kernels are bitwise deterministic, never sync with the device and
-    don't allocate memory if ``out`` is given, so the call can be captured in a CUDA graph and
-    replayed with different lengths and budgets.
+    ``update_landmarks``. The kernels are bitwise deterministic and never sync with the device. If
+    ``out`` is given, they don't allocate memory either, so the call can be captured in a CUDA graph
+    and replayed with different lengths and budgets.
 
     Args:
-        q_BHD: queries of the newest tokens, whose keys and values are already in the cache. May be
-            strided, but D must be contiguous. With T ``tokens`` per sequence, the shape is
-            ``[B * T, H, D]``.
+        q_BHD: queries of the newest tokens, whose keys and values are already in the cache. The
+            tensor may be strided, but D must be contiguous. If ``tokens`` (T) is more than 1, the
+            shape is ``[B * T, H, D]``.
         k_cache: cached keys, a strided view ``[blocks, K, block tokens, D]``; blocks hold a whole
             number of pages.
         v_cache: cached values, a strided view like ``k_cache``.
         landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, updated in
-            place. Same dtype as the queries, or float8_e4m3fn if the layout says so. For
-            float8_e4m3fn keys, these are means of the stored values, without the key scale.
+            place. The dtype is that of the queries, or float8_e4m3fn if the layout specifies it.
+            For float8_e4m3fn keys, the means are taken over the stored values, without the key
+            scale.
         block_table_BM: block ids of each sequence, in order, int32; entries beyond the sequence's
             length are not read.
         length_B: length of each sequence in tokens, including all new tokens, int32; either 0 or at
@@ -167,13 +169,13 @@ def paged_decode(
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: pass True if the last call with this workspace had the same lengths, ``top_k_B``
             and implementation. Within a step, this is true of all layers after the first.
-            ``head_budgets_K`` may differ. The kernels then reuse that call's work plan, and may
-            rank pages while the previous launch is still storing the newest tokens.
-        tokens: new tokens per sequence (T). The first new token's query selects the pages for all
-            T tokens, and each page is loaded once. Each token also reads the new tokens up to
-            itself (see ``decode_several``). Both kernels support up to one page of new tokens.
-            ``triton`` supports up to 64 queries per kv head (G * T), and ``cuda`` up to 32, or 16
-            with head dim 256.
+            ``head_budgets_K`` may differ. The kernels then reuse the work plan of that call. They
+            may also rank pages while the previous launch is still storing the newest tokens.
+        tokens: new tokens per sequence (T). The query of the first new token selects the pages for
+            all T tokens, and each page is loaded once. Each token also reads itself and the new
+            tokens before it (see ``decode_several``). Both kernels support up to one page of new
+            tokens. ``triton`` supports up to 64 queries per kv head (G * T), and ``cuda`` up to 32,
+            or 16 with head dim 256.
 
     Returns:
         ``out``, in the shape and dtype of ``q_BHD``.
@@ -219,7 +221,7 @@ def _decoder(implementation: Implementation) -> DecodeImplementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which implementation decodes a batch, depending on the batch size."""
+    """The implementation to use for a batch, depending on the batch size."""
 
     implementation: Implementation
     few_rows: int = 0  # batches of up to this many rows are decoded with ``triton``
@@ -247,8 +249,10 @@ def choose(
     landmark_dtype: LandmarkDtype = "auto",
     tokens: int = 1,
 ) -> Choice:
-    """Choose the implementation for a model of this shape on ``device``: the one the user asked for
-    or, by default, the fastest. Each step has ``tokens`` new tokens per sequence.
+    """Choose the implementation for a model of this shape on ``device``.
+
+    This is the implementation that the user requested or, by default, the fastest one. ``tokens``
+    is the number of new tokens per sequence in a step.
 
     The CUDA kernel is the default wherever it's supported, except for batches so small that it
     would leave most SMs idle. For such batches, the Triton kernels are faster, because they split
@@ -291,8 +295,8 @@ def update_landmarks(
     layout: PageLayout,
     implementation: Implementation,
 ) -> None:
-    """Recompute, in place, the mean keys of pages that have just been completed by writing to these
-    slots.
+    """Update the landmarks (mean keys) of all pages that are complete now that these slots have
+    been written. Landmarks are updated in place.
 
     Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
     The mean is computed from the cached page, so repeated, chunked or shared prefills all give the
@@ -300,7 +304,7 @@ def update_landmarks(
 
     Args:
         layers: caches of one or more layers, with the keys already written.
-        slot_mapping_T: the slots just written, integers.
+        slot_mapping_T: the slots that have just been written, as integers.
         layout: page size and landmark dtype.
         implementation: as in ``paged_decode``; ``cuda`` uses the Triton kernel.
 
@@ -334,13 +338,13 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Compute attention over whole sequences at once, with every position reading the same pages it
-    would have read during decoding (arXiv 2606.08446, section 7).
+    """Compute attention over whole sequences at once. Every position reads the pages that it would
+    have read during decoding (arXiv 2606.08446, section 7).
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. Values outside these
     columns have no effect, but with ``reference`` they must be finite. Under autocast, q, k and v
-    are cast as in dense attention. ``triton`` is bitwise deterministic, gradients included, and its
-    memory is linear in the length, apart from a few bits per (position, page, kv head).
+    are cast as in dense attention. ``triton`` is bitwise deterministic, including its gradients.
+    Its memory grows linearly with the length, except for a few bits per (position, page, kv head).
 
     Args:
         q_BHTD: queries after the rotary embedding.
@@ -357,10 +361,10 @@ def teacher_forced(
         scale: softmax scale, ``D ** -0.5`` by default.
         head_budgets_K: as in ``paged_decode``.
         kept: pass an empty list if the call will be repeated, as in gradient checkpointing. The
-            first call stores its result and the kept pages in the list, and the second call takes
-            them out instead of recomputing them. Only ``triton`` uses the list.
-        tokens: tokens per decode step, counting steps from the end of the prompt. All tokens of a
-            step read the pages selected by its first token, as in ``decode_several``.
+            first call stores its result and the kept pages in the list. The second call takes both
+            from the list instead of recomputing them. Only ``triton`` uses the list.
+        tokens: number of tokens per decode step. Steps are counted from the end of the prompt. All
+            tokens of a step read the pages selected by its first token, as in ``decode_several``.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.

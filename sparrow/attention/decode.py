@@ -1,4 +1,4 @@
-"""What all implementations of a paged decode step have in common: the batch, the workspace and the
+"""Code shared by all implementations of a paged decode step: the batch, the workspace and the
 limits.
 
 ``reference``, ``triton`` and ``cuda`` each provide ``check`` and ``run`` for a ``DecodeBatch``; see
@@ -101,8 +101,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Device limits for choosing launch configurations: the number of SMs, and the shared memory
-    available to a program in bytes.
+    """Device limits for choosing launch configurations. These are the number of SMs and the bytes
+    of shared memory available to a program.
     """
 
     multiprocessors: int
@@ -198,8 +198,8 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # How many programs have finished their part of each item, in ranking and in attention.
-        # Every launch resets its own counters to zero.
+        # Counts of the programs that have finished their part of an item: one row for ranking, and
+        # one for attention. Every launch resets its own counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
@@ -276,8 +276,8 @@ def check_scales(scales: Tensor, cache: Tensor) -> None:
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError unless the head budgets are contiguous int32 with one value per kv head, on
-    the same device as the keys ``[B, K, ...]``.
+    """Raise ValueError unless the head budgets are a contiguous int32 tensor on the keys' device,
+    with one value per kv head. The keys have shape ``[B, K, ...]``.
     """
     x = head_budgets_K
     if x is None:
@@ -316,8 +316,8 @@ class CachedLayers:
             ``CacheScales``). All layers must have the same shapes, strides and dtypes.
 
     Raises ValueError if there are no layers, if the layers differ, or if the spacing of the caches
-    would make loads unaligned. It is also raised if int8 keys have no scales or other keys have
-    some.
+    would make loads unaligned. Also raises ValueError if int8 keys have no scales, or if keys of
+    another dtype have scales.
     """
 
     def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
@@ -343,8 +343,8 @@ class CachedLayers:
             check_scales(self.scales, self.keys)
 
         def distance(layer: tuple[Tensor, ...]) -> list[int]:
-            """Return how far this layer's keys, landmarks and scales are from the first layer's,
-            in elements.
+            """Return this layer's offsets from the first layer, in elements, for keys, landmarks
+            and scales.
             """
             return [
                 (x.data_ptr() - first.data_ptr()) // x.itemsize
@@ -383,7 +383,7 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raise ValueError if no kernel supports this batch. Includes ``check_shapes`` and
+    """Raise ValueError if no kernel supports this batch. The checks include ``check_shapes`` and
     ``check_cache``.
     """
     check_shapes(batch)

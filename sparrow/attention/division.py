@@ -5,8 +5,9 @@ Planning is needed because rollout rows differ in length, and a step is only as 
 program. The Triton and CUDA kernels read the same plan. Each plan entry is one part of a row,
 computed by K programs (one per kv head). It consists of ``PLAN_ENTRY`` int32s: the row, the part,
 the row's number of parts, the slot of the row's first part, the row's length and its top_k, and two
-unused ones for alignment. If budgets differ between heads, the plan uses their mean, so it is valid
-for every layer: each program splits its own head's pages into the row's number of parts.
+unused ones for alignment. If budgets differ between heads, the plan uses the mean budget. The plan
+is still valid for every layer, because each program splits the pages of its own head into the row's
+number of parts.
 
 Shapes: R rows (sequences), T new tokens each, S rows or candidate sizes processed at a time.
 """
@@ -28,7 +29,7 @@ SIZES = tl.constexpr(16)  # number of part sizes to try
 
 @dataclass(frozen=True)
 class Division:
-    """A launch's requirements for the plan."""
+    """What a launch requires of the plan."""
 
     # programs for additional parts, on top of one per item; a multiple of the number of KV heads
     extra_programs: int
@@ -72,9 +73,10 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
 def page_counts(
     length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, T: tl.constexpr
 ):
-    """Return a row's number of pages, how many of them are ranked by score, how many of those are
-    kept, and the total number of kept tokens. The last T of the row's ``length`` tokens are new,
-    and the first new token selects the pages.
+    """Return four counts for a row: all pages, pages ranked by score, ranked pages to keep, and all
+    kept tokens.
+
+    The last T of the row's ``length`` tokens are new, and the first new token selects the pages.
     """
     pages = (length + P - 1) // P
     selected_from = (tl.maximum(length - (T - 1), 0) + P - 1) // P
@@ -85,8 +87,8 @@ def page_counts(
 
 @triton.jit
 def of_head(top_k, head_budgets, head):
-    """Return the top-k of one head: ``top_k`` times the head's budget, in units of 1 / 256. If
-    ``head_budgets`` is None, every head gets ``top_k``.
+    """Return the top-k of one head, which is ``top_k`` times the head's budget. Head budgets are in
+    units of 1 / 256. If ``head_budgets`` is None, every head gets ``top_k``.
     """
     if head_budgets is not None:
         relative = tl.load(head_budgets + head).to(tl.int64)
@@ -111,7 +113,8 @@ def plan_kernel(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Split a batch into the smallest parts possible with at most ``extra`` more parts than rows.
+    """Split a batch into parts that are as small as possible, with at most ``extra`` more parts
+    than rows.
 
     Rows with at most 1 / ``resident`` of all kept tokens stay whole. Rows not much longer than
     average also stay whole, unless there's room for twice as many rows. Parts are sorted by work,
@@ -180,8 +183,8 @@ def _work(
 
 @triton.jit
 def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Return sort keys for each row's first part and for its other parts. Keys sort by work, in
-    whole pages, and are unique.
+    """Return sort keys for each row's first part and for its other parts. The keys are unique, and
+    order parts by their work in whole pages.
     """
     part_R = tokens_R // (more_R + 1)
     last_R = ROWS - 1 - r
@@ -190,7 +193,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """For each sort key in ``order_R``, count the parts of the rows in S that come before it."""
+    """For each sort key in ``order_R``, count how many parts of S rows come before it."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

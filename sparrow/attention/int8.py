@@ -1,9 +1,9 @@
 """The int8 format for keys and values, with one scale per token and kv head.
 
 A vector is stored as codes from -127 to 127 and an exponent byte e (E8M0); each element is
-``code * 2^(e - 127)``. The scale is the smallest power of 2 that keeps all codes within 127, so
-there's no calibration, and nothing is clipped as long as the scale is within ``exponent_limits``.
-Vectors that need a larger scale are clipped, and those that need a smaller one lose precision.
+``code * 2^(e - 127)``. The scale is the smallest power of 2 that keeps all codes within 127, so no
+calibration is needed. Nothing is clipped as long as the scale is within ``exponent_limits``.
+Vectors that need a larger scale are clipped, and vectors that need a smaller scale lose precision.
 
 Shapes: D elements per vector.
 """

@@ -1,8 +1,8 @@
 """The definitions of pages, landmarks, scores and page selection.
 
-The transformers engine, the vLLM engine and the teacher-forced pass all share them, because any
-difference between the three would show up as actor-policy mismatch. Source: Sparrow, arXiv
-2606.08446, section 2.
+The transformers engine, the vLLM engine and the teacher-forced pass all share these definitions,
+because any difference between the three would show up as actor-policy mismatch. Source: Sparrow,
+arXiv 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
 N pages. Page n of a sequence contains its tokens n*P .. n*P + P - 1.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-"""Landmark format: same dtype as the keys, or 8 bits (1 sign, 4 exponent, 3 mantissa) clamped to
-448.
+"""Landmark format: either the dtype of the keys, or 8 bits (1 sign, 4 exponent, 3 mantissa). With 8
+bits, values are clamped to 448.
 """
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -99,8 +99,8 @@ def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
 
 
 def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
-    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``. Head budgets multiply
-    ``top_k``, in units of 1 / 256.
+    """Return how many pages each kv head keeps by score, int64 ``[B, K, T]``. This is ``top_k``
+    times the head budget, which is in units of 1 / 256.
     """
     top_k_B1T = top_k_BT[:, None].long()
     rounded_BKT = (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
@@ -149,7 +149,8 @@ def select_pages(
 
 
 def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) -> Tensor:
-    """Sort pages in the order a growing ``top_k`` would add them, ``[B, K, T, N]``.
+    """Sort pages in the order in which a growing ``top_k`` would add them. Return page numbers
+    ``[B, K, T, N]``.
 
     Takes the same arguments as ``select_pages``. Always-kept pages come first, and pages beyond the
     end of the sequence last.

@@ -76,8 +76,8 @@ def decode_several(
 ) -> Tensor:
     """Compute one decode step over the T newest tokens of each row, and return ``[B, H, T, D]``.
 
-    The first new token's query selects the pages for all T tokens. Each token also reads the new
-    tokens up to itself.
+    The query of the first new token selects the pages for all T tokens. Each token also reads
+    itself and the new tokens before it.
 
     Row b's sequence is in columns ``start_B[b] .. start_B[b] + length_B[b] - 1``, between left
     padding and the unused end of the cache. If ``start_B`` is None, all rows start in column 0.
@@ -171,8 +171,8 @@ def selecting_query(q_BHTD: Tensor) -> Tensor:
 def _attend(
     q_BHTD: Tensor, k_BKMD: Tensor, v_BKMD: Tensor, seen_BKTM: Tensor, scale: float
 ) -> Tensor:
-    """Attend from each row's queries to the M tokens gathered per kv head, masked by
-    ``seen_BKTM``.
+    """Compute attention of each row's queries over the M tokens gathered for each kv head. The mask
+    ``seen_BKTM`` says which of these tokens a query sees.
     """
     T = q_BHTD.shape[2]
     q_BKGTD = q_BHTD.unflatten(1, (k_BKMD.shape[1], -1))
@@ -279,9 +279,9 @@ def teacher_forced(
     """Compute attention at all query positions at once; see ``sparrow.attention.teacher_forced``.
 
     After the prompt, the token at position t reads pages selected from the first t + 1 tokens. With
-    several ``tokens`` per decode step, the step's first token selects the pages for all its tokens,
-    and each token also reads the step's tokens up to itself. Memory grows with ``query_chunk * T``;
-    use the kernel for realistic lengths.
+    several ``tokens`` per decode step, the first token of a step selects the pages for all tokens
+    of the step. Each token also reads itself and the earlier tokens of the step. Memory grows with
+    ``query_chunk * T``; use the kernel for realistic lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K = k_BKTD.shape[1]
@@ -340,9 +340,10 @@ def _kept_pages(
     layout: PageLayout,
     head_budgets_K: Tensor | None,
 ) -> Tensor:
-    """Select the pages for a decode step over each row's ``new_tokens`` newest tokens, bool
-    ``[B, K, N]``. These are the pages that the first new token selects, plus the pages in which
-    the other new tokens are stored.
+    """Select the pages that a decode step reads, bool ``[B, K, N]``.
+
+    The step decodes the ``new_tokens`` newest tokens of each row. It reads the pages that the first
+    new token selects, plus the pages that store the other new tokens.
     """
     first_B = length_B - (new_tokens - 1)
     keep_BKN = select_pages(
@@ -357,8 +358,11 @@ def _kept_pages(
 def _kept_tokens(
     keep_BKN: Tensor, length_B: Tensor, new_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the token positions in the kept pages, in order, ``[B, K, M]``, and a mask of the
-    positions that each new token sees, ``[B, K, T, M]``. Rows are padded to the longest one.
+    """Return the positions of all tokens in the kept pages, and a mask of the positions that each
+    new token sees.
+
+    The positions ``[B, K, M]`` are in ascending order. The mask has shape ``[B, K, T, M]``. Rows
+    are padded to the longest one.
     """
     most = int(keep_BKN.sum(-1).max())
     page_BKX = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., :most]

@@ -25,7 +25,7 @@ Logprobs = Literal["processed", "raw", "none"]
 
 @dataclass(frozen=True)
 class Audit:
-    """A verdict, with a summary of the samples behind it."""
+    """The verdict of an audit, and a summary of the samples that it is based on."""
 
     verdict: Verdict
     sampling: Sampling
@@ -116,8 +116,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """Ranks tokens from lists of the ``length`` most likely ones. These lists aren't always long
-    enough; see ``cells_of_lists``.
+    """Ranks tokens by means of lists that contain the ``length`` most likely tokens. These lists
+    aren't always long enough; see ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:

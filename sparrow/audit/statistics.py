@@ -17,11 +17,11 @@ of tests.
 
 These tests only catch a bias that depends on a token's rank. Other biases affect tokens of any
 rank, for example if a draft and its replacement share a random number. Such a bias shows up in
-repeated contexts, where several responses to a prompt begin with the same tokens. There, we compare
-the counts of likely tokens with p, which catches a bias in any direction. The statistic is
-chi-square, written as a sum over pairs of sequences. If samples follow r, its mean is the
-chi-square distance sum (r - p)^2 / p. Each sequence is only compared with earlier ones, so this sum
-is a martingale as well.
+repeated contexts, where several responses to a prompt begin with the same tokens. In these
+contexts, we compare the counts of likely tokens with p, which catches a bias in any direction. The
+statistic is chi-square, written as a sum over pairs of sequences. If samples follow a distribution
+r, the mean of the statistic is the chi-square distance sum (r - p)^2 / p. Each sequence is only
+compared with earlier ones, so this sum is a martingale as well.
 
 The engine and the scorer round differently, which slightly biases all of these means. So we run the
 same tests on samples from dense decoding with the same engine, and base the verdict on the
@@ -61,16 +61,16 @@ A mean of delta corresponds to a density of 1 + delta h(u), which means that a s
 
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
-"""Reported log-probs may differ from scored ones by ``ROUNDING_RATIO`` times as much as in the
-dense arm, plus ``ROUNDING_FLOOR`` nats. Some extra difference is expected, because a pass over
-several tokens doesn't sum in the same order as a pass over one.
+"""The mean difference between reported and scored log-probs may be at most ``ROUNDING_RATIO`` times
+that of the dense arm, plus ``ROUNDING_FLOOR`` nats. Some extra difference is expected, because a
+pass over several tokens doesn't sum in the same order as a pass over one.
 """
 
 COMMON = 0.02
 """In repeated contexts, tokens with at least this probability are counted individually."""
 
 SINGLE_PLACES = 8
-"""Test this many positions of a draft cycle individually, and later drafts together."""
+"""Test this many positions of a draft cycle individually, and all later positions together."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Finding:
     unit: Unit
     tested: Mean
     dense: Mean | None  # None without a dense arm
-    # tested mean minus dense mean, or just the tested mean without a dense arm; for reported
-    # log-probs, the excess over what rounding allows
+    # tested mean minus dense mean; if there is no dense arm, the tested mean. For reported
+    # log-probs, the excess over what rounding allows.
     difference: float
     # a difference this large would have been found with probability ``POWER``
     detectable: float
@@ -168,8 +168,8 @@ def audit(
     resolution: float = 0.05,
     seed: int = 0,
 ) -> Verdict:
-    """Compare an engine's tokens with the dense model's distributions, and with the same engine's
-    densely decoded tokens.
+    """Compare an engine's tokens with the dense model's distributions, and with tokens that the
+    same engine decoded densely.
 
     Args:
         dense: tokens from dense decoding with the same engine and prompts, but different random
@@ -280,7 +280,7 @@ _REPORTED = "reported log-probs"
 
 
 def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
-    """Compute each token's value for every test, ``[T]``; nan where undefined."""
+    """For every test, compute the value of each token, ``[T]``. Undefined values are nan."""
     inside = tokens.p > 0
     u = tokens.before + rng.random(len(tokens)) * tokens.p
     h = legendre(np.where(inside, np.clip(u, 0, 1), np.nan))
@@ -302,8 +302,9 @@ def _values(tokens: Tokens, rng: np.random.Generator) -> dict[str, Floats]:
 
 
 def _repeated(tokens: Tokens) -> dict[str, Floats]:
-    """Compare each token with earlier sequences' tokens in the same context. The mean of the
-    result, ``[T]``, is the chi-square distance of common tokens, averaged over pairs.
+    """Compare each token with tokens of earlier sequences in the same context. Return one value per
+    token, ``[T]``. The mean of these values is the chi-square distance of common tokens, averaged
+    over pairs.
 
     The first token of each response is tested separately. It usually comes from the prefill,
     without drafts. First tokens also form the most pairs, so their noise would hide a bias in later
@@ -339,7 +340,9 @@ def _earlier(*keys: Ints) -> Floats:
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """For each entry, count the earlier entries with the same key and ``counted`` set, ``[T]``."""
+    """For each entry, count the earlier entries that have the same key and for which ``counted`` is
+    True, ``[T]``.
+    """
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
@@ -368,7 +371,8 @@ def places(place: Ints, sequence: Ints) -> dict[str, Flags]:
 
     We group tokens by position rather than by whether the draft was accepted. Acceptance depends on
     the token itself, so neither accepted drafts nor replacements follow the dense model's
-    distribution on their own. Reaching a position only depends on earlier tokens.
+    distribution on their own. In contrast, whether a position is reached only depends on earlier
+    tokens.
     """
     last = int(place.max(initial=-1))
     if last < 1:
@@ -434,8 +438,8 @@ def _compared(
     tested: Mean,
     dense: Mean | None,
 ) -> _Test:
-    """Run Welch's two-sided test for a difference between the two arms or, without a dense arm, for
-    a nonzero mean in the tested arm.
+    """Run Welch's two-sided test for a difference between the two arms. If there is no dense arm,
+    test whether the mean of the tested arm is nonzero.
     """
     parts = [tested] if dense is None else [tested, dense]
     difference = tested.value - (0.0 if dense is None else dense.value)
@@ -528,8 +532,8 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values as in ``Tokens``, each ``[T]``, and a mask of the positions where the lists are long
-    enough to compute them.
+    """Values for the fields of ``Tokens``, each ``[T]``. ``known`` marks the positions at which the
+    lists are long enough to compute these values.
     """
 
     before: Floats

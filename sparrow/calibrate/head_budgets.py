@@ -1,8 +1,8 @@
 """Search for relative budgets per layer or kv head, since some need more pages than others.
 
-Pages are handed out in small units, each to the layer or head where it cuts unread attention mass
-the most. A layer's unread mass is weighted by how much acceptance drops when only that layer is
-sparse (docs/calibration.md).
+Pages are handed out in small units. Each unit goes to the layer or head whose unread attention mass
+it reduces the most. A layer's unread mass is weighted by how much acceptance drops when only that
+layer is sparse (docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U budgets of 1, 2, ...
 units of pages.
@@ -35,8 +35,8 @@ LEAST = 0.01
 
 
 def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Divide ``units`` among the cells. Every cell gets one. The rest are handed out one at a time,
-    each to the cell where it cuts unread mass the most.
+    """Divide ``units`` among the cells. Every cell gets one unit. The other units are handed out
+    one at a time, and each goes to the cell whose unread mass it reduces the most.
 
     Ties go to the cell with the fewest units.
     """
@@ -60,7 +60,7 @@ def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
 
 def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
     """Divide units among layers or kv heads to minimise the weighted unread mass. Return units per
-    head, ``[L, K]``, with a mean of ``units``.
+    head, ``[L, K]``, whose mean is ``units``.
     """
     L, K, _ = missed_LKU.shape
     weighted = missed_LKU * weight_L[:, None, None]
@@ -83,7 +83,7 @@ def find(
     """Find budgets for the sparse layers of ``layout`` from dense responses to ``prompts``, and
     return the layout with these budgets.
 
-    The search takes one pass over the responses per sparse layer, plus four more.
+    The search takes one pass over the responses for each sparse layer, and four additional passes.
 
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
@@ -93,9 +93,9 @@ def find(
         listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if the layout has no sparse layer or already has budgets, if ``top_k`` is
-    less than ``UNITS``, or if no layer costs any acceptance when it is sparse. It is also raised if
-    the budgets found don't raise p5 at ``top_k``, e.g. because a layer's cost isn't proportional to
-    its unread mass.
+    less than ``UNITS``, or if no layer costs any acceptance when it is sparse. Also raises
+    ConfigError if the budgets found don't raise p5 at ``top_k``, e.g. because a layer's cost isn't
+    proportional to its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]

@@ -54,8 +54,8 @@ def calibrate_engine(
 
     Args:
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
-        budgets: top-k values to try at every length in the first search; no bin ever gets fewer
-            pages than the smallest.
+        budgets: top-k values to try at every length in the first search. No bin ever gets fewer
+            pages than the smallest of these values.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
         layout: page size, bins, dense layers and head budgets. The first round samples under it. If
             it's dense and more rounds follow, the first round saves time by sampling under the
@@ -66,9 +66,9 @@ def calibrate_engine(
         listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if there are too few prompts for a confidence interval for p5, or if there
-    are on-policy rounds but no passes to refine their first schedule. It is also raised if no
+    are on-policy rounds but no passes to refine their first schedule. Also raises ConfigError if no
     budget meets the target in any length bin, or if the lists of ``sampling.top_n`` tokens are too
-    short to show that one does.
+    short to show that a budget meets the target.
     """
     if len(prompts) < MIN_SEQUENCES:
         raise ConfigError(
@@ -148,8 +148,9 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Explain at which lengths no budget can be shown to reach ``tau``, because even dense rollouts
-    can't. ``dense`` is the tail of dense rollouts. Return None if there are no such lengths.
+    """Say at which lengths dense rollouts can't be shown to reach ``tau``. No budget can be shown
+    to reach ``tau`` at these lengths either. ``dense`` is the tail of dense rollouts. Return None
+    if there are no such lengths.
     """
     if tau.relative:
         bins = (

@@ -1,8 +1,9 @@
-"""Search for the cheapest schedule whose tail meets a target, for any model.
+"""Search for the cheapest schedule whose tail meets a target.
 
-The search is engine-independent: the caller passes in a ``measure`` function. The method is
-Sparrow's (arXiv 2606.08446, section 4), plus confidence intervals, borrowing from shorter lengths,
-and a separate budget per bin (docs/calibration.md).
+The search is independent of model and engine: the caller passes in a ``measure`` function. The
+method comes from Sparrow (arXiv 2606.08446, section 4). This version also computes confidence
+intervals, borrows tokens from shorter lengths, and chooses a separate budget for each bin
+(docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Measures the actor's acceptance under a schedule, always on the same trajectories."""
+"""Measures the actor's acceptance under a schedule. All calls use the same trajectories."""
 
-# the bins' tails in each pass, by the pass's top-k values (one per bin)
+# for each pass, the top-k values (one per bin) and the resulting tails of the bins
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -57,8 +58,8 @@ class BinChoice:
     # the sample behind p5 and its interval
     n_tokens: int
     n_sequences: int
-    # whether the bin had too few tokens of its own, so that it borrowed some from shorter lengths
-    # and got 1.5 times as many pages
+    # whether the bin had too few tokens of its own; such a bin borrows tokens from shorter lengths
+    # and gets 1.5 times as many pages
     borrowed: bool
     # p5 of dense rollouts in this bin, and its interval; NaN if not measured
     ceiling: float = math.nan
@@ -89,13 +90,13 @@ def calibrate(
     """Find the cheapest schedule that keeps p5's lower confidence limit at ``target`` or above in
     every bin. Budgets never decrease with length.
 
-    Between two measured budgets, the limit is interpolated linearly in log budget. It flattens
-    towards larger budgets even on that scale, so interpolation errs on the side of more pages.
-    Brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets, the limit is interpolated linearly in log budget. The limit
+    flattens towards larger budgets even on that scale, so interpolation errs on the side of more
+    pages. Brackets wider than ``WIDE`` are bisected first.
 
     A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it or fewer than
     ``MIN_SEQUENCES`` of its tokens would lie below p5. The first bins are merged until they have
-    enough; a later bin with too few borrows from shorter lengths.
+    enough tokens. A later bin with too few tokens borrows some from shorter lengths.
 
     Args:
         measure: returns the acceptance under a schedule; called once per pass.
@@ -103,8 +104,9 @@ def calibrate(
         target: the value that the lower end of p5's 95 % interval must reach.
         fewest: minimum number of pages to try in any bin.
         refine: maximum number of passes after the trials. In every unsettled bin, a pass tries more
-            pages if no budget has met the target yet, fewer if all have, and otherwise halfway
-            between the largest that failed and the smallest that passed.
+            pages if no budget has met the target yet, and fewer pages if all budgets have.
+            Otherwise, it tries a budget halfway between the largest one that failed and the
+            smallest one that passed.
         seed: seed for the bootstrap.
         provenance: recorded in the schedule, together with the evidence.
         ceiling: the acceptance that the same tokens would have if they had been sampled densely.
@@ -195,8 +197,8 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """Find the smallest budget tried so far whose lower limit meets the target. Return the next
-    smaller budget that was tried, or None, and then the budget found.
+    """Find the smallest budget tried so far whose lower limit meets the target. Return a pair: the
+    next smaller budget that was tried (or None), and the budget found.
     """
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
@@ -243,8 +245,8 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 def _bin_choice(
     tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int
 ) -> BinChoice:
-    """Pick the cheapest budget whose lower limit meets the target in a bin, but no less than
-    ``at_least``, the previous bin's budget.
+    """Pick the cheapest budget whose lower limit meets the target in a bin. The result is never
+    less than ``at_least``, the budget of the previous bin.
 
     ``absolute`` holds the measured tails, and ``tried`` the same tails on the target's scale.
     """
@@ -278,8 +280,8 @@ def _bin_choice(
 
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
-    """Return whether the tokens selected by ``inside`` (bool ``[T]``) come from too few sequences,
-    or too few of them lie below p5.
+    """Return whether ``inside`` (bool ``[T]``) selects too few tokens. There are too few if they
+    come from too few sequences, or if too few tokens lie below p5.
     """
     tokens = int(inside.sum())
     sequences = len(np.unique(acceptance.sequence[inside]))

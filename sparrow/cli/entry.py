@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SparrowError as error:
         _stop(error, code=failure)
     except BrokenPipeError:
-        # Whoever was reading our output has closed it. Redirect stdout, or Python would report the
-        # error again at exit.
+        # The program that read our output has closed the pipe. Redirect stdout, because otherwise
+        # Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(failure)
     except OSError as error:

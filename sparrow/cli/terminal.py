@@ -207,7 +207,9 @@ def print_ceiling(bins: Iterable[BinMismatch]) -> None:
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Print p5, its ceiling and the relative p5 of each bin, given as (start, end, p5, ceiling)."""
+    """Print p5, its ceiling and the relative p5 for each bin. A bin is a tuple (start, end, p5,
+    ceiling).
+    """
     from sparrow.mismatch import relative_span
 
     def columns(span: Span) -> tuple[str, str]:
@@ -250,8 +252,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     """Print a table that compares the modes.
 
     Args:
-        rows: for each mode, its name, the mean difference between its token log-probs and the dense
-            policy's, and the counts from ``Counters.to_dict``.
+        rows: one row per mode, with the mode's name, the mean difference between its token
+            log-probs and those of the dense policy, and the counts from ``Counters.to_dict``.
     """
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -2,8 +2,8 @@
 how long each phase of a step takes.
 
 ``sparrow.cost.roofline`` covers a single engine. Here, several engines (of one or more GPUs each)
-and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions. Everything
-here is arithmetic; nothing is measured.
+and shards of the training state share the GPUs. ``docs/cost.md`` lists the assumptions. All
+predictions are calculated; nothing is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRADIENT_BYTES = 4
 # vocabulary of 152K
 HEAD_BYTES = 7.5e9
 # activation bytes per token per hidden unit in the current layer; each layer whose activations are
-# kept adds 2
+# kept adds 2 bytes
 LAYER_BYTES = 34
 LINK_BYTES_S = 350e9  # GPU to GPU on the same host
 NETWORK_BYTES_S = 40e9  # GPU to GPU on another host
@@ -80,8 +80,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes used per GPU in training and in a rollout, and how many full-length responses fit in an
-    engine's cache.
+    """Bytes used per GPU in training and in a rollout, and the number of full-length responses that
+    fit in an engine's cache.
     """
 
     state: float
@@ -126,8 +126,8 @@ def fit(
     recompute: bool = True,
     engine_share: float | None = None,
 ) -> Memory:
-    """Compute the bytes needed per GPU, with weights, moments and gradients sharded over all GPUs
-    (FSDP2) and vLLM asleep during training.
+    """Compute the bytes needed per GPU. Weights, moments and gradients are sharded over all GPUs
+    (FSDP2), and vLLM sleeps during training.
 
     Args:
         longest: length of the longest sequence in tokens, prompt plus response.
@@ -238,8 +238,8 @@ def plan(
     """Predict one RL step over ``responses`` (lengths in tokens), assigned to engines round-robin
     as in the trainer.
 
-    See ``fit`` for ``recompute`` and ``engine_share``, and ``predict_lossless`` for ``acceptance``,
-    the draft acceptance.
+    For ``recompute`` and ``engine_share``, see ``fit``. For ``acceptance``, see
+    ``predict_lossless``.
 
     Raises ConfigError if there are fewer responses than engines, and in the same cases as ``fit``.
     """
@@ -291,9 +291,9 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict how many seconds a step's log-probs and its update take. Each takes as long as its
-    compute (``roofline.train_seconds``) or as gathering the shards, whichever is longer. ``totals``
-    holds the sequence lengths in tokens.
+    """Predict how many seconds a step's log-probs and its update take. Each takes as long as the
+    computation (``roofline.train_seconds``) or the gathering of the shards, whichever is longer.
+    ``totals`` holds the sequence lengths in tokens.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
@@ -310,8 +310,8 @@ def train_seconds(
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
     """Predict how many seconds it takes to gather the float32 shards and send every engine its new
-    weights. With colocated engines, that includes the time in which vLLM's sleep mode moves engine
-    weights to host memory and back.
+    weights. With colocated engines, the prediction includes the time that vLLM's sleep mode takes
+    to move engine weights to host memory and back.
     """
     parameters = shape.weights + shape.embedding
     gathered_s = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
@@ -327,8 +327,8 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """Return a plan as (name, value) pairs for printing, with the hours per run if the number of
-    ``steps`` is given.
+    """Return a plan as (name, value) pairs for printing. If the number of ``steps`` is given, the
+    pairs include the hours for the whole run.
     """
     gib = 2**30
     m = planned.memory

@@ -63,8 +63,10 @@ def break_even(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
-    """Return how many tokens per cycle a trained drafter needs to break even, with ``lengths``
-    ``[B]`` tokens cached per sequence.
+    """Return how many tokens a trained drafter must produce per cycle to break even.
+
+    Args:
+        lengths: number of cached tokens in each sequence, ``[B]``.
 
     Raises the same errors as ``decode_step``.
     """
@@ -84,7 +86,7 @@ def break_even(
         attention_layers=None,
         state_bytes=0.0,
     )
-    # a cycle is only scheduled once, and ``dense_s`` already includes that
+    # a cycle is only scheduled once, and ``dense_s`` already includes the time for scheduling
     one_token = replace(plain, row_s=0.0)
     pass_s = decode_step(head, machine, length, None, one_token).seconds
     # number of drafted tokens beyond one per pass
@@ -120,8 +122,8 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Return break-evens as (name, value) pairs for printing. These are for the mean batch size and
-    the mean length at which tokens are sampled.
+    """Return break-evens as (name, value) pairs for printing. Break-evens are computed for the mean
+    batch size and the mean length at which tokens are sampled.
     """
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))

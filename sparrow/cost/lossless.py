@@ -48,7 +48,7 @@ DRAFT_PAGES = (
 class Cycle:
     """Costs of a cycle that a dense step doesn't have."""
 
-    # seconds per layer in a draft step, in place of all ``Overheads``, because a draft step is a
+    # seconds per layer in a draft step; replaces all ``Overheads``, because a draft step is a
     # single CUDA graph
     draft_layer_s: float
     # share of peak FLOP/s that a verification reaches on its extra tokens
@@ -63,13 +63,13 @@ CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
-    """Return the seconds to multiply ``tokens`` tokens by the weights at peak FLOP/s."""
+    """Return the time in seconds to multiply ``tokens`` tokens by the weights at peak FLOP/s."""
     return 2 * shape.active_weights * tokens / machine.flops
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return how many additional bytes of expert weights a pass over ``tokens`` tokens reads if
-    ``further`` tokens are added to it; 0 for a dense model.
+    """Return how many more bytes of expert weights a pass reads after growing from ``tokens`` to
+    ``tokens + further`` tokens. For a dense model, return 0.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -82,8 +82,8 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return how many seconds longer a dense step over ``sequences`` sequences takes if it also
-    verifies ``further`` drafts.
+    """Return how many seconds the verification of ``further`` drafts adds to a dense step over
+    ``sequences`` sequences.
     """
     read_s = expert_bytes(shape, sequences, further) / (
         machine.read_bytes_s * overheads.read_fraction
@@ -162,10 +162,10 @@ def lossless_step(
 
 
 def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
-    """Return the bytes taken up by the fp8 weight copy for draft steps: one per weight outside the
-    output layer, or 0 without a copy.
+    """Return the size in bytes of the fp8 weight copy for draft steps. The copy has one byte for
+    each weight outside the output layer. Without a copy, the size is 0.
 
-    Raises ConfigError if the model is a mixture of experts: fp8 copies don't support those.
+    Raises ConfigError if the model is a mixture of experts, which fp8 copies don't support.
     """
     if draft_weights != "auto" and shape.experts is not None:
         raise ConfigError(
@@ -262,8 +262,8 @@ def predict_lossless(
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction | None) -> list[tuple[str, str]]:
-    """Compare dense, lossy and lossless rollouts in (name, value) pairs for printing, with a
-    verdict on which mode to use. ``lossless`` is None if lossless mode doesn't support the model.
+    """Compare dense, lossy and lossless rollouts, and recommend a mode. Return (name, value) pairs
+    for printing. ``lossless`` is None if lossless mode doesn't support the model.
     """
     rollouts = [("dense rollout", str(lossy.dense)), ("lossy rollout", str(lossy.sparse))]
     speedups = [

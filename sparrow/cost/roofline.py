@@ -57,12 +57,12 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """The costs of a decode step other than reading bytes, as fitted by
+    """Costs of a decode step other than reading bytes. The values are fitted by
     ``benchmarks/fit_roofline.py``.
     """
 
     layer_s: float = 0.0  # seconds per layer, independent of the bytes read
-    # extra seconds per layer that scores and selects pages
+    # extra seconds for each layer that scores and selects pages
     sparse_layer_s: float = 0.0
     row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
     # extra seconds per sequence, for the top-20 lists
@@ -98,8 +98,8 @@ def decode_step(
     schedule: SparsitySchedule | None = None,
     overheads: Overheads = VLLM_H200,
 ) -> StepCost:
-    """Predict the bytes and seconds of a decode step over sequences of ``lengths`` ``[B]`` cached
-    tokens.
+    """Predict how many bytes a decode step reads and how many seconds it takes. ``lengths`` ``[B]``
+    holds the number of cached tokens in each sequence.
 
     A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
     the kept pages of sparse layers, and the landmarks of sequences that are not read in full.

@@ -206,8 +206,8 @@ def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, hea
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the config fields for the number of experts, the experts per token, and
-    the width of an expert; empty for a dense model.
+    """Return the names of the config fields for the number of experts, the number of experts per
+    token, and the width of an expert. For a dense model, return an empty tuple.
     """
     kind = config["model_type"]
     if kind not in MIXTURE_TYPES:

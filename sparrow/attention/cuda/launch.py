@@ -36,7 +36,8 @@ MAX_QUERIES = {64: 32, 128: 32, 256: 16}
 BINS = 1024
 CANDIDATES = 256
 SHARED = 16  # words in ``Shared`` in program.cuh, not counting 3 words per warp
-# With fewer items per SM than this, Triton is faster, because it ranks a row with several programs.
+# Below this number of items per SM, Triton is faster because it ranks each row with several
+# programs.
 FEW_ITEMS = 0.3
 
 
@@ -55,8 +56,8 @@ class CudaConfig:
     each_ranks: bool = False
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
-        """Compute how much shared memory a program needs, in bytes, for rows of up to ``capacity``
-        pages and keys of ``key_bytes`` bytes, including the scale.
+        """Compute how many bytes of shared memory a program needs for rows of up to ``capacity``
+        pages. A key takes ``key_bytes`` bytes, including its scale.
         """
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
         pages = capacity * 4 + capacity // 4
@@ -64,9 +65,10 @@ class CudaConfig:
         return ring + pages + selection + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """Return the ``Division`` to plan a step with. The first part of a row may rank pages for
-        the row's other parts. It starts before they do and never waits for them, so there's no
-        deadlock.
+        """Return the ``Division`` used to plan a step.
+
+        The first part of a row may rank pages for the row's other parts. The first part starts
+        before the others and never waits for them, so there's no deadlock.
         """
         if self.parts > 1:
             # Pretend that everything is resident, to get the smallest parts that the number of
@@ -93,8 +95,10 @@ def choose_config(
     dtype: torch.dtype = torch.bfloat16,
     queries: int = 1,
 ) -> CudaConfig:
-    """Choose the configuration for ``items`` (sequences x kv heads), each with ``queries`` (group x
-    new tokens) and up to ``capacity`` pages, given the cache's ``dtype``.
+    """Choose the configuration for a batch whose cache has dtype ``dtype``.
+
+    The batch has ``items`` items (sequences x kv heads). Each item has ``queries`` queries (group x
+    new tokens) and up to ``capacity`` pages.
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -120,7 +124,9 @@ def choose_config(
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes per token and head for keys, including the scale in an int8 cache."""
+    """Return the size of a cached key in bytes, per token and head. The size includes the scale if
+    the cache is int8.
+    """
     return head_dim * dtype.itemsize + (dtype == torch.int8)
 
 
@@ -205,9 +211,9 @@ def run(
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the previous launch has ended. Only
-    ``triton.store_tokens`` lets the next launch start early. It must then store nothing but the
-    newest tokens.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. The only launch
+    that allows this is ``triton.store_tokens``, which must then store nothing but the newest
+    tokens.
     """
     assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)

@@ -1,5 +1,5 @@
-"""Triton kernels that update a paged cache. They store new tokens, and the landmarks of pages that
-the new tokens complete.
+"""Triton kernels that update a paged cache. They store new tokens and the landmarks of the pages
+that these tokens complete.
 
 Shapes: K kv heads, D head dim (padded to DP), P page size, PER_BLOCK pages per cache block.
 """
@@ -30,10 +30,10 @@ def landmark_kernel(
     PER_BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """For one layer, recompute the mean key of each page whose last slot is among the ``SLOTS``
-    slots of this program.
+    """Recompute mean keys in one layer, for each page whose last slot is among this program's
+    ``SLOTS`` slots.
 
-    ``scales`` is for int8 keys, and None for other dtypes.
+    ``scales`` holds the scales of int8 keys. It is None for other dtypes.
     """
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2)
@@ -221,8 +221,8 @@ def scale_of(exponent):
 
 @triton.jit
 def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Same as ``to_int8`` in ``attention/int8.py``. Return codes, and exponent bytes clamped to
-    ``LEAST .. MOST``.
+    """Same as ``to_int8`` in ``attention/int8.py``. Return the codes and the exponent bytes.
+    Exponent bytes are clamped to ``LEAST .. MOST``.
     """
     # Bit patterns of non-negative floats sort like the floats, with NaN last.
     bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)

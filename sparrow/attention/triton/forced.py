@@ -72,8 +72,8 @@ def teacher_forced(
     kept: list[Kept] | None = None,
     tokens: int = 1,
 ) -> Tensor:
-    """Compute attention over whole sequences, with every position reading the same pages it would
-    have read during decoding; see ``sparrow.attention.teacher_forced``.
+    """Compute attention over whole sequences. Every position reads the pages that it would have
+    read during decoding; see ``sparrow.attention.teacher_forced``.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
     if not scale > 0:
@@ -161,8 +161,8 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Return how many rows of two tensors to load per loop step: ``rows``, or fewer if rows are
-        wide or shared memory is tight.
+        """Return how many rows of two tensors to load in each loop iteration. The result is
+        ``rows``, or less if rows are wide or shared memory is tight.
         """
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
@@ -170,7 +170,7 @@ class Call:
         return max(16, rows)
 
     def tile_options(self, tiles: tuple[int, int, int], resident: int) -> dict[str, int]:
-        """Return the options for a kernel whose programs each loop over a tile's pages.
+        """Return the launch options for a kernel in which each program loops over one tile's pages.
 
         Args:
             tiles: tokens per iteration, warps and pipeline stages.
@@ -190,8 +190,8 @@ class Call:
     def select(
         self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None, tokens: int = 1
     ) -> Selection:
-        """Select pages for every position, one chunk of positions at a time, with ``tokens`` tokens
-        per decode step.
+        """Select pages for every position, one chunk of positions at a time. A decode step has
+        ``tokens`` tokens.
         """
         layout = self.layout
         device = self.q.device
@@ -296,7 +296,7 @@ class Call:
         return selection
 
     def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Compute the output, and the base-2 log-sum-exp per position and head, ``[B, H, T]``."""
+        """Compute the output and the base-2 log-sum-exp. The log-sum-exp is ``[B, H, T]``."""
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
@@ -325,8 +325,8 @@ class Call:
     def query_gradient(
         self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Compute the query gradients and ``delta`` ``[B, H, T]``, the dot product of each output
-        with its gradient.
+        """Compute the query gradients and ``delta``. For each output, ``delta`` ``[B, H, T]`` is
+        the dot product of the output with its gradient.
         """
         d_q = torch.zeros_like(self.q)
         delta = torch.empty_like(lse)
@@ -401,8 +401,8 @@ class Call:
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """For each run of pages, list the positions that keep any of them. Return the end of each
-        list, ``[B * K * runs]``, and the concatenated lists.
+        """For each run of pages, list the positions that keep at least one page of the run. Return
+        the ends of the lists, ``[B * K * runs]``, and the concatenated lists.
         """
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)

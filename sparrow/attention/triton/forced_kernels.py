@@ -4,9 +4,9 @@ selected by ``forced_select``.
 Queries are split into tiles of BT consecutive positions times the G heads of a group. For each page
 and tile, a bit mask says which positions keep the page (``masks``: bit i is the tile's i-th
 position). Each tile has a list of the pages kept by any of its positions, and the tile's program
-reads just those. The key and value gradients look at the same bits the other way round: each run of
-adjacent pages gets a list of the positions that keep any of them, and one program per run reads
-just those. There are no atomic adds, so results are bitwise deterministic.
+reads only these pages. The key and value gradients use the same bits the other way round. Each run
+of adjacent pages has a list of the positions that keep any page of the run, and one program per run
+reads only these positions. There are no atomic adds, so results are bitwise deterministic.
 
 Everything is indexed by position in the sequence. Columns before a row's start and after its end
 are never read.
@@ -289,8 +289,8 @@ def query_gradient_kernel(
     BT: tl.constexpr,
     NP: tl.constexpr,
 ):
-    """Compute one tile's query gradients from its listed pages, and ``delta``, the dot product of
-    each row's output with its gradient.
+    """Compute one tile's query gradients from its listed pages. Also compute ``delta``, the dot
+    product of each row's output with its gradient.
     """
     tile = TILES - 1 - tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
@@ -406,7 +406,7 @@ def reader_count_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """For each run of pages, count the positions that keep any of them, ``[B, K, RUNS]``."""
+    """For each run of pages, count the positions that keep a page of the run, ``[B, K, RUNS]``."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -433,8 +433,8 @@ def reader_list_kernel(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """For each run of pages, list the positions that keep any of them, in order. The low PAGES bits
-    of an entry say which pages the position keeps.
+    """For each run of pages, list the positions that keep any page of the run, in ascending order.
+    The low PAGES bits of an entry say which pages the position keeps.
     """
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
@@ -513,11 +513,11 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Compute the key and value gradients of one run, looping over the positions that keep any of
-    its pages, BT at a time.
+    """Compute the key and value gradients of one run of pages. The program loops over the positions
+    that keep any page of the run, BT at a time.
 
-    Float32 sums are compensated: every position keeps the first page, so the rounding error of its
-    sums would grow with the length.
+    Float32 sums are compensated. Every position keeps the first page, so the rounding error in the
+    first page's sums would otherwise grow with the length.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)

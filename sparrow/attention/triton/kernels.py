@@ -33,7 +33,7 @@ FLOAT_STEPS = tl.constexpr(12)
 
 @triton.jit
 def _split_work(work, split, used, TILE: tl.constexpr):
-    """Divide ``work`` into ``used`` ranges of whole tiles, and return the range of one split."""
+    """Divide ``work`` into ``used`` ranges of whole tiles. Return range number ``split``."""
     size = (work + TILE * used - 1) // (TILE * used) * TILE
     begin = tl.minimum(split * size, work)
     return begin, tl.minimum(begin + size, work)
@@ -67,8 +67,8 @@ def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
-    """Load one row of ``D`` elements from each block, at ``base_T1`` plus the block's offset,
-    zero-padded to ``DP``. Rows where ``inside`` is False are all zeros.
+    """Load one row of ``D`` elements from each block, and pad it with zeros to ``DP``. The row is
+    at ``base_T1`` plus the block's offset. Rows where ``inside`` is False are all zeros.
     """
     d = tl.arange(0, DP)
     rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
@@ -103,8 +103,8 @@ def _score(
 
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
-    """Find the ranked pages above the threshold, the pages tied at the threshold, and how many of
-    the tied ones to keep to get ``budget`` pages in total.
+    """Find the ranked pages above the threshold and the pages tied at the threshold. Also find how
+    many of the tied pages to keep, so that ``budget`` pages are kept in total.
 
     This is a ternary search: each step counts the scores that reach either of two guesses. It stops
     when exactly ``budget`` scores reach a guess, or only one possible value is left.
@@ -132,7 +132,7 @@ def above_and_tied(score, is_ranked, ranked, budget):
             second = high - third
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         second = tl.minimum(tl.maximum(second, first), high - 1)
-        # Get both counts from one sum, with the second guess's in the upper half.
+        # Get both counts from one sum. The upper half holds the count for the second guess.
         count = tl.sum(tl.where(key >= second, 0x10001, tl.where(key >= first, 1, 0)), 0)
         at_first = count & 0xFFFF
         at_second = count >> 16
@@ -255,10 +255,10 @@ def _attend(
     """Compute softmax attention over the kept tokens ``begin .. end - 1`` of ``tokens``. Return the
     unnormalised output, and each query's softmax sum and maximum logit (in base 2).
 
-    ``ids`` are page ids if ``listed``. Otherwise, all pages are kept, and ``ids`` are the block
-    table's blocks. ``begin`` must be the start of a page. e4m3 keys and values are cast to the
-    query dtype without applying their scales. int8 keys and values are multiplied by their scales
-    first, which is exact in the query dtype.
+    If ``listed`` is True, ``ids`` are page ids. Otherwise, all pages are kept, and ``ids`` are
+    block ids from the block table. ``begin`` must be the start of a page. e4m3 keys and values are
+    cast to the query dtype without applying their scales. int8 keys and values are multiplied by
+    their scales first, which is exact in the query dtype.
     """
     maximum = tl.full((CP,), -1e30, tl.float32)
     total = tl.zeros((CP,), tl.float32)
@@ -381,11 +381,11 @@ def rank_kernel(
     SCORE_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Score each item's pages in several programs; the last one to finish selects the pages.
+    """Score each item's pages in several programs. The last program to finish selects the pages.
 
     With ``rank_before_wait``, ranking doesn't wait for the previous launch. In that case, the
-    previous launch may only store the newest tokens. ``key_scales`` is for int8 keys, and None for
-    other dtypes.
+    previous launch may only store the newest tokens. ``key_scales`` holds the scales of int8 keys.
+    It is None for other dtypes.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -495,10 +495,10 @@ def attend_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute attention, with each program attending to one part of an item's kept tokens.
+    """Compute attention. Each program attends to one part of an item's kept tokens.
 
-    The item's last program to finish adds up all the parts in order, so the result doesn't depend
-    on timing.
+    The last program to finish an item adds up all parts of the item in order, so the result doesn't
+    depend on timing.
     """
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY

@@ -90,7 +90,7 @@ class Target:
 
     @property
     def path(self) -> Path:
-        """The file this target's results are saved in."""
+        """The file that stores the results for this target."""
         shape = f"{self.kv_heads}-{self.group}-{self.head_dim}-{self.cache_dtype}"
         name = f"{self.gpu}-{shape}-pages{self.page_size}-triton{self.triton}"
         return cache_folder() / "tuned" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.json"
@@ -98,7 +98,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Decode step times for one layer, in microseconds, with ``pages`` pages kept by score."""
+    """Decode step times in microseconds for one layer. Each row keeps ``pages`` pages by score."""
 
     pages: int
     shipped_us: float
@@ -123,8 +123,8 @@ class Choices:
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences: the one tuned for the batch size
-        whose ratio to ``rows`` is closest to 1. Ties go to the smaller size.
+        """Return the variant for a batch of ``rows`` sequences. The variant was tuned for the batch
+        size whose ratio to ``rows`` is closest to 1. Ties go to the smaller size.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 

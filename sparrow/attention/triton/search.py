@@ -69,8 +69,8 @@ class Grid:
 
 
 def check_target(target: Target, grid: Grid, device: torch.device) -> None:
-    """Raise ConfigError if the Triton kernels don't support the shape on ``device``, or if the
-    sequences are too long to rank, or too short for any page to be left out.
+    """Raise ConfigError if the Triton kernels don't support the shape on ``device``. Also raise
+    ConfigError if the sequences are too long to rank, or so short that all pages would be kept.
     """
     for name, value, supported in (
         ("head dim", target.head_dim, HEAD_DIMS),
@@ -111,8 +111,8 @@ def tune(
         device: the GPU.
         bytes_per_second: the GPU's read bandwidth.
         time: takes launches and returns the microseconds per launch.
-        note: called with one line per batch size, and one per variant left out because of wrong
-            results.
+        note: called with a line of text for each batch size, and for each variant that is skipped
+            because its results are wrong.
         pool_bytes: size of the keys and values in memory.
 
     Raises ConfigError if the shape or the sequence length isn't supported, or if the shipped
@@ -297,7 +297,7 @@ class Problem:
         )
 
     def launches(self, config: LaunchConfig) -> list[Launch]:
-        """Plan the steps, and return one function per step that launches it."""
+        """Plan the steps, and return a list of functions that each launch one step."""
         check(self.batch(0), self.workspace)
         steps = [Launches(self.batch(step), self.workspace, config) for step in range(self.steps)]
         steps[0].plan()
@@ -310,8 +310,9 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Tensor, float]:
-        """The first step's exact result for ``checked_rows``, computed in float64, and the largest
-        error that the reference makes at the kernels' precision.
+        """Two values for checking the first step. The first is the exact result for
+        ``checked_rows``, computed in float64. The second is the reference's largest error at the
+        kernels' precision.
         """
         exact = self._reference(torch.float64)
         low = self._reference(self.pool.q_dtype)

@@ -14,8 +14,8 @@ import triton.language as tl
 def timed(
     launches: Sequence[Callable[[], Any]], replays: int = 15, rounds: int = 2
 ) -> dict[str, float]:
-    """Time replays of a CUDA graph with all of ``launches`` in it. Return the median, 10th and 90th
-    percentile of the time per launch, in microseconds.
+    """Time replays of a CUDA graph that contains all ``launches``. Return the median, the 10th
+    percentile and the 90th percentile of the time per launch, in microseconds.
     """
     for launch in launches:
         launch()

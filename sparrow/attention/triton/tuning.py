@@ -59,8 +59,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
         return ONE
 
     def last_wave(resident: int) -> float:
-        """Return the average occupancy over all waves, which is low if the last one is nearly
-        empty.
+        """Return the average occupancy over all waves. The average is low if the last wave is
+        nearly empty.
         """
         return filled / resident / math.ceil(filled / resident)
 
@@ -68,11 +68,12 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many programs to launch for additional parts of rows, on top of one per item.
-    That's one per SM without an item or, if there are more items than SMs, about two per SM.
+    """Return how many programs to launch for additional parts of rows. Each item has one program
+    already. The additional programs fill the SMs that have no item. If there are more items than
+    SMs, there are about two additional programs per SM.
 
-    More wouldn't help: a grid too large to run all at once is spread unevenly over the SMs, even if
-    most of its programs have nothing to do.
+    More programs wouldn't help. A grid that is too large to run all at once is spread unevenly over
+    the SMs, even if most of its programs have nothing to do.
     """
     room = multiprocessors - items if items <= multiprocessors else 2 * multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
@@ -87,9 +88,10 @@ def choose(
     queries: int = 16,
     query_bytes: int = 512,
 ) -> LaunchConfig:
-    """Choose the configuration for ``items`` (sequences x ``kv_heads``) and cached heads of
-    ``head_bytes`` bytes, a power of 2. Each item has ``queries`` queries of ``query_bytes`` bytes,
-    including padding.
+    """Choose the configuration for a batch of ``items`` items (sequences x ``kv_heads``).
+
+    A cached head takes ``head_bytes`` bytes, a power of 2. Each item has ``queries`` queries, and
+    each query takes ``query_bytes`` bytes. These numbers include padding.
 
     The result only depends on shapes, so it stays valid when a captured graph is replayed.
     """
@@ -116,8 +118,8 @@ def choose(
 
 def attend_bytes(config: LaunchConfig, head_bytes: int, queries: int, query_bytes: int) -> int:
     """Return an upper bound on an attention program's shared memory, in bytes: keys and values in
-    flight, queries, one tile's weights, and page ids. It allows at least 16 KiB for everything
-    other than keys and values.
+    flight, queries, one tile's weights, and page ids. The bound allows at least 16 KiB for
+    everything other than keys and values.
     """
     tiles = config.attend_stages * config.attend_tokens * 2 * head_bytes
     weights = queries * config.attend_tokens * 2

@@ -85,8 +85,9 @@ class Variant:
     def of(
         self, shipped: LaunchConfig, kv_heads: int, head_bytes: int, limits: DeviceLimits
     ) -> LaunchConfig:
-        """Apply the changes to ``shipped``, for cached heads of ``head_bytes`` bytes, a power of
-        2.
+        """Apply the changes to ``shipped``.
+
+        ``head_bytes`` is the size of a cached head in bytes, a power of 2.
         """
         config = shipped
         if self.attend is not None:
@@ -119,8 +120,8 @@ class Variant:
 
 
 def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
-    """Return whether the tiles in flight fit in shared memory. Even if they do, the compiled kernel
-    may turn out to need more shared memory than there is.
+    """Return whether the tiles in flight fit in shared memory. Even if the tiles fit, the compiled
+    kernel may need more shared memory than the device has.
     """
     attend = config.attend_stages * config.attend_tokens * 2 * head_bytes
     score = config.score_stages * config.score_pages * head_bytes
@@ -128,7 +129,7 @@ def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
 
 
 def _rows(of_256_bytes: int, head_bytes: int) -> int:
-    """Return the number of rows for a tile as large as ``of_256_bytes`` rows of 256 bytes, clamped
-    to the range supported by the kernels.
+    """Return how many rows make up a tile as large as ``of_256_bytes`` rows of 256 bytes. The
+    result is clamped to the range that the kernels support.
     """
     return max(16, min(128, of_256_bytes * 256 // head_bytes))

@@ -50,8 +50,8 @@ def _options(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """Pick out the recorded settings that were set and that this version still has. An older
-    Sparrow may have recorded others.
+    """Return the recorded settings that have a value and that still exist in this version. An older
+    version of Sparrow may have recorded other settings.
     """
     known = {}
     for setting in fields(settings):

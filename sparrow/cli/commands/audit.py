@@ -33,12 +33,13 @@ class Audit(DecodingOptions, FromPrompts):
     failure = 2
 
     # The engine to audit: hf, vllm, vllm with options, or http://host:port. For vLLM without
-    # Sparrow: stock: with options of vllm.LLM (stock:speculative_config={"method":"ngram",...}), or
-    # stock:http://host:port. The option adapter=FOLDER applies a LoRA adapter to all requests.
+    # Sparrow, use stock: followed by options of vllm.LLM
+    # (stock:speculative_config={"method":"ngram",...}), or stock:http://host:port. The option
+    # adapter=FOLDER applies a LoRA adapter to all requests.
     engine: str = "hf"
-    # An engine that decodes densely, to tell rounding from bias. Defaults to the same engine in
-    # dense mode, unless it is a server. With none, there is no dense arm, and rounding counts as
-    # bias.
+    # An engine that decodes densely, to tell rounding from bias. Defaults to the audited engine in
+    # dense mode, unless that engine is a server. With none, there is no dense arm, and rounding
+    # counts as bias.
     dense_engine: str | None = None
     # How tokens are ranked. hf: by transformers, over the full distribution. prefill: by the dense
     # engine's own prefill, over the top tokens only; requires an engine whose name begins with

@@ -25,10 +25,11 @@ class Calibrate(WithLists):
     # The value that the lower end of p5's 95 % interval must reach. Defaults to 0.86 unless
     # relative-target is set.
     target: Probability | None = None
-    # A target for p5 relative to its ceiling, the p5 of dense rollouts; use it instead of target
-    # (docs/calibration.md).
+    # Target for the relative p5: p5 relative to its ceiling, which is the p5 of dense rollouts. Use
+    # this option instead of target (docs/calibration.md).
     relative_target: Probability | None = None
-    # Top-k pages to try first, at every length; no bin gets fewer than the smallest of these.
+    # Values of top-k, in pages, to try first at every length. No bin gets fewer pages than the
+    # smallest of these.
     budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (
         5,
         13,
@@ -38,11 +39,11 @@ class Calibrate(WithLists):
         253,
         509,
     )
-    # Maximum number of passes after the first budgets. Each tries another budget in every length
-    # bin that is not yet settled.
+    # Maximum number of passes after the first budgets. Each pass tries another budget in every
+    # length bin that is not yet settled.
     refine: CountOrZero = 3
-    # Rounds that sample under the schedule found so far and search again; only the last round uses
-    # all prompts.
+    # Number of rounds that sample under the schedule found so far and then search again. Only the
+    # last round uses all prompts.
     on_policy: CountOrZero = 2
     # A schedule from which to take the page size, bin width, dense layers and head budgets; if it
     # is sparse, the first responses are also sampled under it.

@@ -23,8 +23,8 @@ class Cost(Command):
     and lossless.
     """
 
-    # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-30b-a3b, qwen3-next-80b-a3b, reasoner or
-    # smollm2; a model's name on the hub; or its config.json.
+    # The model: qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-30b-a3b, qwen3-next-80b-a3b,
+    # reasoner, smollm2, the name of a model on the hub, or the path of a config.json.
     model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The kind of GPU.
@@ -48,8 +48,8 @@ class Cost(Command):
     # Lossless, on one GPU: the weights that drafts use. fp8 halves the weight bytes that a draft
     # reads, but takes up memory for a copy; set acceptance to that of fp8 drafts.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: the share of a dense step that the rollout takes, if you know it. If unset,
-    # training time is predicted from FLOPs.
+    # On one GPU: the rollout's share of the time of a dense step. If unset, training time is
+    # predicted from FLOPs.
     rollout_share: Share | None = None
 
     def __post_init__(self) -> None:

@@ -17,8 +17,8 @@ from sparrow.train.config import DecodingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(DecodingOptions, Sampled):
-    """Evaluate a model by mean@k, pass@k and majority@k, with confidence intervals, either dense
-    and sparse side by side or in one mode.
+    """Evaluate a model by mean@k, pass@k and majority@k, with confidence intervals. Evaluate one
+    mode, or compare dense and sparse decoding side by side.
     """
 
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
@@ -26,8 +26,8 @@ class Eval(DecodingOptions, Sampled):
     out: Name  # Folder for the samples; a second call continues from the samples there.
     # Your own reward function, as module:function, in place of the datasets' verifiers.
     reward: str | None = None
-    # Evaluate the sparse actor under this schedule as well as the dense model; with --mode lossy,
-    # only the sparse actor.
+    # Also evaluate the sparse actor, under this schedule. With --mode lossy, evaluate only the
+    # sparse actor.
     schedule: str | None = None
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     # Sample from the smallest set of tokens whose total probability is at least this, both for
@@ -36,7 +36,7 @@ class Eval(DecodingOptions, Sampled):
     # Sample only from this many of the likeliest tokens. If unset, sample from all.
     top_k: Count | None = None
     k: Many = 16  # Responses per problem.
-    # Evaluate only this many problems of each benchmark, from the start. If unset, evaluate all
+    # Evaluate only the first problems of each benchmark, up to this number. If unset, evaluate all
     # problems of a dataset. Tasks are endless, so they need a limit.
     limit: Many | None = None
 

@@ -15,8 +15,8 @@ from sparrow.settings import Count
 
 @dataclass(frozen=True)
 class Report(Command):
-    """Draw one run, or two runs side by side, as a self-contained HTML page; or draw a calibrated
-    schedule or a measurement as a figure.
+    """Draw one run, or two runs side by side, as a self-contained HTML page. A calibrated schedule
+    or a measurement is drawn as a figure.
     """
 
     # A run directory, a schedule from sparrow calibrate, or a file from sparrow measure --out.

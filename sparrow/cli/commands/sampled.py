@@ -91,8 +91,8 @@ class FromPrompts(Sampled):
 class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
-    # How many of the actor's likeliest tokens to use at each position for bounds on the acceptance
-    # rate. Defaults to 20, or more if 20 are too few to tell whether p5 is high enough, as with
+    # Number of the actor's likeliest tokens that are used at each position to bound the acceptance
+    # rate. Defaults to 20, or to more if 20 are too few to tell whether p5 is high enough, as with
     # flat distributions.
     top_n: Count | None = None
 

@@ -60,7 +60,7 @@ class Train(TrainOptions):
         # end a run, and launchers send it when another of their processes has died.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Every process creates its shards from weights it has loaded itself; by default,
-        # transformers would load them in only one process.
+        # transformers would load the weights in only one process.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         tell: Any = note if main_process else lambda text: None

@@ -33,8 +33,8 @@ class Tune(Command):
     fastest configurations found. This takes minutes, during which nothing else may use the GPU.
     """
 
-    # The model to tune for: qwen3-1.7b and other names of sparrow cost, a model's name on the hub,
-    # or its config.json.
+    # The model to tune for: qwen3-1.7b or another name that sparrow cost accepts, the name of a
+    # model on the hub, or the path of a config.json.
     model: str | None = None
     # Instead of a model: KV_HEADS,GROUP,HEAD_DIM, where GROUP is the number of query heads per kv
     # head, as in 8,4,128.
@@ -46,7 +46,7 @@ class Tune(Command):
     # Batch sizes in sequences. Batches of other sizes use the configuration for the nearest of
     # these.
     batches: Annotated[tuple[Batch, ...], Field(min_length=1)] = (1, 4, 16, 64, 256)
-    # Numbers of pages kept by score. For each of them, the chosen configuration must be at least as
+    # Numbers of pages kept by score. For each number, the chosen configuration must be at least as
     # fast as the shipped one.
     pages: Annotated[tuple[Count, ...], Field(min_length=1)] = (64, 256)
     tokens: Count = 16384  # Length of every sequence.
@@ -98,7 +98,7 @@ class Tune(Command):
         self._say_where_used(target, device)
 
     def _heads(self) -> tuple[int, int, int]:
-        """Return kv heads, group and head dim per GPU of an engine.
+        """Return the number of kv heads, the group size and the head dim on each GPU of an engine.
 
         Raises the same errors as ``find_shape``, and ConfigError if the heads can't be split across
         the GPUs.
@@ -143,8 +143,8 @@ class Tune(Command):
         )
 
     def _say_where_used(self, target: Target, device: torch.device) -> None:
-        """If the CUDA kernel decodes some batches on this GPU, print which ones are left to the
-        Triton kernels.
+        """If the CUDA kernel decodes some batches on this GPU, print which batches the Triton
+        kernels decode.
         """
         from sparrow.attention import choose
 

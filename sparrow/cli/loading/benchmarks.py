@@ -28,8 +28,9 @@ def load_benchmarks(
     option: str = "--eval.limit",
     chat: ChatConfig = NO_CHAT,
 ) -> dict[str, list[Problem]]:
-    """Load the benchmark for each spec, and return them by name. The name is the spec without its
-    options, or a file's stem. If names clash, the full specs are used.
+    """Load the benchmark for each spec, and return the benchmarks by name. A benchmark's name is
+    its spec without the options or, for a file, the stem of the file's name. If names clash, the
+    full specs are used.
     """
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {

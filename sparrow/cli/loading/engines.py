@@ -23,7 +23,7 @@ def load_engine(
     """Start the engine that ``spec`` describes (see ``engines.registry``) for a model loaded from
     ``name``.
 
-    With ``audits``, engines without Sparrow are allowed too, and no engine can sleep.
+    If ``audits`` is set, engines without Sparrow are allowed too, and no engine can sleep.
 
     Raises ConfigError if there is no such engine, or it does not accept the options or the model.
     """
@@ -40,8 +40,8 @@ def load_scorer(
     decoding: Decoding,
     precision: Precision,
 ) -> hf.HFEngine:
-    """Start the transformers engine with ``model``. It can score under any schedule, and samples
-    with ``decoding``.
+    """Start the transformers engine with ``model``. The engine samples with ``decoding``, and can
+    score under any schedule.
     """
     asked = Asked(parse_engine("hf"), "", model, tokenizer, decoding, precision)
     return hf.start(asked)

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """Return the longest prompt, in tokens, that leaves room for a response in the model's context,
-    or in the engine's if that is smaller.
+    """Return the maximum length of a prompt in tokens. A prompt of this length leaves room for a
+    response in the context of the model or the engine, whichever is smaller.
 
     Raises ConfigError if there is no room for a prompt, or there is no such engine.
     """
@@ -39,7 +39,7 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[Prompt]:
-    """Draw the first ``count`` prompts that training on the task with ``seed`` would draw.
+    """Draw the first ``count`` prompts of a training run on the task with this ``seed``.
 
     Raises TaskError if the task raised an error.
     """
@@ -72,7 +72,7 @@ def encode_prompts(
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts in a file, unchanged.
+    """Read prompts from a file without changing them.
 
     Raises ConfigError if the file cannot be read, or contains no prompts.
     """
