@@ -29,12 +29,12 @@ class Sampling:
     # how many of the most likely tokens to record at each position; 0 for none
     top_n: int = 20
     seed: int = 0  # samples are reproducible on the same engine and hardware
-    # one seed per prompt, so that a prompt's samples don't depend on the other prompts in the call;
-    # by default, derived from ``seed`` and the prompt's index
+    # one seed per prompt, so that a prompt's samples don't depend on the other prompts in the call.
+    # By default, the seeds are derived from ``seed`` and the prompts' indices
     seeds: Sequence[int] | None = None
-    # Both actor and policy only sample from the ``top_k`` most likely tokens and, of these, from
-    # the smallest set with a mass of ``top_p``. For evaluation only, because off-policy corrections
-    # need full support.
+    # Sample only from the ``top_k`` most likely tokens and, among these, only from the smallest set
+    # with a total probability of ``top_p``. Both apply to actor and policy. They are for evaluation
+    # only, because off-policy corrections need full support.
     top_k: int | None = None
     top_p: float = 1.0
 
@@ -69,7 +69,7 @@ class Sampling:
         """Check that no prompt is empty, and that each leaves room for a response in a context of
         ``context`` tokens.
 
-        Raises PromptError if a prompt is empty or too long, naming the first one that is.
+        Raises PromptError if a prompt is empty or too long. The error names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -140,17 +140,17 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """The ranks of a rollout's tokens in the dense model's distributions, from which they should
-    have been sampled. All fields are ``[T]``.
+    """The ranks of a rollout's tokens in the dense model's distributions. The tokens should have
+    been sampled from these distributions. All fields are ``[T]``.
 
     Tokens cut by top-k or top-p have ``p`` 0 and ``before`` 1.
     """
 
-    # mass of all more likely tokens, plus equally likely ones with smaller ids
+    # total probability of all more likely tokens and of equally likely tokens with smaller ids
     before: NDArray[np.float64]
     p: NDArray[np.float64]  # the token's own probability
     entropy: NDArray[np.float64]  # entropy of the distribution, in nats
-    # mass of the common tokens, meaning those with at least a given probability
+    # total probability of the common tokens, i.e. of tokens with at least a given probability
     common: NDArray[np.float64]
     is_common: NDArray[np.bool_]  # whether the token is one of the common tokens
     raw_logprobs: NDArray[np.float64]  # log-probs at temperature 1 and without truncation
@@ -168,7 +168,7 @@ class TopLists:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Split an array of concatenated responses, ``[sum of lengths, ...]``, into one array per
-    response.
+    """Split an array of concatenated responses into one array per response. The first axis of
+    ``flat`` is as long as all responses together.
     """
     return np.split(flat, np.cumsum(lengths)[:-1])

@@ -1,7 +1,7 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
-A schedule gives each length bin a ``top_k``, the number of pages to keep by score on top of the
-sink and recent pages, which are always kept. Layers and kv heads can each have their own budget,
+A schedule gives each length bin a ``top_k``, which is the number of pages to keep by score. Sink
+and recent pages are always kept in addition. Layers and kv heads can each have their own budget,
 relative to ``top_k``. Lengths are in tokens and count everything in the KV cache, including the
 current token. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
@@ -57,9 +57,9 @@ class SparsitySchedule:
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to all tokens
     # dtype of landmarks (the pages' mean keys): same as the cache, or 8-bit
     landmark_dtype: LandmarkDtype = "auto"
-    # factors to multiply ``top_k`` by: one row per layer of the model, including dense layers, and
-    # one factor per KV head. They average 1 over the sparse layers, so ``top_k`` is the mean number
-    # of pages. Empty if all heads have the same budget
+    # factors by which to multiply ``top_k``. There is one row per layer of the model, including
+    # dense layers, and one factor per KV head in each row. The factors average 1 over the sparse
+    # layers, so ``top_k`` is the mean number of pages. Empty if all heads have the same budget
     head_budgets: tuple[tuple[float, ...], ...] = ()
     # where the table comes from: a preset name, or a calibration's model, data and intervals
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -124,11 +124,11 @@ class SparsitySchedule:
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return how many cached tokens a sparse layer reads at ``length``: its KV budget, or all
-        tokens if there are fewer.
+        """Return how many cached tokens a sparse layer reads at ``length``. This is the layer's KV
+        budget, or all cached tokens if there are fewer.
 
-        The result is an integer, or a float if heads have different budgets (the mean over layers
-        and heads).
+        The result is an integer. If heads have different budgets, it is a float: the mean over
+        layers and heads.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 
@@ -165,15 +165,17 @@ class SparsitySchedule:
 
     @property
     def sparse_budget_units(self) -> NDArray[np.int32]:
-        """The sparse layers' rows of ``budget_units``, or a single factor of 1 (256 units) if there
-        are none.
+        """The sparse layers' rows of ``budget_units``. If no layer is sparse, a single factor of 1
+        (256 units).
         """
         rows = [row for i, row in enumerate(self.budget_units) if i not in self.dense_layers]
         return np.array(rows or [[BUDGET_UNIT]], dtype=np.int32)
 
     @property
     def page_layout(self) -> dict[str, Any]:
-        """Arguments for ``PageLayout``, since the attention code doesn't know about schedules."""
+        """Arguments for ``PageLayout``. The attention code takes these because it doesn't know
+        about schedules.
+        """
         return {name: getattr(self, name) for name in PAGE_LAYOUT}
 
     @property
@@ -183,8 +185,8 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length up to which decoding reads everything, in tokens, rounded down to whole bins;
-        infinity if it always does.
+        """The length in tokens up to which decoding reads the whole cache, rounded down to whole
+        bins. Infinity if decoding always reads the whole cache.
         """
         last = len(self.top_k) - 1
         least = self.sparse_budget_units.min()  # the head with the smallest budget decides
@@ -202,8 +204,8 @@ class SparsitySchedule:
     def check_model(self, num_layers: int, kv_heads: int) -> None:
         """Check that this schedule fits a model.
 
-        Raises ConfigError if the model doesn't have one of the dense layers, or the head budgets
-        are for a different number of layers or heads.
+        Raises ConfigError if the model lacks one of the dense layers, or if the head budgets are
+        for a different number of layers or heads.
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
@@ -222,8 +224,7 @@ class SparsitySchedule:
         """Return a schedule that reads ``multiple`` times as many pages, including sink and recent
         pages.
 
-        Bins that keep pages by score still keep at least one, and bins that read everything still
-        do.
+        A bin that keeps pages by score still keeps at least one, and a dense bin stays dense.
         """
         always = self.sink_pages + self.recent_pages
 

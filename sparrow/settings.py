@@ -1,5 +1,5 @@
-"""Base class and types for settings, which are frozen dataclasses with types and ranges strictly
-checked by pydantic.
+"""Base class and types for settings. Settings are frozen dataclasses, and pydantic strictly checks
+their types and ranges.
 
 This module doesn't import torch, so that ``--help`` is instant.
 """
@@ -47,8 +47,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str, spec: str) -> dict[str, Any]:
-    """Parse the options in ``text``, which is part of ``spec``. Raises ConfigError if
-    ``parse_spec`` would.
+    """Parse the options in ``text``, which is part of ``spec``. Raises ConfigError in the same
+    cases as ``parse_spec``.
     """
     options: dict[str, Any] = {}
     for option in filter(None, re.split(r",(?=\w+=)", text)):
@@ -72,8 +72,8 @@ def without_option(options: str, name: str) -> str:
 class Settings:
     """Base class for settings dataclasses. Checks every field against its annotated type and range.
 
-    Annotations may be strings. Raises ConfigError if a field fails the check, naming the first one
-    that does.
+    Annotations may be strings. Raises ConfigError if a field fails the check. The error names the
+    first such field.
     """
 
     def __post_init__(self) -> None:

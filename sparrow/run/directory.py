@@ -363,11 +363,11 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """Yield the objects in a JSON Lines file. Each comes with a description of where it is, for use
-    in messages: ``line 3 of PATH``.
+    """Yield the objects in a JSON Lines file. Each object comes with its location, such as ``line 3
+    of PATH``, for use in messages.
 
-    Every object must have a step. An incomplete last line is skipped: it's still being written, or
-    its writer was killed.
+    Every object must have a step. An incomplete last line is skipped, because it is still being
+    written or its writer was killed.
 
     Raises ConfigError if a line is damaged or has no step.
     """

@@ -2,8 +2,8 @@
 
 A last line still being written is ignored. Numbers recorded as null, or not at all, are nan.
 
-Shapes: S steps, E evaluations, N length bins starting at length 0 (nan where no response of a step
-    reached the bin).
+Shapes: S steps, E evaluations, N length bins starting at length 0. The value of a bin is nan if no
+    response of the step reached it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RunLog:
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
         # A schedule equal to the start schedule gets the start schedule's provenance, which
-        # contains its name.
+        # contains the name of the start schedule.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -132,8 +132,8 @@ class RunLog:
         return bool((self.train.get("distill") or {}).get("enabled"))
 
     def dense_up_to(self, index: int = -1) -> float:
-        """Return the length up to which samples come from the dense policy, at the step with the
-        given ``index``; infinity if they all do.
+        """Return the length up to which samples come from the dense policy at the step with index
+        ``index``. Return infinity if all samples come from the dense policy.
         """
         row = self.metrics[index]
         if "dense_up_to" in row:
@@ -159,7 +159,7 @@ class RunLog:
         return np.array([row["step"] for row in self.metrics], dtype=np.int64)
 
     def series(self, *keys: str) -> FloatArray:
-        """Read the number at the nested path ``keys`` for each step, float64 [S]."""
+        """Read the number at the nested path ``keys`` for each step. The result is float64 [S]."""
         values = (_get(row, keys) for row in self.metrics)
         return np.array(
             [value if isinstance(value, int | float) else nan for value in values], dtype=float
@@ -175,7 +175,9 @@ class RunLog:
         return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
-        """Read a benchmark's number at the nested path ``keys`` for each evaluation, float64 [E]."""
+        """Read a benchmark's number at the nested path ``keys`` for each evaluation. The result is
+        float64 [E].
+        """
         values = (_get(row["eval"], (benchmark, *keys)) for row in self.evaluations)
         return np.array([_number(value) for value in values], dtype=float)
 
@@ -188,15 +190,15 @@ class RunLog:
         )
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Return the means of the first n and the last n of ``values`` [S], and n itself, which is
-        S / 4 clamped to 1..10.
+        """Return the mean of the first n values, the mean of the last n values, and n. The shape of
+        ``values`` is [S], and n is S / 4 clamped to 1..10.
         """
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Read each length bin's mismatch, in ascending order, at the step with the given
-        ``index``.
+        """Read the mismatch in each length bin at the step with index ``index``. The bins are in
+        ascending order.
         """
         rows = self.metrics[index]["mismatch"]["bins"]
         names = [field.name for field in fields(BinMismatch)]
@@ -213,13 +215,15 @@ class RunLog:
         return tuple(b for b in self.bins(index) if b.end > up_to)
 
     def throughput(self) -> FloatArray:
-        """Compute the response tokens per second of rollout time at each step, float64 [S]."""
+        """Compute the response tokens per second of rollout time at each step. The result is
+        float64 [S].
+        """
         seconds = self.series("seconds", "rollout")
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Return the sparse actor's p5 (lower bound) at each step and in each length bin, float64
-        [S, N]. If tau is relative, this is the relative p5.
+        """Return the sparse actor's p5 (lower bound) at each step and in each length bin. The
+        result is float64 [S, N]. If tau is relative, it contains the relative p5.
         """
         return self._by_step(attrgetter("lower_bound"))
 

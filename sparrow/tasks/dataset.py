@@ -59,14 +59,15 @@ class DatasetTask:
         template: the prompt, with ``{question}`` in place of the question. The default is the
             format's template.
         render: maps a prompt to the text for the tokenizer, including special tokens, as a chat
-            template does. By default, the prompt is sent unchanged, after the tokenizer's special
+            template does. By default, the tokenizer gets the unchanged prompt and adds its special
             tokens.
         max_length: drop rows whose rendered prompt is longer than this, in characters.
         tokens: function that counts a text's tokens. With ``max_tokens``, drop rows whose rendered
             prompt has no tokens, or more than ``max_tokens``.
         source: where the rows come from, for error messages.
 
-    Duplicate questions are dropped, ignoring spaces and case. The number of dropped rows is logged.
+    A row is dropped if its question matches that of an earlier row, ignoring spaces and case. The
+    number of dropped rows is logged.
 
     Raises ConfigError if a row has no question or answer or lacks a column that the verifier needs,
     if no rows are left, or if there is no verifier for ``format.kind``.

@@ -47,8 +47,8 @@ IMPORTS = "".join(
         "builtins",
     )
 )
-"""Imports that programming sites provide for solutions that are functions, which use ``List`` or
-``deque`` as if they were built in.
+"""Imports that programming sites provide for solutions written as functions. Such solutions use
+``List`` or ``deque`` as if they were built in.
 """
 
 _BUILTIN_DEFINED = re.compile(
@@ -94,7 +94,7 @@ class Format:
 def text_of(row: Row, *names: str) -> str:
     """Return the text of the first non-empty field among ``names``, ignoring case in field names.
 
-    Raises KeyError if they're all missing or empty.
+    Raises KeyError if all of the fields are missing or empty.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
@@ -151,7 +151,8 @@ def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
     Many TACO rows wrap each result in a list of length one, without saying so. If the starter code
-    has a return type, it tells us whether this row does. Otherwise, both forms are accepted.
+    has a return type, it shows whether the results of this row are wrapped. Otherwise, both forms
+    are accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -300,8 +301,8 @@ def humaneval(row: Row) -> Question:
 
 
 def mbpp(row: Row) -> Question:
-    """Read a row of MBPP, its sanitized version or MBPP+: a sentence and assertions. As usual, the
-    prompt shows the first few.
+    """Read a row of MBPP, of its sanitized version, or of MBPP+. Each question is a sentence. As
+    usual for these datasets, the prompt also shows the assertions in ``test_list``.
     """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")

@@ -1,5 +1,5 @@
-"""Turn questions into token ids, with chat templates and special tokens, and token ids back into
-text. Also detect text that a tokenizer can't read.
+"""Convert questions to token ids, with chat templates and special tokens, and convert token ids
+back to text. Also detect text that a tokenizer can't read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChatConfig(Settings):
     system: str | None = None  # System prompt, the first message of every chat.
     # File with a Jinja chat template to use instead of the tokenizer's.
     template: str | None = None
-    # Arguments of the template, each as NAME=VALUE, such as enable_thinking=false. A value is read
+    # Arguments for the template, each as NAME=VALUE, such as enable_thinking=false. A value is read
     # as JSON if possible, otherwise as text.
     arguments: tuple[str, ...] = ()
 
@@ -162,8 +162,8 @@ def chat_template(
     """Return a function that renders a question for the tokenizer's model, or None if it is not a
     chat model.
 
-    Raises ConfigError if chat settings are given, but the tokenizer has no template; see also
-    ``ChatTemplate``.
+    Raises ConfigError if chat settings are given but the tokenizer has no template, or if
+    ``ChatTemplate`` raises it.
     """
     if tokenizer.chat_template or config.template is not None:
         return ChatTemplate(tokenizer, config)
@@ -211,7 +211,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
 def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
     """Log a warning if the tokenizer cannot read a noticeable share of the prompts' characters.
 
-    Raises ConfigError if half of them or more are unreadable.
+    Raises ConfigError if at least half of the characters are unreadable.
     """
     shares = [unread(tokenizer, prompt.text) for prompt in prompts]
     total = sum(len(prompt.text) for prompt in prompts)
@@ -257,9 +257,9 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """Return each token's text in context. Joined together, the texts are the decoded response.
 
-    A token's text is what it adds to the text before it. Decoded on its own, half a character would
-    be garbage, and a SentencePiece token would lose its space. A character that spans several
-    tokens goes to the first one.
+    A token's text is whatever the token adds to the text before it. Tokens can't be decoded one by
+    one, because half a character would be garbage, and a SentencePiece token would lose its space.
+    A character that spans several tokens belongs to the first of them.
     """
     texts = [""] * len(ids)
     # ``ids[begin:read]`` is enough context to decode the next token.

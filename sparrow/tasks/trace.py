@@ -1,8 +1,8 @@
-"""A task: trace a straight-line program where each line needs earlier values, which can only be
-looked up by content.
+"""A task: trace a straight-line program. Each line needs earlier values, which can only be looked
+up by content.
 
-The prompt is a program over single digits. The response goes through it line by line, quoting the
-operands' values and writing the result, in about ten tokens each::
+The prompt is a program over single digits. The response goes through the program line by line. For
+each line, it quotes the operands' values and writes the result, in about ten tokens::
 
     program:            trace:
      7 -> ba             7 then ba 7
@@ -37,8 +37,8 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs of ``lines`` lines, with up to ``lines // 4`` values (at least 2) waiting to
-    be used at any time.
+    """Random programs of ``lines`` lines. At any time, up to ``lines // 4`` values (at least 2) are
+    waiting to be used.
 
     Raises ConfigError if there are fewer than 2 lines, or ``slip`` is outside [0, 1).
     """

@@ -1,4 +1,4 @@
-"""Judge responses with their problems' verifiers, several at once. If a verifier fails, the error
+"""Judge several responses at once, each with its problem's verifier. If a verifier fails, the error
 says where.
 """
 
@@ -29,11 +29,11 @@ def verify_all(
 ) -> list[float]:
     """Return each response's reward.
 
-    The time limit applies between two verdicts rather than to each verdict, because a verifier may
-    have to wait for a CPU.
+    The time limit applies to the wait for the next verdict, not to each verifier. A verifier may
+    itself have to wait for a CPU.
 
     Raises RewardError if a verifier raised an error, returned something other than a finite number,
-    or hangs.
+    or exceeded the time limit.
     """
     rewards: dict[int, float] = {}
     failed: dict[int, BaseException] = {}

@@ -18,7 +18,7 @@ NAMES = tuple(onset + nucleus for onset in "bdfghjklmnprstvz" for nucleus in _NU
 """128 pronounceable variable names."""
 
 LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
-"""Words between the parts of a line; none is also a variable name."""
+"""Words between the parts of a line. None of them is also a variable name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 # No task uses map, ask or walk any more, but they are in the bundled checkpoint's vocabulary.

@@ -65,7 +65,8 @@ class CorrectionConfig(Settings):
     band: tuple[AtMostOne, AtLeastOne] | None = None
     # Drop a sequence if any of its ratios p/q is below this (sparse_rl).
     reject_below: BelowOne = 1e-4
-    # A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs).
+    # A token is accepted with probability min(1, p / (lambda q)). Larger values of lambda reject
+    # more tokens (obrs).
     obrs_lambda: Positive = 1.0
     # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
     m2_bound: Positive = 0.04
@@ -98,10 +99,10 @@ class ModeOptions(Settings):
 
     # dense: every step reads the whole cache. lossy: steps read only the pages that the schedule
     # selects, so samples follow the sparse actor. lossless: sparse steps draft tokens and a dense
-    # step verifies them, so samples follow the dense policy; no schedule is needed. auto (sparrow
-    # train with the engine hf): lossless up to a length that the run determines, and lossy beyond
-    # it, where p5 stays at tau and lossy is faster; drafts use the same schedule. Defaults to lossy
-    # with a schedule, and to dense without one.
+    # step verifies them, so samples follow the dense policy; no schedule is needed. auto (only in
+    # sparrow train with the engine hf): lossless up to a length that the run determines, and lossy
+    # at greater lengths, where p5 stays at tau and lossy is faster. Drafts use the same schedule.
+    # Defaults to lossy with a schedule, and to dense without one.
     mode: Mode | None = None
     # Lossless: the schedule for drafts, in the same form as --schedule. Defaults to 64 pages in
     # every layer at any length.
@@ -112,14 +113,14 @@ class ModeOptions(Settings):
 class DecodingOptions(LosslessSettings, ModeOptions):
     """How an engine decodes."""
 
-    # Lossless in vLLM: a second schedule, whose acceptance is measured once in meter_every cycles,
-    # at the first draft, without changing the samples. A lossy run under this schedule would start
-    # with this acceptance.
+    # Lossless in vLLM: a second schedule. Every meter_every cycles, its acceptance is measured at
+    # the first draft. The measurement doesn't change the samples. A lossy run under this schedule
+    # would start with this acceptance.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
-        """Build the decoding from these options and ``--schedule``; None or ``dense`` means no
-        schedule.
+        """Build the decoding from these options and the value of ``--schedule``. None or ``dense``
+        means no schedule.
 
         Raises ConfigError if the options contradict each other, or a schedule cannot be read.
         """
@@ -227,7 +228,7 @@ class RolloutConfig(DecodingOptions):
 
 @dataclass(frozen=True)
 class RewardConfig(Settings):
-    """The verifier, and what a reward adds to its verdict (sparrow.train.reward)."""
+    """The verifier, and the terms that a reward adds to the verdict (sparrow.train.reward)."""
 
     # Your own reward function, as module:function, in place of the dataset's verifier. It is called
     # as function(response, answer=...) and returns a number, usually in 0..1. Functions written for
@@ -249,7 +250,7 @@ class RewardConfig(Settings):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Settings):
-    """AdamW on the policy."""
+    """AdamW for the policy."""
 
     learning_rate: Positive = 1e-6  # Peak learning rate.
     # constant: no decay. linear, cosine: decay to 0 at the last step, as in transformers.
@@ -294,8 +295,8 @@ class DistillConfig(Settings):
     # Add the policy loss on the sparse log-probs; without it, the adapter is trained with the KL
     # alone.
     policy_loss: bool = True
-    # Share of responses to train on, those with the lowest p5 of acceptance first; a smaller share
-    # costs less.
+    # Share of responses to train on. Responses with the lowest p5 of acceptance are taken first. A
+    # smaller share costs less.
     responses: Share = 0.5
     adapter: str | None = None  # Folder of a PEFT adapter to start from.
 
@@ -308,7 +309,7 @@ class DistillConfig(Settings):
 
 @dataclass(frozen=True)
 class EvalConfig(Settings):
-    """Evaluation of the dense policy during training on held-out problems, as in sparrow eval."""
+    """Evaluation of the dense policy on held-out problems during training, as in sparrow eval."""
 
     # Steps between evaluations, which also take place before step 1 and after the last step. If
     # unset, the policy is never evaluated.
@@ -335,8 +336,8 @@ class EvalConfig(Settings):
 
 @dataclass(frozen=True)
 class ExportConfig(Settings):
-    """Export of the policy and tokenizer in Hugging Face format during training, to exports/ in the
-    run directory.
+    """Export of the policy and tokenizer during training, in Hugging Face format. Exports are
+    written to exports/ in the run directory.
     """
 
     every: Count | None = None  # Steps between exports. If unset, none are made.
@@ -369,7 +370,7 @@ class TrainConfig(Settings):
     seed: Seed = 0  # Seed for the order of the problems and for every sample.
     resume: bool = False  # Continue from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
-    # Checkpoints kept; older ones are deleted once a newer one is complete.
+    # Number of checkpoints to keep. Older ones are deleted once a newer one is complete.
     keep_checkpoints: Count = 2
     # Target for the measured 5th percentile of acceptance (p5) in every length bin. Defaults to
     # 0.86 unless relative-tau is set.
@@ -381,7 +382,7 @@ class TrainConfig(Settings):
     # the schedule's bin width.
     bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
-    # With rollout.mode auto: the GPU to predict vLLM's speed for. Lossy mode is used only at
+    # With rollout.mode auto: the GPU for which to predict vLLM's speed. Lossy mode is used only at
     # lengths where it is predicted to be faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
     # Trackers that also receive the metrics, through accelerate.

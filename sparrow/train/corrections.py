@@ -11,14 +11,14 @@ float64, so the product of 32K ratios neither overflows nor loses precision.
 Masked-out tokens have weight 0 but still count in the denominator of the loss, as in IcePop,
 Sparse-RL and M2PO. So masking a token doesn't change any other token's share of the gradient.
 
-Metrics, over response tokens and over sequences with a response. r is the ratio p/q, and w is the
-weight, which is 0 for masked-out tokens:
+Metrics are computed over response tokens, or over sequences with a response. r is the ratio p/q,
+and w is the weight, which is 0 for masked-out tokens:
   ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N
                              tokens
   ess_sequence               the same for each sequence's mean weight
-  ess_sequence_ratio         the same for each sequence's product of r, before any correction: 1 if
-                             q = p; it falls towards 1 / sequences as a single sequence outweighs
-                             the others
+  ess_sequence_ratio         the same for each sequence's product of r, before any correction. It
+                             is 1 if q = p, and falls towards 1 / sequences as a single sequence
+                             outweighs the others
   clipped_fraction           tokens whose weight was cut to the cap
   masked_fraction            tokens not kept
   dropped_sequence_fraction  sequences with no token kept
@@ -135,8 +135,8 @@ def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -
 
 
 def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Keep tokens whose ratio p/q is within the band, ends included, with weight p/q. Mask out the
-    others.
+    """Keep tokens whose ratio p/q is within the band, including its ends, and mask out the others.
+    Kept tokens have weight p/q.
 
     Source: IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, where the band is 0.5 to 5.
     """
@@ -158,9 +158,9 @@ def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Mask out the tokens with the largest (log p/q)^2, just enough of them to bring the mean of
-    (log p/q)^2 over the kept tokens down to m2_bound. Kept tokens have weight p/q. Since only the
-    batch mean is bounded, a token with an extreme weight may be kept.
+    """Mask out the tokens with the largest (log p/q)^2, until the mean of (log p/q)^2 over the kept
+    tokens is at most m2_bound. Kept tokens have weight p/q. Since only the batch mean is bounded, a
+    token with an extreme weight may be kept.
 
     Source: M2PO, arXiv 2510.01161, the equation of M2 and its mask, with tau_M2 = 0.04. In the
     paper, q is a stale policy.
@@ -240,7 +240,7 @@ def compute_correction(
         log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
         log_q_BT: log-probs of the same tokens under q at the time of sampling, at the same
             temperature and over the full softmax.
-        mask_BT: bool, true on response tokens; padding may hold anything in the other tensors.
+        mask_BT: bool, true on response tokens. Elsewhere, the other tensors may hold any value.
 
     Raises ValueError if shapes disagree, there is no response token, or a response token's log-prob
     isn't finite.

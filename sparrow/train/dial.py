@@ -1,5 +1,5 @@
-"""A dial between lossless and lossy decoding: it finds the length beyond which verification can be
-skipped, because acceptance is high enough in the tail and skipping saves time.
+"""A dial between lossless and lossy decoding. It finds the length beyond which verification can be
+skipped: acceptance is high enough in the tail, and skipping verification saves time.
 
 Length bins below that length are lossless, and bins above it are lossy. A lossless bin turns lossy
 once its drafts' p5 is high enough, and back to lossless if its unverified tokens' p5 turns out too
@@ -20,8 +20,8 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""How many responses must reach a bin before it can turn lossy. With fewer, a lossy bin only turns
-back if its whole p5 interval is below tau.
+"""Number of responses that must reach a bin before it can turn lossy. With fewer responses, a lossy
+bin only turns back if its whole p5 interval is below tau.
 """
 # A bin only turns lossy if lossy decoding is predicted to be at least this many times as fast as
 # lossless decoding. It turns back if lossy decoding is predicted to be slower.
@@ -40,7 +40,8 @@ class DialBin:
     start: int
     end: int
     mode: Literal["lossless", "lossy"]  # the bin's mode in the measured step
-    # p5 on tau's scale: of the drafts in a lossless bin, of the unverified tokens in a lossy one
+    # p5 on tau's scale. In a lossless bin, this is the drafts' p5. In a lossy bin, it is the
+    # unverified tokens' p5
     p5: float
     low: float  # lower limit of the 95 % interval of p5
     tokens: int  # number of tokens behind p5
@@ -69,14 +70,14 @@ class Dial:
         self._waits: dict[int, int] = {}
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
-        """Sequences are verified up to this length in tokens, including the prompt: the start of
-        the first lossy bin.
+        """The length in tokens, including the prompt, up to which sequences are verified. The first
+        lossy bin starts at this length.
         """
 
     def turn(
         self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]
     ) -> tuple[DialBin, ...]:
-        """Decide where verification ends in the next rollouts, based on the last ones.
+        """Decide where verification ends in the next rollouts, based on the latest rollouts.
 
         Args:
             drafts: the tail of draft acceptance by length bin, with its ceiling if known.
@@ -165,10 +166,10 @@ class Dial:
         )
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """Convert the drafts' p5, as measured in verification, to what the trainer would measure.
+        """Convert the drafts' p5 from verification to the p5 that the trainer would measure.
 
         In verification, both distributions come from the same program, so the ceiling is 1. In the
-        trainer, it is ``ceiling``.
+        trainer, the ceiling is ``ceiling``.
         """
         if self._tau.relative or isnan(ceiling):
             return drafts
@@ -212,8 +213,8 @@ def price(
     drafts of lossless decoding.
 
     Args:
-        draft_tokens: maximum draft length. The prediction uses the fastest length up to this,
-            including 0.
+        draft_tokens: maximum draft length. The prediction uses whichever draft length from 0 to
+            this maximum is fastest.
         batch: the batch size, reduced at lengths where the KV cache wouldn't fit in memory.
     """
 

@@ -60,7 +60,7 @@ def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[Tok
 def tail(
     responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int
 ) -> tuple[BinMismatch, ...]:
-    """Compute the tail by length bin; empty if there are no tokens."""
+    """Compute the tail in each length bin. Return an empty tuple if there are no tokens."""
     nonempty = [r for r in responses if r.lower.size]
     return pool(nonempty, bin_tokens, seed).bins if nonempty else ()
 
@@ -73,8 +73,8 @@ def turn(
     ceiling: Ceiling,
     seed: int,
 ) -> dict[str, Any]:
-    """Turn the dial on a step's measurements. Return the run log entry: the length up to which
-    responses were verified, and each length bin's mode with the reason for it.
+    """Adjust the dial after a step. Return the run log entry: the length up to which responses were
+    verified, and each length bin's mode with the reason for it.
 
     Args:
         rollouts: the step's rollouts, from all processes.

@@ -50,8 +50,8 @@ class Adapter:
         config: the adapter's settings.
         schedule: the actor's schedule.
 
-    Raises ConfigError if the schedule is dense, so there is nothing to distil; the model lacks the
-    target layers; or the adapter to start from can't be read or belongs to a different model.
+    Raises ConfigError if the schedule is dense and leaves nothing to distil, if the model lacks the
+    target layers, or if the adapter to start from can't be read or belongs to a different model.
     """
 
     def __init__(
@@ -223,7 +223,8 @@ class Distiller:
             "lr": config.distill.learning_rate,
             "weight_decay": 0.0,
         }
-        # Context with both theta and phi trainable, which loading a sharded optimiser state needs.
+        # Context in which theta and phi are both trainable, as needed to load a sharded optimiser
+        # state.
         self.everything_trains = partial(switched, model, True)
         self.actor_weights = partial(merged_weights, model)
         self.policy_weights = partial(base_weights, model)
@@ -257,7 +258,8 @@ class Distiller:
 
         The loss is the clipped policy loss on the sparse log-probs (the old policy being the actor
         at sampling time), plus ``kl_coef`` times the mean KL(dense || sparse). The KL covers all
-        tokens of the worst responses; the policy loss only covers those also in ``trains_BT``.
+        tokens of the worst responses. The policy loss covers only those tokens that are also in
+        ``trains_BT``.
         """
         distill = self.config.distill
         accelerator = self._accelerator

@@ -114,8 +114,8 @@ class Learner:
         self.scorer, self.optimizer = accelerator.prepare(
             TokenScorer(model), torch.optim.AdamW(groups)
         )
-        # The data-parallel wrapper hooks its forward pass, so passes that train nothing, or only
-        # phi, bypass it.
+        # The data-parallel wrapper adds hooks to its forward pass. Passes that train nothing, or
+        # only phi, therefore bypass the wrapper.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
@@ -235,8 +235,8 @@ class Learner:
         )
 
     def _learning_rate(self, step: int) -> float:
-        """Return the learning rate for training step ``step``. With a warm-up, the initial 0 is
-        skipped.
+        """Return the learning rate for training step ``step``. A warm-up skips its initial rate of
+        0.
         """
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
@@ -254,7 +254,7 @@ class Learner:
         0), then update the adapter if there is one.
 
         Raises TrainingDiverged if a loss or gradient is not finite, or a log ratio exceeds
-        ``loss.max_log_ratio``. That optimiser step is not taken.
+        ``loss.max_log_ratio``. In that case, the optimiser step is not taken.
         """
         config = self.config
         device = self.accelerator.device
@@ -353,8 +353,8 @@ class Learner:
         return step_metrics
 
     def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
-        """Compute the correction for the tokens being trained on or, if there are none, for all
-        tokens, so that there are always metrics to log.
+        """Compute the correction for the tokens being trained on. If there are none, compute it for
+        all tokens, so that there are always metrics to log.
         """
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
         uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
@@ -368,8 +368,8 @@ class Learner:
         )
 
     def _minibatches(self, size: int, step: int) -> list[list[int]]:
-        """Split the responses over the optimiser steps, shuffled so that every prompt's group is
-        spread out.
+        """Shuffle the responses and split them among the optimiser steps. Shuffling spreads out the
+        responses of each group.
         """
         count = self.config.optimizer.minibatches
         order = list(range(size))
@@ -382,9 +382,9 @@ class Learner:
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Context in which layers checkpoint their activations.
 
-    In transformers, a layer only checkpoints in training mode, where it can't decode with a cache.
-    So that mode is only set inside the context, and only on these layers: on the whole model, it
-    would turn on dropout.
+    In transformers, a layer only checkpoints its activations in training mode, and in training mode
+    it can't decode with a cache. Training mode is therefore set only inside the context. It is set
+    only on these layers, because it would turn on dropout in the rest of the model.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

@@ -47,10 +47,10 @@ class MergedLinear(Linear):
     """A linear layer with a LoRA. While the LoRA is active, it does a single matmul with the merged
     weight.
 
-    That's the weight the engine gets, too. PEFT's own forward pass adds the LoRA as a separate
-    term, which takes a tenth of the update time. We only fall back to it where theta is below
-    float32 precision, as in shards, because merging would lose changes smaller than theta's last
-    bit.
+    The engine gets the same merged weight. PEFT's own forward pass adds the LoRA as a separate
+    term, which takes a tenth of the update time. We fall back to PEFT's forward pass only where
+    theta is below float32 precision, as in shards, because merging would lose changes smaller than
+    theta's last bit.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def check_lora(
 ) -> None:
     """Check that a LoRA fits the model. ``setting`` is the command-line name of its rank.
 
-    Raises ConfigError if a name matches no linear layer, or the rank is higher than any of these
-    layers' weight matrices can have.
+    Raises ConfigError if a name matches no linear layer, or the rank exceeds the largest possible
+    rank of these layers' weight matrices.
     """
     # the head may be tied to the embeddings, which cannot have a LoRA
     head = model.get_output_embeddings()
@@ -186,7 +186,8 @@ def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
 
 
 class PolicyLora:
-    """The policy's LoRA: the only part that trains, and always active except in ``taken_off``.
+    """The policy's LoRA. It is the only part that trains, and it is always active except in
+    ``taken_off``.
 
     Raises ConfigError: see ``inject``.
     """

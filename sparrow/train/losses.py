@@ -64,19 +64,19 @@ def policy_loss(
     """Compute one micro-batch's loss and metrics. The loss is a scalar, differentiable in logp_BT
     only.
 
-    Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
-    clip_high) A): Sparrow, arXiv 2606.08446, training objective; the two clip widths are DAPO's,
-    arXiv 2503.14476, section 3.1. Where A < 0 and clip_ratio_c is set, the loss is at most weight *
-    clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). The token losses are summed
-    according to config.normalization:
+    With rho = pi_theta / p_old, a token's loss is weight * -min(rho A, clip(rho, 1 - clip_low, 1 +
+    clip_high) A). This is Sparrow's training objective (arXiv 2606.08446) with the two clip widths
+    of DAPO (arXiv 2503.14476, section 3.1). Where A < 0 and clip_ratio_c is set, the loss is at
+    most weight * clip_ratio_c * |A| (dual clip, arXiv 1912.09729, equation 5). The token losses are
+    summed according to config.normalization:
       grpo     sum_b (1 / length_b) sum_t / sequences  DeepSeekMath, arXiv 2402.03300, section 4.1.1
       dapo     sum_b sum_t / tokens                    DAPO, section 3.3
       dr_grpo  sum_b sum_t / (sequences * max_length)  Dr. GRPO, arXiv 2503.20783, section 3.2
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers, which are all those in
-    responses being trained on, including ones masked out by the correction (weight 0).
+    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers. These are all tokens of
+    responses being trained on, including tokens that the correction masks out (weight 0).
 
     Metrics. All but loss and *_max are means over normalizers.tokens, and all but *_max add up over
     micro-batches (see `merge_metrics`):

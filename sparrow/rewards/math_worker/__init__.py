@@ -1,5 +1,5 @@
-"""The worker process that compares mathematical answers, separate from the trainer's process.
+"""Compare mathematical answers in a worker process, outside the trainer's process.
 
-This package is imported from its own folder, without the rest of Sparrow, so a worker only has to
-import math-verify.
+A worker imports this package from its own folder, without the rest of Sparrow. It therefore only
+has to import math-verify.
 """

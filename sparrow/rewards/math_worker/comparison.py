@@ -29,7 +29,9 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)(?![a-z])")
 
 
 def same_choice(answer: str, reference: str) -> bool | None:
-    """Compare multiple-choice answers by letter and text; None if they have no letters."""
+    """Compare multiple-choice answers by letter and text. Return None if they can't be compared
+    that way.
+    """
     given, text = choice(answer)
     expected, wanted = choice(reference)
     if given and re.fullmatch("[A-J]", words(reference)):
@@ -57,8 +59,8 @@ def chain(answer: str) -> str | None:
     last = parts[-1]
     if approximations and not _is_number(last):
         return rf"{answer} \approx {approximations[0]}"  # for example, x is about 3
-    # Only check approximations of a single number. Approximations after an equation are just
-    # remarks, and math-verify's labels ignore mistakes in them.
+    # Check an approximation only if the answer is a single number. After an equation, an
+    # approximation is just a remark, and math-verify's own tests ignore mistakes in such remarks.
     if last == answer and any(
         _is_number(part) and not _approximate(answer, part) for part in approximations
     ):
@@ -82,14 +84,16 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """Return whether ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
+    """Return whether ``exact``, rounded to the number of decimal places in ``decimal``, equals
+    ``decimal``.
+    """
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and _near(exact, decimal, 10.0 ** -len(match[1]))
 
 
 def _approximate(exact: str, rounded: str) -> bool:
-    """Return whether ``rounded`` equals ``exact``, or is ``exact`` rounded to as many places as
-    ``rounded`` has.
+    """Return whether ``exact`` equals ``rounded``, possibly after rounding ``exact`` to the
+    precision of ``rounded``.
     """
     match = re.fullmatch(r"-?(\d*)(?:\.(\d+))?", rounded)
     if match is None:
@@ -105,8 +109,10 @@ def _near(exact: str, decimal: str, place: float) -> bool:
 
 @lru_cache(maxsize=256)
 def parse(answer: str) -> list[Any]:
-    """Parse an answer into its readings: an expression, if it can be read as one, and the text.
-    Cached, because all responses to a problem share one reference.
+    """Parse an answer. Return its readings: the expression, if the parser can read one, and then
+    the text.
+
+    Readings are cached, because all responses to a problem share one reference.
     """
     if found := region(answer):
         return [found[1], answer]
@@ -169,9 +175,9 @@ _ALSO = re.compile(rf",|{TEXT}\{{\s*and\s*\}}|\\land(?![a-z])|\\wedge(?![a-z])|\
 @lru_cache(maxsize=256)
 def region(answer: str) -> tuple[str, Any] | None:
     """Read several inequalities in one variable, joined by *or*, *and* or commas. Return the
-    variable and the set of real solutions, or None for other answers.
+    variable and the set of real solutions. Return None for other answers.
 
-    Commas mean *and*. If no number satisfies all the inequalities, they mean *or*.
+    A comma means *and*. If no number satisfies all the inequalities, a comma means *or* instead.
     """
     from sympy import Intersection, Union
 
@@ -200,7 +206,7 @@ def region(answer: str) -> tuple[str, Any] | None:
 
 
 def reading(part: str) -> Any:
-    """Parse a relation with a free symbol; None if ``part`` is something else."""
+    """Parse ``part`` as a relation with a free symbol. Return None if it is anything else."""
     from math_verify.grader import is_relation
 
     relation = _parsed(part)[0]
@@ -263,11 +269,11 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def smallest(*readings: Any) -> int:
-    """Return the decimal place of the smallest number's first digit, or 0 if all numbers are at
+    """Return the decimal place of the smallest number's first digit. Return 0 if all numbers are at
     least 1.
 
-    math-verify compares a fixed number of decimal places. With this many more, it compares a fixed
-    number of significant digits.
+    math-verify compares a fixed number of decimal places. Adding the returned number makes it
+    compare a fixed number of significant digits.
     """
     from sympy import Basic, preorder_traversal
 
@@ -291,15 +297,15 @@ def is_matrix(expression: Any) -> bool:
 
 
 def components(expression: Any) -> list[Any]:
-    """Return the components of a row vector, a column vector or a tuple; empty for other
-    expressions.
+    """Return the components of a row vector, a column vector or a tuple. Return an empty list for
+    other expressions.
     """
     return list(expression) if is_matrix(expression) else coordinates(expression)
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """Return the values of a tuple, or of an open interval, because the parser may read a pair as
-    one. Empty for other expressions.
+    """Return the values of a tuple. An open interval counts as a tuple, because the parser may read
+    a pair as an interval. Return an empty list for other expressions.
     """
     from sympy import Interval, Tuple
 
@@ -309,8 +315,8 @@ def coordinates(expression: Any) -> list[Any]:
 
 
 def assignments(expression: Any) -> dict[str, Any]:
-    """Read assignments such as ``x = 1, y = 2`` or ``(x, y) = (1, 2)``. Return the values by name;
-    empty for other expressions.
+    """Read assignments such as ``x = 1, y = 2`` or ``(x, y) = (1, 2)``. Return the values by name,
+    or an empty dict for other expressions.
     """
     from sympy import Eq, FiniteSet, Symbol
 
@@ -355,8 +361,8 @@ def exact(expression: Any) -> Any:
 def equal(answer: str, reference: str) -> bool:
     """Return whether two answers are the same mathematical object or the same words.
 
-    References in words are compared as text. As algebra, *Evelyn* would be a product of letters in
-    any order.
+    A reference in words is compared as text. Parsed as algebra, *Evelyn* would be a product of its
+    letters, and their order wouldn't matter.
     """
     answer = plain(answer)
     reference = plain(reference)

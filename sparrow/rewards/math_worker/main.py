@@ -27,7 +27,8 @@ def main() -> int:
     """Fork a process to answer requests. Whenever that process is killed at its limit, fork
     another.
 
-    Forks inherit the libraries and their caches. Return the exit status.
+    Forks inherit the libraries and their caches. Return the exit status once a fork ends without
+    being killed.
     """
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -56,7 +57,8 @@ def main() -> int:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends for any reason.
 
-    Otherwise, it would keep the pipe open, and the caller would wait until its time limit.
+    Otherwise, this process would keep the pipe open, and the caller would wait until its time
+    limit.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -215,8 +215,8 @@ def _ascii(text: str) -> str:
 
 
 def _numbers_of_text(command: re.Match[str]) -> str:
-    """Replace a text command with its content if that contains a number or is "percent"; leave
-    other commands unchanged.
+    """Replace a text command with its content if the content contains a number or is "percent".
+    Leave other commands unchanged.
     """
     is_number = re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", command[1])
     return command[1] if is_number else command[0]
@@ -243,8 +243,8 @@ def _keyed(text: str) -> str:
 
 
 def _bracketed(text: str, opening: re.Pattern[str], before: str, after: str) -> str:
-    """Replace ``opening``, which ends with a parenthesis, with ``before``, and the matching closing
-    parenthesis with ``after``.
+    """Replace ``opening`` with ``before``, and the matching closing parenthesis with ``after``.
+    ``opening`` must end with a parenthesis.
     """
     while match := opening.search(text):
         rest = text[match.end() :]
@@ -268,8 +268,8 @@ def _numeral(subscript: re.Match[str]) -> str:
 
 
 def _ongoing(decimal: re.Match[str]) -> str:
-    """Rewrite a decimal with an ellipsis as a fraction if its last digits repeat, as in 0.1666...,
-    which is 1/6.
+    """Rewrite a decimal with an ellipsis as a fraction if its last digits repeat. For example,
+    0.1666... is 1/6.
     """
     whole, digits = decimal.groups()
     for length in range(1, len(digits) // 2 + 1):
@@ -283,7 +283,7 @@ def _ongoing(decimal: re.Match[str]) -> str:
 
 
 def _without_brace(text: str) -> str:
-    """Remove the brace that closes the one opened before ``text``."""
+    """Remove the closing brace for an opening brace just before ``text``."""
     place = _closing(text, "{", "}")
     if place is None:
         return text
@@ -291,7 +291,7 @@ def _without_brace(text: str) -> str:
 
 
 def _closing(text: str, opening: str, closing: str) -> int | None:
-    """Return the index of the bracket that closes the one opened before ``text``."""
+    """Return the index of the closing bracket for an opening bracket just before ``text``."""
     depth = 1
     for place, sign in enumerate(text):
         depth += (sign == opening) - (sign == closing)
@@ -301,7 +301,7 @@ def _closing(text: str, opening: str, closing: str) -> int | None:
 
 
 def _fraction(decimal: re.Match[str]) -> str:
-    """Rewrite a repeating decimal as a fraction: 0.1666..., for example, is (16 - 1) / 90."""
+    """Rewrite a repeating decimal as a fraction. For example, 0.1666... is (16 - 1) / 90."""
     return _as_fraction(*decimal.groups())
 
 

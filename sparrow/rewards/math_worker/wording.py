@@ -83,7 +83,7 @@ def words(answer: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a text is made up of whole words, which algebra would read as products of
+    """Return whether a text consists of whole words. Algebra would read a word as a product of
     letters.
     """
     return _WORDS.fullmatch(text.casefold()) is not None
@@ -141,7 +141,7 @@ _NUMERALS = re.compile(r"(?<![\w\\}])\d[0-9A-F]*_\{?(\d+)\}?")
 
 def choice(answer: str) -> tuple[str, str]:
     """Split a multiple-choice answer such as ``C: text`` into its letter and text. The letter is
-    empty if the answer looks different or its text names a second letter.
+    empty if the answer has another form, or if its text names a second letter.
     """
     text = COMMAND.sub(r" \1 ", answer.replace("\\ ", " ").replace("$", " ")).strip()
     match = _CHOICE.fullmatch(text)

@@ -1,5 +1,5 @@
-"""Sandbox untrusted programs, limiting their access, resources and output, and judge them by
-running tests.
+"""Judge untrusted programs by running tests in a sandbox. The sandbox limits the programs' access,
+resources and output.
 """
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation

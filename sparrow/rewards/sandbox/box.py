@@ -70,8 +70,8 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """Return the wall of kind ``held``. If this machine allows it, each sandbox gets a separate
-    user id.
+    """Return the wall for the isolation ``held``. Each sandbox gets a separate user id if this
+    machine allows it.
     """
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
@@ -110,8 +110,9 @@ def _announce(held: Held) -> None:
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """Check that the requested isolation works on this machine, and return it, with ``auto``
-    resolved to bubblewrap. Also log, once, how programs are confined and limited.
+    """Check that the requested isolation works on this machine, and return its name. For ``auto``,
+    this is bubblewrap. The first call for each isolation logs how programs are confined and
+    limited.
 
     Raises RewardError if the isolation does not work here. Raises ValueError if there is no such
     isolation.
@@ -209,7 +210,7 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """Whether the kernel ended the process at its CPU time limit, rather than us with ``kill``."""
+        """Whether the kernel ended the process at its CPU time limit. False after ``kill``."""
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
 
@@ -226,7 +227,7 @@ class Sandbox(Child):
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
                 return
-        # The process group outlives its leader, and its id is not reused before the leader is
+        # The process group outlives its leader. The group's id is not reused until the leader is
         # reaped.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)

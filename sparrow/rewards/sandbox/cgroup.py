@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 @cache
 def parent() -> Path | None:
-    """Find a group where we can create subgroups with memory and task limits: this process's own
-    group or its parent. Return None if neither works.
+    """Find a group where we can create subgroups with memory and task limits: either this process's
+    own group or that group's parent. Return None if neither works.
     """
     groups = (line for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
     own = next((line[3:].strip() for line in groups), None)

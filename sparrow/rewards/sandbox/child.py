@@ -1,4 +1,6 @@
-"""A child process that takes and returns objects as lines of JSON. Every wait for it has a limit."""
+"""A child process that takes and returns objects as lines of JSON. Every wait for the child has a
+time limit.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ T = TypeVar("T")
 
 
 def _queued_here() -> float:
-    """Return how many seconds this thread has waited for a CPU, or 0 if the kernel doesn't report
-    it.
+    """Return how many seconds this thread has waited for a CPU. Return 0 if the kernel doesn't
+    report waiting times.
     """
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
@@ -70,7 +72,7 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # What the last check of the child's processes found: the CPU time they had used, and how
+        # Results of the last check of the child's processes: the CPU time they had used, and how
         # long each of their threads and this thread had waited for a CPU. The last field is the
         # time since that check.
         self._seen: float | None = None
@@ -96,8 +98,8 @@ class Child:
                 raise self._ended() from error
 
     def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
-        """Send an object to a program, counting the program's own time until it has read
-        everything.
+        """Send an object to a program. The program's own time counts until the program has read the
+        whole object.
 
         Raises the same errors as ``receive_within``.
         """
@@ -107,7 +109,7 @@ class Child:
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
         """Read the next reply.
 
-        The reply may come from a hostile program. It's only checked to be well-formed and cheap to
+        The reply may come from a hostile program. We only check that it is well-formed and cheap to
         read.
 
         Raises ChildTimeoutError if there is no reply by ``deadline``, or ChildEndedError if the
@@ -127,7 +129,7 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """Read a program's next reply, counting its own time during the wait against
+        """Read a program's next reply. While we wait, the program's own time counts against
         ``time_limit``.
 
         Raises ChildTimeoutError if the program runs out of time, or ChildEndedError as in
@@ -136,7 +138,7 @@ class Child:
         return self._within(time_limit, lambda deadline: self.receive(deadline, most))
 
     def _within(self, time_limit: OwnTime, attempt: Callable[[float], T]) -> T:
-        """Call ``attempt`` with short deadlines until it returns a result, and return that. Raises
+        """Call ``attempt`` with short deadlines until it succeeds, and return its result. Raises
         ChildTimeoutError if the program runs out of time first.
         """
         if self._seen is None and not self._uncounted_s:
@@ -159,8 +161,8 @@ class Child:
     def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
         """Count the time since ``began``.
 
-        At first, all of it counts as the program's own. Once enough has built up, in one long wait
-        or many short ones, we check how much of it the processes spent waiting for a CPU.
+        At first, all of this time counts as the program's own. Once enough time has accumulated, in
+        one long wait or many short ones, we check how long the processes waited for a CPU.
         """
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s
@@ -180,8 +182,9 @@ class Child:
         self._uncounted_s = 0.0
 
     def _queued_since(self, family: Sequence[processes.Process]) -> float | None:
-        """Return the seconds spent waiting for a CPU since the last check, by the processes and by
-        this thread, which reads from them. Return None if the kernel doesn't report waiting times.
+        """Return how many seconds have been spent waiting for a CPU since the last check. This
+        includes waits by the processes and by this thread, which reads their replies. Return None
+        if the kernel doesn't report waiting times.
 
         Of the processes' threads, only the one that waited longest counts. Otherwise, a program
         could gain time by starting lots of threads.

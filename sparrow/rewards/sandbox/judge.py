@@ -6,8 +6,8 @@ kinds:
 - ``{"inputs": [...], "outputs": [...]}``: the standard input and the expected standard output of
   each test.
 - The same with ``"fn_name"``: each input is a list of arguments, and each output the expected
-  result, both as JSON values. ``"alternatives"`` contains further lists of outputs; a program
-  passes if its results match one of the lists in all tests.
+  result, both as JSON values. ``"alternatives"`` contains other acceptable lists of outputs. A
+  program passes if its results match the same list in all tests.
 - ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as in HumanEval
   and MBPP. ``setup`` runs before the test code. If there is an ``entry_point``, the test code's
   function ``check`` is called with the program's function of that name.
@@ -48,8 +48,8 @@ Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]
 
 FLOAT_TOLERANCE = 1e-6
-"""Tolerance for expected numbers with a decimal point or an exponent: relative, but absolute for
-numbers below 1.
+"""Tolerance for expected numbers that have a decimal point or an exponent. The tolerance is
+absolute for numbers below 1, and relative for larger ones.
 """
 
 _show = Repr().repr
@@ -134,9 +134,9 @@ def _close(actual: float, expected: float) -> bool:
 def same_output(actual: str, expected: str) -> bool:
     """Compare two outputs line by line and word by word, ignoring spaces.
 
-    Words are compared as numbers if the expected one is written plainly (``0011``, for example,
-    isn't). Whole numbers must be equal and must not have an exponent; decimals are compared within
-    a tolerance.
+    Two words are compared as numbers if the expected word is a number in plain form. For example,
+    ``0011`` is not in plain form. Whole numbers must be equal and must not have an exponent;
+    decimals are compared within a tolerance.
     """
     # Go one word at a time: for hostile output, a list of words could take a hundred times as much
     # memory as the output itself.
@@ -221,7 +221,7 @@ class Judge:
 
 class _Readings:
     """The expected results of calls. Several lists may be acceptable, and each actual result rules
-    out the ones it doesn't match.
+    out the lists that it doesn't match.
     """
 
     def __init__(self, tests: Tests) -> None:
@@ -234,7 +234,9 @@ class _Readings:
         return self._left[0][self._at]
 
     def met_by(self, actual: Any) -> bool:
-        """Return whether any remaining list expects ``actual``. If so, rule out those that don't."""
+        """Return whether any remaining list expects ``actual``. If so, rule out the lists that
+        don't.
+        """
         met = [outputs for outputs in self._left if same_value(actual, outputs[self._at])]
         self._left = met or self._left
         return bool(met)
@@ -255,26 +257,26 @@ class _Run:
         return Sandbox(request, self.limits, self.held)
 
     def _send(self, box: Sandbox, message: Mapping[str, Any]) -> None:
-        """Send a message, within ``wall_s`` of the sandbox's own time.
+        """Send a message. The sandbox gets ``wall_s`` seconds of its own time to read it.
 
-        Raises ChildTimeoutError, ChildEndedError: see ``Child``.
+        Raises the same errors as ``Child.send_within``.
         """
         with self._time(self.limits.wall_s) as time_limit:
             box.send_within(message, time_limit)
 
     def _receive(self, box: Sandbox, most: int, limit_s: float | None = None) -> dict[str, Any]:
-        """Receive a sandbox's next answer within ``limit_s`` seconds of its own time (``wall_s`` by
-        default).
+        """Receive a sandbox's next answer. The sandbox gets ``limit_s`` seconds of its own time to
+        reply. The default is ``wall_s``.
 
-        Raises ChildTimeoutError, ChildEndedError: see ``Child``.
+        Raises the same errors as ``Child.receive_within``.
         """
         with self._time(limit_s or self.limits.wall_s) as time_limit:
             return box.receive_within(time_limit, most)
 
     @contextmanager
     def _time(self, limit_s: float) -> Iterator[OwnTime]:
-        """Open a context with a time limit of ``limit_s``, or whatever is left for all tests if
-        that's less, and count the time spent in it.
+        """Open a context with a time limit, and count the time spent in it. The limit is
+        ``limit_s``, or the time left for all tests if that is shorter.
         """
         left_s = self.limits.program_s - self.spent_s
         time_limit = OwnTime(min(limit_s, left_s))
@@ -329,8 +331,8 @@ class _Run:
         return self._feed(box, given, expected)
 
     def _most(self, expected: str) -> int:
-        """Return the size in bytes beyond which a reply can't be correct. Such replies aren't read,
-        because malloc wouldn't give the memory back.
+        """Return the size in bytes beyond which a reply can't be correct. Longer replies aren't
+        read, because malloc wouldn't give the memory back.
         """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 

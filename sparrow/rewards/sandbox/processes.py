@@ -1,4 +1,4 @@
-"""Read processes' states, how much CPU time they have used, and how long they have waited for a
+"""Read the states of processes, the CPU time they have used, and the time they have waited for a
 CPU.
 """
 
@@ -35,8 +35,8 @@ def look(pid: int) -> Process:
 
 
 def queued(pid: int | str) -> dict[int, float] | None:
-    """Read how many seconds each of a process's threads has waited for a CPU, skipping threads that
-    end in the meantime. Return None if the kernel doesn't report it.
+    """Read how many seconds each of a process's threads has waited for a CPU. Threads that end in
+    the meantime are skipped. Return None if the kernel doesn't report waiting times.
     """
     waits: dict[int, float] = {}
     try:

@@ -1,9 +1,9 @@
 """The seccomp filter (x86-64 and arm64) for programs being judged.
 
-Under bubblewrap, it's a second wall inside the namespaces; without bubblewrap, it and Landlock are
-the only protection. It confines the program to a single process that can't start or signal others,
-open sockets, change a file's owner, mode or attributes, or use the kernel's larger interfaces.
-System calls newer than those listed here are denied unless they're in ``_NEW``.
+Under bubblewrap, the filter is a second wall inside the namespaces. Without bubblewrap, the filter
+and Landlock are the only protection. The filter confines the program to a single process that can't
+start or signal others, open sockets, change a file's owner, mode or attributes, or use the kernel's
+larger interfaces. System calls newer than those listed here are denied unless they're in ``_NEW``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _PRCTL = (157, 167)
 _SENDTO = (44, 206)
 _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
-# Both architectures use the same numbers from 424 on. Allowed are close_range, openat2, faccessat2,
-# epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is
-# denied because it hides its flags behind a pointer; the C library falls back to clone.
+# Both architectures use the same numbers from 424 on. The allowed calls are close_range, openat2,
+# faccessat2, epoll_pwait2, futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal.
+# clone3 is denied because it hides its flags behind a pointer; the C library falls back to clone.
 _FIRST_NEW = 424
 _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
@@ -58,7 +58,7 @@ _NEW = (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 # F_SETOWN_EX), leases, directory change notifications, and larger pipe buffers.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
-# Allowed: checking for a terminal, its size and the number of readable bytes, and setting
+# Allowed: checking for a terminal, reading its size, counting the readable bytes, and setting
 # non-blocking mode and close-on-exec.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 # Allowed: naming threads and mappings, huge pages, timers, and reading settings, but nothing that
@@ -111,7 +111,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     "setsockopt": (54, 208),
-    # memory not covered by any limit, and objects shared by all of a user's or machine's processes
+    # memory that no limit covers, and objects that all processes of a user or machine share
     "memfd_create": (319, 279),
     "shmget": (29, 194),
     "shmat": (30, 196),
@@ -203,7 +203,7 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _call(number: int, tests: list[Instruction]) -> list[Instruction]:
-    """Run ``tests``, which must end with a return, only for the system call ``number``."""
+    """Run ``tests`` only for the system call ``number``. ``tests`` must end with a return."""
     return [(_EQUAL, 0, len(tests), number), *tests]
 
 
@@ -268,8 +268,8 @@ def program_filter() -> list[Instruction]:
 
 @cache
 def packed_filter() -> tuple[str, list[int]]:
-    """Return the filter in the kernel's format, as hex, and the byte offsets where the filtered
-    process's own id goes.
+    """Return the filter as hex in the kernel's format. Also return the byte offsets at which to
+    insert the filtered process's own id.
     """
     code = program_filter()
     packed = b"".join(

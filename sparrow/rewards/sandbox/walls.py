@@ -47,8 +47,8 @@ class Wall:
     def counted_by_kernel(self) -> bool:
         """Whether the kernel can limit a program's task count without counting anyone else's tasks.
 
-        This is the case if the sandbox has a user id of its own. It is also the case in a user
-        namespace not created by root, since Linux 5.14.
+        This is the case if the sandbox has a user id of its own. Since Linux 5.14, it is also the
+        case in a user namespace that was not created by root.
         """
         if self.own_user:
             return True
@@ -92,9 +92,9 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """Return the virtual environment's path if it's in one of ``_OWN_FOLDERS`` and can be mounted
-    elsewhere, which hides its location from programs. Return None if the environment stays in
-    place.
+    """Return the path of the virtual environment if it is in one of ``_OWN_FOLDERS`` and can be
+    mounted elsewhere, so that its location is hidden from programs. Return None if the environment
+    stays in place.
 
     The base Python can't be mounted elsewhere, because the environment's files contain its path.
     """
@@ -197,8 +197,8 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness if its folder is writable. It never is inside the sandbox, so otherwise
-    every program would compile the harness again.
+    """Compile the harness if its folder is writable. Inside the sandbox, the folder is never
+    writable, and without this step every program would compile the harness again.
     """
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 

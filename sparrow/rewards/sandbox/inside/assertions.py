@@ -1,4 +1,4 @@
-"""The mode that runs trusted test code, which calls the program's functions in another sandbox."""
+"""The mode that runs trusted test code. The program that the tests call runs in another sandbox."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Names(dict[str, "Any"]):
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
     """Find a function under test that shadows a built-in such as ``sum``. If the tests use no name
     that only the program could define, the built-in that they call must be the program's function.
-    Return its name in a set, which is empty if there is no such function.
+    Return a set with the name of that function, or an empty set if there is no such function.
 
     Raises ValueError if the tests call several built-ins, because any of them could be the function
     under test.

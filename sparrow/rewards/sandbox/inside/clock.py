@@ -1,5 +1,5 @@
-"""A program's own time, to which its limits apply: the time it spends running or sleeping, but not
-waiting for a CPU.
+"""Measure a program's own time: the time it spends running or sleeping, but not waiting for a CPU.
+A program's time limits apply to its own time.
 
 Linux reports how long a thread has waited for a CPU. Where the kernel doesn't report this, a
 program that gets less than a twentieth of a CPU is assumed to be asleep unless it's known to be
@@ -18,8 +18,8 @@ _AWAKE = 1 / 20
 
 
 class OwnTime:
-    """Tracks a program's own time, excluding waits for a CPU, against a limit. The clock starts
-    when this object is created.
+    """Measures a program's own time, which excludes waits for a CPU, against a limit. The clock
+    starts when this object is created.
 
     Args:
         limit_s: limit on the program's own time, in seconds.
@@ -37,8 +37,9 @@ class OwnTime:
         runnable: bool = False,
         queued_s: float | None = None,
     ) -> None:
-        """Count the time between two checks. Out of ``waited_s`` of wall-clock time, the program
-        ran for ``ran_s`` and, if known, waited for a CPU for ``queued_s``.
+        """Count the time between two checks, ``waited_s`` seconds of wall-clock time. The program
+        ran for ``ran_s`` of these seconds. If known, ``queued_s`` is how long the program waited
+        for a CPU.
 
         A ``runnable`` program would run if it got a CPU, so it isn't asleep.
         """

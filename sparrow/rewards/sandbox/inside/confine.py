@@ -21,7 +21,8 @@ _NO_NEW_PRIVS = 38
 _SECCOMP = 22
 _DUMPABLE = 4
 _DEATH_SIGNAL = 1
-# the main thread's stack can always grow to this size within the 128 MiB gap that the kernel leaves
+# The kernel leaves a gap of 128 MiB, within which the main thread's stack can always grow to this
+# size.
 _STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
@@ -161,8 +162,8 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Switch this process to user id ``uid``, if given. Have the kernel kill the process when its
-    parent ends, and keep the user's other processes from accessing its memory through /proc.
+    """Switch this process to user id ``uid``, if given. Have the kernel kill this process when its
+    parent ends. Keep the user's other processes from accessing this process's memory through /proc.
     """
     if uid is not None:
         os.setgroups([])

@@ -1,13 +1,13 @@
-"""Calls between test code and the program under test, which run in separate sandboxes, called sides
-here.
+"""Calls between test code and the program under test. The two run in separate sandboxes, which are
+called sides here.
 
 Both sides send the same requests: ``call`` a function on the other side, ``look`` up a global, read
 or ``set`` a ``part`` of an object, or run an ``operation`` (see ``remote``). The answer holds a
-``value``, or says what was ``raised`` or why the request was ``refused``; for a call, it also
-reports changes to the arguments and anything printed. A side serves requests while it waits for an
-answer, so a test can pass a function to the program. Values use the ``wire`` format, extended here
-with a few standard types. Functions and objects of other classes stay on their own side and are
-referred to by number (see ``remote``).
+``value``, the error that was ``raised``, or the reason why the request was ``refused``. The answer
+to a call also reports changes to the arguments and anything printed. A side serves requests while
+it waits for an answer, so a test can pass a function to the program. Values use the ``wire``
+format, extended here with a few standard types. Functions and objects of other classes stay on
+their own side, and the other side refers to them by number (see ``remote``).
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Exchange:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Mutable parts of the other side's objects that this side has read, with the contents they
-        # had then. The keys are the object, the kind of part and its name.
+        # Mutable parts that this side has read from the other side's objects, with the contents
+        # they had at the time. The keys are the object, the kind of part and its name.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -174,13 +174,13 @@ class Exchange:
         self.ask({"load": True})
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """Run one of ``OPERATIONS`` on the objects' own side."""
+        """Run one of ``OPERATIONS`` on the side where the objects live."""
         self._settle()
         return self.ask({"operation": [name, self._crossing(list(operands))]})
 
     def part(self, key: int | str, kind: str, name: Any) -> Any:
-        """Return an attribute or item of an object on the other side. If it's mutable, such as a
-        list or dict, changes made to it here are sent back before the next call.
+        """Return an attribute or item of an object on the other side. If the value is mutable, such
+        as a list or dict, changes made to the value here are sent back before the next call.
         """
         place = [key, kind, self._crossing(name)]
         written = json.dumps(place)
@@ -223,7 +223,7 @@ class Exchange:
         return self._unpack(reply["value"])
 
     def _settle(self) -> None:
-        """Send back changes made here to parts borrowed from the other side's objects."""
+        """Send back changes made here to mutable parts of the other side's objects."""
         borrowed = list(self._borrowed.values())
         self._borrowed.clear()
         for place, value, before in borrowed:
@@ -402,7 +402,7 @@ class Exchange:
         return None
 
     def _number(self, value: Any) -> int:
-        """Return the number that the other side uses for an object that stays here."""
+        """Return the number by which the other side refers to an object that stays here."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._kept)
             self._kept.append(value)
@@ -433,13 +433,15 @@ class Exchange:
         return _KINDS[module, name][1](self._unpack(content))
 
     def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:
-        """Return the stand-in for an object on the other side, always the same one."""
+        """Return the stand-in for an object on the other side. An object always gets the same
+        stand-in.
+        """
         if number not in self._remotes:
             self._remotes[number] = make(number)
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """Return an up-to-date copy of an object whose class, on the other side, extends a
+        """Return an up-to-date copy of an object on the other side. The object's class extends a
         container.
         """
         value = self._unpack(content)
@@ -454,7 +456,7 @@ class Exchange:
 
 
 def _content(value: Any) -> Any:
-    """Return a value's contents as its built-in base class sees them, whatever the subclass
+    """Return a value's contents as its built-in base class sees them, ignoring the subclass's
     overrides.
     """
     if isinstance(value, dict):
@@ -467,7 +469,7 @@ def _content(value: Any) -> Any:
 
 def _public_name(value: Any) -> list[str] | None:
     """Return the module and name of a class or function that exists on both sides, such as ``int``
-    or ``operator.add``, or None for anything else.
+    or ``operator.add``. Return None for anything else.
     """
     name = getattr(value, "__qualname__", None)
     if not callable(value) or not isinstance(name, str):

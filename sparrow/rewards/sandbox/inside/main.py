@@ -1,11 +1,11 @@
 """The entry point inside the sandbox, where ``inside`` is imported on its own, without the rest of
 the package.
 
-It talks over stdin and stdout in lines of JSON. The first line says what to run, and is
-acknowledged before anything runs. Its ``mode`` is one of
+It exchanges lines of JSON over stdin and stdout. The first line says what to run, and is
+acknowledged before anything runs. The line's ``mode`` is one of these:
 
-- ``stdio``: each further line holds one test's standard input, for which the program is run once in
-  a forked process. The reply says how the program ended, and is followed by the program's output.
+- ``stdio``: each further line holds one test's standard input. The program is run on this input in
+  a forked process. The reply says how the program ended, and the program's output follows.
 - ``serve``: the program is loaded once, also in a forked process, and every further line calls one
   of its functions.
 - ``exchange``: like ``serve``, but the calls come from test code, and objects can be passed.

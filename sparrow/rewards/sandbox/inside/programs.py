@@ -1,8 +1,8 @@
-"""The two modes that run the program being judged: once per test, on its standard input, or once
-for many calls.
+"""The two modes that run the program being judged. One mode runs the program once per test, on the
+test's standard input. The other mode loads the program once and then calls its functions.
 
-This process never sees the expected outputs, so a program gains nothing by taking it over: it can
-still only report what it computed.
+This process never sees the expected outputs, so a program gains nothing by taking it over. The
+program can still report only what it computed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by its path. Without /proc, the path doesn't resolve here."""
+    """Let programs open standard input by a path such as ``/dev/stdin``. Without /proc, such a path
+    doesn't resolve.
+    """
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +121,8 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 def finish(*sources: str) -> NoReturn:
     """Run source code as a complete program, then exit as the interpreter would.
 
-    The interpreter's own shutdown is skipped, since it would free, and so copy, every memory page
-    shared with the parent.
+    Skip the interpreter's own shutdown. It would free all objects, and that would copy every memory
+    page shared with the parent.
     """
     import atexit
     import threading
@@ -146,8 +148,8 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """Wait for a process, killing it if it exceeds ``wall_s`` or its file or task limits, and
-    describe how it ended.
+    """Wait for a process and describe how it ended. Kill the process if it exceeds ``wall_s`` or
+    its limits on files or tasks.
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
@@ -176,8 +178,9 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
 def reap(
     pid: int, watch: Watch, wall_s: float = math.inf
 ) -> tuple[int, resource.struct_rusage, str | None]:
-    """Wait for a process, and return its exit code, its resource usage, and why it was killed: an
-    empty string if it hit the time limit, or None if it ended on its own.
+    """Wait for a process. Return its exit code, its resource usage, and the reason why it was
+    killed. The reason is an empty string for the time limit, and None if the process ended on its
+    own.
 
     ``wall_s`` limits the time that the process spends running and sleeping. Waiting for a CPU
     doesn't count, unless the process gets less than a twentieth of a CPU and is therefore assumed
@@ -241,11 +244,11 @@ class Program:
             raise self._failure
 
     def find(self, name: str) -> Any:
-        """Return a function or other global that the program itself defines, or a method of its
-        ``Solution`` class.
+        """Return a function or other global that the program itself defines, or a method of the
+        program's ``Solution`` class.
 
         Raises NameError if the program doesn't define the name, even if the prelude or Python does.
-        If loading failed, raises that error instead.
+        If the program failed to load, raises the error from loading instead.
         """
         self.loaded()
         value = self._namespace.get(name)
@@ -258,8 +261,8 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Return whether the program itself sets a name, even to the same value as the prelude, for
-        example by importing it again.
+        """Return whether the program itself sets a name. Setting it to the same value as the
+        prelude, for example by repeating an import, also counts.
         """
         import dis
 
@@ -283,8 +286,8 @@ class Printed(io.StringIO):
 
 
 def load(channel: Channel, request: Mapping[str, Any]) -> Program:
-    """Load the program in a forked process, and return only there. The parent waits for that
-    process and then exits too.
+    """Load the program in a forked process. This function returns only in the forked process. The
+    parent waits for the forked process and then exits too.
     """
     limits = request["limits"]
     if pid := os.fork():

@@ -1,5 +1,5 @@
-"""Stand-ins for objects in another process. Operations on a stand-in run there, and their
-results are sent back.
+"""Stand-ins for objects in another process. An operation on a stand-in runs in the other process,
+which sends back the result.
 
 On the tests' side (``strict``), the program must not be able to influence an assertion. Its objects
 never decide comparisons, never get to see the tests' operands in arithmetic, can't suppress
@@ -92,7 +92,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 class CannotCrossError(BaseException):
     """Raised if a test needs something that a program in another process can't provide.
 
-    This isn't an ``Exception``, so that a test can't mistake it for one that it expects.
+    This class doesn't derive from ``Exception``, so that a test can't mistake it for an exception
+    that the test expects.
     """
 
 
@@ -347,8 +348,8 @@ class RemoteIterator(Remote):
 
 
 class Like:
-    """A stand-in for an instance of a tuple, list, dict, set or frozenset subclass. It has a copy
-    of the contents, in the built-in class, and the original's other attributes.
+    """A stand-in for an instance of a tuple, list, dict, set or frozenset subclass. It holds a copy
+    of the contents. Other attributes are read from the original.
 
     Comparisons, lengths and items come from the copy, whatever the subclass defines.
     """
@@ -366,23 +367,23 @@ class Like:
 
 
 class LikeTuple(Like, tuple):  # type: ignore[type-arg]
-    """A copy of the other side's instance of a ``tuple`` subclass, such as a named tuple."""
+    """A stand-in for an instance of a ``tuple`` subclass, such as a named tuple."""
 
 
 class LikeFrozenset(Like, frozenset):  # type: ignore[type-arg]
-    """A copy of the other side's instance of a ``frozenset`` subclass."""
+    """A stand-in for an instance of a ``frozenset`` subclass."""
 
 
 class LikeList(Like, list):  # type: ignore[type-arg]
-    """A copy of the other side's instance of a ``list`` subclass."""
+    """A stand-in for an instance of a ``list`` subclass."""
 
 
 class LikeDict(Like, dict):  # type: ignore[type-arg]
-    """A copy of the other side's instance of a ``dict`` subclass."""
+    """A stand-in for an instance of a ``dict`` subclass."""
 
 
 class LikeSet(Like, set):  # type: ignore[type-arg]
-    """A copy of the other side's instance of a ``set`` subclass."""
+    """A stand-in for an instance of a ``set`` subclass."""
 
 
 LIKE: dict[str, type[Any]] = {
@@ -396,7 +397,9 @@ MUTABLE_LIKE = (LikeList, LikeDict, LikeSet)
 
 
 def stand_in(value: Any) -> Remote | None:
-    """Return the stand-in that ``value`` is or contains, or None if it belongs to this side."""
+    """Return ``value`` itself if it is a ``Remote``, or the ``Remote`` of a ``Like``. Return None
+    for other values, which belong to this side.
+    """
     kind = type(value)  # ``isinstance`` would trust the value's own ``__class__``
     if issubclass(kind, Remote):
         return value
@@ -423,8 +426,8 @@ _DECIDING = (
 
 
 def plain_base(value: Any, own: tuple[str, ...]) -> type[Any] | None:
-    """Return the built-in class that can represent ``value``, or None if its class has no such base
-    or overrides its behaviour.
+    """Return the built-in class that can represent ``value``. Return None if the class of ``value``
+    has no such base, or overrides the behaviour of its base.
 
     ``own`` lists the modules that this side's classes are defined in.
     """

@@ -1,5 +1,5 @@
-"""Watch a program from outside: count its files and tasks many times per second, since resource
-limits don't cover those.
+"""Watch a program from outside: count its files and tasks many times per second. Resource limits
+cover neither.
 """
 
 from __future__ import annotations

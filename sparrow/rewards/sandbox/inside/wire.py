@@ -104,7 +104,7 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """Check the hashes of ``keys``, and return ``keys``. Raises ValueError if so many collide that
+    """Return ``keys`` after checking their hashes. Raises ValueError if so many hashes collide that
     building a set would take too long.
     """
     alike: dict[int, int] = {}
@@ -163,8 +163,8 @@ def _short_int(digits: str) -> int:
 
 
 class Channel:
-    """Exchanges objects as lines of JSON over two file descriptors, plus a third for a final
-    message.
+    """Exchanges objects as lines of JSON over two file descriptors. A third file descriptor takes a
+    final message.
     """
 
     hostile = False  # whether messages come from a program and so need ``parse``
@@ -182,7 +182,7 @@ class Channel:
         return parse(line) if self.hostile else json.loads(line)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send one object, which must contain the length of ``body``, followed by ``body``."""
+        """Send one object, followed by ``body``. The object must contain the length of ``body``."""
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
