@@ -1,5 +1,5 @@
-"""Save a trained model as a Hugging Face folder like the one it was loaded from: same dtype, and
-names that older transformers versions can read.
+"""Save a trained model as a Hugging Face folder. The weights keep the dtype of the checkpoint that
+the model was loaded from, and the files use names that older transformers versions can read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ANY_TOKENIZER = "PreTrainedTokenizerFast"  # loads a tokenizer.json in any trans
 def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``weights`` (by name) and the model config to ``folder``.
 
-    Weights are saved in the dtype of the checkpoint the model was loaded from, whatever dtype they
-    were trained in. Without a checkpoint, they keep their own.
+    Weights are saved in the dtype of the checkpoint that the model was loaded from, even if they
+    were trained in another dtype. If there is no checkpoint, they keep the dtype they were trained
+    in.
     """
     source = _read_json(model.name_or_path, "config.json")
     dtype = _dtype_of(source)
@@ -41,7 +42,7 @@ def save_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Pa
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer under its checkpoint's class name.
 
-    Left alone, transformers 5 would write a class name and lists that earlier versions can't load.
+    By default, transformers 5 writes a class name and lists that earlier versions can't load.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -71,7 +72,9 @@ def _cast(model: PreTrainedModel, name: str, weight: Tensor, dtype: torch.dtype 
 
 
 def _read_json(name_or_path: str | None, file: str) -> dict[str, Any]:
-    """Read one of the loaded checkpoint's JSON files, without downloading it; empty if missing."""
+    """Read one of the JSON files in the loaded checkpoint, without downloading it. Return an empty
+    dict if the file is missing.
+    """
     if not name_or_path:
         return {}
     path = cached_file(

@@ -1,8 +1,9 @@
-"""The processes of a run. They split up sampling, forward and backward passes, and all of them get
-the results.
+"""The processes in a run. They share the work of sampling and of forward and backward passes, and
+every process gets all the results.
 
-Every process gathers the whole step's rollouts, rewards and log-probs, in the same order, so it
-computes statistics, corrections and decisions from the same numbers as a single process would.
+Every process gathers the rollouts, rewards and log-probs of the whole step, in the same order. It
+therefore computes statistics, corrections and decisions from the same numbers as a single process
+would.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ PATIENCE_S = 1800  # how long to wait for the slowest process in a phase
 
 
 class Ranks:
-    """This process's rank among the processes that ``accelerate launch`` started. A run with a
-    single process has one rank.
+    """The rank of this process among those started by ``accelerate launch``. In a single-process
+    run, the rank is 0.
 
     Raises ConfigError if FSDP was requested but this run can't use it.
     """
@@ -48,8 +49,8 @@ class Ranks:
                 "launch it without --use_fsdp"
             )
         self.seconds: dict[str, list[float]] = {}
-        """Phase -> seconds each process has spent in it, not counting the wait for the others at
-        the end.
+        """Seconds spent in each phase, with one entry per process. The wait for other processes at
+        the end of a phase is not counted.
         """
         # Objects always go through host memory, whatever backend tensors use.
         self._group = None
@@ -76,11 +77,11 @@ class Ranks:
         An error in one process is raised in all of them.
 
         Args:
-            phase: what to call the work in error messages and in ``seconds``.
+            phase: name of the work in error messages and in ``seconds``.
 
-        Raises SparrowError or OSError if ``work`` raised one in any process (the lowest rank's, if
-        several did). Raises ProcessLost if a process died or hadn't finished ``PATIENCE_S`` seconds
-        after this one.
+        Raises SparrowError or OSError if ``work`` raised one in any process. If several processes
+        failed, the lowest rank's error is raised. Raises ProcessLost if a process died or hadn't
+        finished ``PATIENCE_S`` seconds after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -132,7 +133,7 @@ class Ranks:
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
-        """Call ``work()`` in the main process only, and return its result in all of them. Raises
+        """Call ``work()`` in the main process only, and return its result in every process. Raises
         the same errors as ``gather``.
         """
         results = self.gather(phase, lambda: work() if self.is_main else None)
@@ -172,8 +173,8 @@ class Ranks:
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """Return the slowest process's time in a phase since the last call, relative to the mean
-        over processes.
+        """Return how long the slowest process spent in a phase since the last call, as a multiple
+        of the mean over processes.
         """
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)
@@ -188,9 +189,9 @@ class Ranks:
         """Split this process's share of ``rows`` into groups of at most ``budget`` padded tokens.
         Each group comes with a flag that says whether its results count.
 
-        All processes return the same number of groups, since any forward or backward pass may need
-        all of them. A process that runs short adds dummy groups that don't count, each with just
-        the shortest of ``rows``.
+        All processes return the same number of groups, since a forward or backward pass may need
+        every process. A process with fewer groups than the others adds dummy groups, whose results
+        don't count. A dummy group contains only the shortest of ``rows``.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
@@ -211,8 +212,8 @@ class Ranks:
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Split indices into ``count`` parts with about the same number of tokens. Longest first, each
-    index goes to the part with the fewest tokens so far.
+    """Split indices into ``count`` parts with about the same number of tokens. Indices are assigned
+    from longest to shortest, each to the part with the fewest tokens so far.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count

@@ -55,8 +55,8 @@ def resumed(
 ) -> Changes:
     """Compare the settings and the start schedule with a run's record, and return the differences.
 
-    The run has finished ``step`` steps. Settings missing from the record, because an older Sparrow
-    started the run, are taken to have been at their defaults.
+    The run has finished ``step`` steps. If an older Sparrow started the run, some settings may be
+    missing from the record. They are assumed to have had their default values.
 
     Raises ConfigError if a fixed setting has changed, a recorded setting no longer exists,
     ``steps`` is below ``step``, or settings have changed on a finished run that isn't being
@@ -114,10 +114,10 @@ def resumed(
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Check that the problems are still the ones the run started with, since the draw order depends
-    on all of them.
+    """Check that the problems haven't changed since the run started. The order in which they are
+    drawn depends on all of them.
 
-    Runs from older versions didn't record their problems, so they aren't checked.
+    Older versions didn't record the problems, so runs from these versions aren't checked.
 
     Raises ConfigError if the training data or a benchmark has changed.
     """

@@ -13,8 +13,8 @@ from sparrow.train.config import RewardConfig
 
 
 def overlong_penalty(tokens: int, limit: int, window: int) -> float:
-    """Return 0 for up to ``limit - window`` tokens. Beyond that, the penalty grows linearly to -1
-    at ``limit`` tokens.
+    """Return the overlong penalty. It is 0 up to ``limit - window`` tokens, and then falls linearly
+    to -1 at ``limit`` tokens.
 
     Source: DAPO, arXiv 2503.14476, equation 13, where ``window`` is called L_cache.
     """
@@ -24,11 +24,11 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
 def reward_parts(
     correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig
 ) -> dict[str, float]:
-    """Compute one response's reward parts, by name. They add up to the reward.
+    """Return the parts of one response's reward, keyed by name. The parts add up to the reward.
 
-    The parts are the verifier's verdict (``correct``) and, depending on ``config``, a bonus for
-    stating an answer, right or wrong, and a length penalty. ``limit`` is the maximum response
-    length in tokens.
+    The verifier's verdict (``correct``) is always a part. Depending on ``config``, there is also a
+    bonus for stating any answer, and a length penalty. ``limit`` is the maximum response length in
+    tokens.
     """
     parts = {"correct": correct}
     if config.format:
@@ -41,10 +41,10 @@ def reward_parts(
 
 
 def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """Compute metrics over responses, each given as its source and its reward parts.
+    """Compute metrics over responses. Each response is given as its source and its reward parts.
 
-    The metrics are the ``mean`` and ``std`` of the reward; if there are several parts, the mean of
-    each in ``parts``; and if there are several sources, the mean reward of each in ``sources``.
+    The metrics are the ``mean`` and ``std`` of the reward. If there are several parts, ``parts``
+    has the mean of each. If there are several sources, ``sources`` has the mean reward of each.
     """
     sources, parts = zip(*rewards, strict=True)
     totals = np.array([sum(p.values()) for p in parts])

@@ -94,7 +94,7 @@ def export(
     """
     distiller = learner.distiller
     ranks = learner.ranks
-    # Skip tied weights: the weights they are tied to get written anyway.
+    # Skip tied weights. Each one shares its tensor with a weight that is written anyway.
     tied = learner.model.all_tied_weights_keys
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
@@ -117,8 +117,8 @@ class Exports:
     """Exports the policy to ``exports/`` in the run directory, periodically and at each new best
     evaluation.
 
-    Keeps the newest ``keep`` periodic exports, the best export so far, and the best one as of the
-    last checkpoint, in case the run resumes from there.
+    Keeps the newest ``keep`` periodic exports and the best export so far. Also keeps the export
+    that was best at the last checkpoint, in case the run resumes from that checkpoint.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:

@@ -6,9 +6,9 @@ what they do and why.
 
 The closed loop raises a budget in proportion to the rejected share 1 - p5, and lowers it in
 proportion to the cube root of that share. The rejected share follows a power law in the pages read,
-with an exponent between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4 (the
-bundled reasoner near p5 0.97). A raise has to be enough where the share falls slowly, and a cut
-must not overshoot where it falls steeply.
+with an exponent between -0.7 and -4. The former is the median of the published tables for p5 0.75
+to 0.92, and the latter is for the bundled reasoner near p5 0.97. A raise has to be enough where the
+share falls slowly, and a cut must not overshoot where it falls steeply.
 
 A relative tau is compared with relative p5 (``mismatch.tau``), so that only sparsity contributes to
 the rejected share.
@@ -34,8 +34,8 @@ STEP_DOWN = 0.75  # smallest per-step factor on a bin's pages read
 ROOM = 0.9
 PATIENCE = 2  # consecutive steps with room before a bin is lowered
 MIN_SEQUENCES = 8
-"""How many responses must reach a bin before it can be lowered. With fewer, it is only raised if
-its whole p5 interval is below tau.
+"""How many responses must reach a bin before its budget can be lowered. With fewer responses, the
+budget is raised only if the bin's whole p5 interval is below tau.
 """
 
 # The guard also warns if p1 over all tokens falls below this fraction of its best so far.
@@ -55,10 +55,10 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     """Take one step of the closed loop.
 
     A bin that rejects too much is raised at once, in proportion to the excess. A bin that has had
-    room for ``PATIENCE`` steps is lowered a third of the way on a log scale, but never to a budget
-    that has failed, nor below one that left no room. Prompt-only bins follow the first bin that can
-    be judged, and lengths not reached yet keep their pages. When a bin is raised, longer bins that
-    would read less are raised to match.
+    room for ``PATIENCE`` steps is lowered in proportion to the cube root of what it rejects. It is
+    never lowered to a budget that has failed, or below a budget that left no room. Prompt-only bins
+    follow the first bin that can be judged. Bins that no response has reached yet keep their pages.
+    When a bin is raised, longer bins that would read less are raised to match.
 
     Args:
         control: the schedule the rollouts were sampled under, and the loop's state.
@@ -118,10 +118,10 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
-    """Select the bins that have enough responses and a p5 that is certainly below ``threshold``.
+    """Select the bins with enough responses whose p5 is certainly below ``threshold``.
 
-    Only the upper bound on acceptance can prove that. With few top tokens, the lower bound is low
-    wherever the distribution is flat, however close the actor is to the policy.
+    Only the upper bound on acceptance can show this. If few top tokens are recorded, the lower
+    bound is low wherever the distribution is flat, even if the actor is close to the policy.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
@@ -177,8 +177,8 @@ class ClosedLoop:
 class Guard:
     """Warns if a length bin's p5 is too low or p1 over all tokens has dropped; see ``GuardConfig``.
 
-    The guard goes by the upper bound on acceptance, so it never warns just because few top tokens
-    were recorded. A separate warning says if there are too few of them to judge p5.
+    The guard uses the upper bound on acceptance, so a small number of recorded top tokens never
+    triggers this warning. If there are too few top tokens to judge p5, a separate warning says so.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -233,8 +233,8 @@ class Guard:
 
     @property
     def warning(self) -> str | None:
-        """The warning to log after this step, if any. It comes once warning signs have lasted
-        ``patience`` steps in a row, and not again until they have cleared.
+        """The warning to log after this step, if any. A warning is given once warning signs have
+        lasted ``patience`` steps in a row. It is not repeated until the signs have cleared.
         """
         if self.steps_below == self._config.patience:
             return self.reason
@@ -262,7 +262,7 @@ class Guard:
 
     @property
     def remedy(self) -> str:
-        """The options to resume with from the checkpoint where the guard stopped the run."""
+        """The options with which to resume from the checkpoint where the guard stopped the run."""
         if self._reads_all:
             return "--resume continues from there once the cause is fixed"
         return "--resume --guard.action raise continues from there with more pages"
@@ -303,8 +303,8 @@ class Movers:
         return proposed
 
     def complaint(self, report: MismatchReport) -> str | None:
-        """Return a complaint, at most once, if even dense rollouts fall short of tau or can't be
-        shown to reach it.
+        """Return a complaint if even dense rollouts fall short of tau, or can't be shown to reach
+        it. The complaint is made at most once.
         """
         if not self._asks or self._said:
             return None

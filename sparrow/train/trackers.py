@@ -1,5 +1,5 @@
-"""Metrics for TensorBoard, W&B and trackio: every scalar of a step, and the tail by length, under
-stable names.
+"""Metrics for TensorBoard, W&B and trackio. They cover every scalar of a step and the tail by
+length, and their names are stable.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Trainer:
 
     ``model`` is the dense policy (float32 weights), ``engine`` the sparse actor, and ``schedule``
     the actor's schedule. With ``closed_loop``, the schedule is adjusted to keep measured p5 at the
-    config's tau. A ``dial`` is for an engine in ``mode=auto``, and sets the length up to which
-    responses are verified. ``benchmarks`` are evaluated as set in ``config.eval``.
+    config's tau. For an engine in ``mode=auto``, the ``dial`` sets the length up to which responses
+    are verified. ``config.eval`` says how to evaluate the ``benchmarks``.
 
     Raises ConfigError if the run directory is in use, a tracker is not installed, this process has
     already trained in another precision, there are more processes than responses, processes start
@@ -97,8 +97,8 @@ class Trainer:
                 "auto cannot use it; use mode lossless or lossy"
             )
         self.ceiling = Ceiling()
-        # Draft choices, by step, that the interrupted run logged after its last checkpoint. The
-        # resumed run replays them.
+        # Draft choices that the interrupted run logged after its last checkpoint, keyed by step.
+        # The resumed run replays them.
         self._logged_choices: dict[int, list[tuple[int, float, int, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -248,10 +248,11 @@ class Trainer:
 
     @property
     def dense_up_to(self) -> float:
-        """Length in tokens up to which samples come from the dense policy; infinity if they all do.
+        """Length in tokens up to which the dense policy draws the samples, or infinity if it draws
+        them all.
 
-        Up to there, acceptance bounds only reflect how many top tokens are recorded, not any
-        mismatch.
+        Up to this length, acceptance bounds reflect only the number of recorded top tokens, since
+        there is no mismatch.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
@@ -267,8 +268,8 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Measure the ceiling (the best p5 any schedule could reach) by sampling densely with the
-        policy's own weights.
+        """Measure the ceiling (the best p5 that any schedule could reach) by sampling densely with
+        the policy's own weights.
         """
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
@@ -279,8 +280,8 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Evaluate the policy on the benchmarks and export it, each only if due and not already
-        done.
+        """Evaluate the policy on the benchmarks, and export it. Either is skipped if it isn't due
+        or was already done.
         """
         if not (self.config.eval.every or self.config.export.every):
             return
@@ -331,8 +332,8 @@ class Trainer:
     def _describe(
         self, experience: Experience, assessment: Assessment, entropy: float
     ) -> tuple[MismatchReport, Metrics]:
-        """Pool the step's acceptance rates into a report, and collect all metrics available before
-        the update.
+        """Pool the step's acceptance rates into a report. Also collect all metrics that are
+        available before the update.
         """
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
@@ -408,8 +409,8 @@ class Trainer:
         sparse = [
             a.position >= (np.inf if up_to is None else up_to) for a in assessment.acceptances
         ]
-        # Log one response per prompt before any second ones, so that the token view shows different
-        # problems.
+        # Log the first response to each prompt, then the second ones, and so on. The token view
+        # then shows different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
         responses = [

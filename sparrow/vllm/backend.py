@@ -51,7 +51,7 @@ class Prefill(NamedTuple):
     # batch's metadata here: it refers to the ``Step``, and that cycle would keep each step's
     # tensors alive until the garbage collector runs.
     metadata: Any = None
-    # blocks of an 8-bit cache to copy for vLLM to read; None if it reads the cache directly
+    # blocks of an 8-bit cache to copy for vLLM; None if vLLM reads the cache directly
     blocks: Tensor | None = None
 
 
@@ -82,8 +82,8 @@ class LayerGroup:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """Write the landmarks for any pages these slots complete, in all layers. Call this after
-        the last layer has stored its keys.
+        """For all layers, write the landmarks of the pages that these slots complete. Call this
+        after the last layer has stored its keys.
         """
         impl = self._layers[-1].impl
         # All layers have run by now, so their caches exist. If vLLM replaces the KV cache, it also
@@ -116,7 +116,7 @@ class Step(NamedTuple):
     # int32 [B], ``ALL_PAGES`` everywhere; set only if dense layers also run Sparrow's kernels, as
     # in draft steps and with an 8-bit cache
     everything: Tensor | None = None
-    # whether layers may reuse the previous layer's plan, where ``attach`` allows it
+    # whether layers may reuse the previous layer's plan; ``attach`` decides which layers can
     may_reuse_plan: bool = True
     # whether the caller writes ``top_k`` and counts the step before the model runs
     has_page_counts: bool = False
@@ -152,12 +152,13 @@ class SparseBuilder(VLLMClass):
         if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
             mode = vllm_config.compilation_config.cudagraph_mode
-            # True if decode steps may be captured in CUDA graphs. These run Sparrow's kernels at
-            # any length.
+            # True if decode steps may be captured in CUDA graphs. The graphs run Sparrow's kernels
+            # at any length.
             self._captures_decode = mode is not None and mode.has_full_cudagraphs()
             return
-        # In lossless mode, everything vLLM itself runs is dense: prefill, verification, and steps
-        # without drafts. With a dense step as the layers' default, vLLM's metadata can stay as is.
+        # In lossless mode, vLLM itself only runs dense passes: prefill, verification, and steps
+        # without drafts. The layers use a dense step by default, so vLLM's metadata needs no
+        # change.
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole_batch = Prefill(slice(None))
         self._layers.set_dense(
@@ -165,8 +166,8 @@ class SparseBuilder(VLLMClass):
         )
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Disable cascade attention, which reads shared prefixes densely, if there is a
-        schedule.
+        """If there is a schedule, disable cascade attention, which would read shared prefixes
+        densely.
         """
         return self.runtime is None and super().use_cascade_attention(*args, **kwargs)
 
@@ -196,8 +197,8 @@ class SparseBuilder(VLLMClass):
             ):
                 prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
-            # ``fast_build`` skips FlashAttention 3's ahead-of-time scheduling, because vLLM has
-            # only one buffer for it, and the full batch needs that.
+            # ``fast_build`` skips FlashAttention 3's ahead-of-time scheduling. vLLM has only one
+            # buffer for the result, and the full batch needs that buffer.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
             prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
@@ -229,8 +230,8 @@ class SparseBuilder(VLLMClass):
         return self.runtime.reads_everything(known)
 
     def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
-        """Put all rows after the first ``rows`` into groups. Each group reads a copy of its
-        blocks.
+        """Split the prefill rows, which follow the first ``rows`` rows, into groups. Each group
+        reads a copy of its KV blocks.
         """
         assert self.runtime is not None
         upper_bound = common.seq_lens_cpu_upper_bound
@@ -316,14 +317,14 @@ class SparseImpl(VLLMClass):
     def make_workspace(
         self, max_rows: int, max_pages: int, tokens: int, device: torch.device
     ) -> Any:
-        """Allocate the scratch memory shared by all layers, for decode steps with up to ``tokens``
-        new tokens per row. Return None if none is needed.
+        """Allocate the scratch memory that all layers share in decode steps. Each row has up to
+        ``tokens`` new tokens per step. Return None if no scratch memory is needed.
         """
 
     @property
     def is_in_8_bits(self) -> bool:
         """True if the layer's cache is 8-bit and only Sparrow's kernels read it directly. In that
-        case, they run every decode step, and vLLM's own attention reads a 16-bit copy.
+        case, Sparrow's kernels run every decode step, and vLLM's own attention reads a 16-bit copy.
 
         False in lossless mode, where vLLM's own attention reads the 8-bit cache in dense passes.
         """
@@ -479,8 +480,8 @@ class SparseImpl(VLLMClass):
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """Return what vLLM's own attention should read: the cache itself or, if it is 8-bit, a copy
-        of these blocks in the queries' dtype.
+        """Return the cache that vLLM's own attention should read. For an 8-bit cache, this is a
+        copy of these blocks in the queries' dtype.
         """
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         if blocks is None or scales is None:
@@ -521,8 +522,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         layer.impl.is_of_head = True
         layer.impl.begins_decode = True
         layer.impl.kernels = runtime.model.kernels
-        # With the same padding, blocks are as large as those of the model's layers, so that vLLM
-        # keeps one block table for all of them.
+        # The same padding makes these blocks as large as those of the model's layers. vLLM then
+        # keeps one block table for all layers.
         return with_tail(spec, schedule.page_size, runtime.cache.landmark_dtype, None)[0]
     if runtime is None:
         scheduler = vllm_config.scheduler_config

@@ -73,13 +73,14 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Write the engine's decoding settings into vLLM's ``EngineArgs``, whether they came from
     ``additional_config`` or from the environment.
 
-    That way, the engine keeps its settings even if the environment changes. The settings also
-    become part of vLLM's cache key for compiled models, so engines with different settings don't
-    share one.
+    The engine then keeps its settings even if the environment changes. The settings also become
+    part of vLLM's cache key for compiled models, so that engines with different settings don't
+    share a compiled model.
 
-    On a GPU, an engine whose mode is set in the environment gets Sparrow's backend, unless it names
-    another one. The backend is called ``CUSTOM``, because ``FLASH_ATTN`` still means vLLM's own
-    backend if an earlier engine in this process started without Sparrow's variables.
+    On a GPU, an engine whose mode is set in the environment gets Sparrow's backend, unless the
+    engine names another backend. Sparrow's backend is called ``CUSTOM``, because ``FLASH_ATTN``
+    still means vLLM's own backend if an earlier engine in this process started without Sparrow's
+    variables.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -93,8 +94,9 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """Return the decoding settings requested for an engine in ``additional_config`` or else in the
-    environment. None means the engine decodes like stock vLLM.
+    """Return the decoding settings requested for an engine. They are read from
+    ``additional_config`` or else from the environment. None means that the engine decodes like
+    stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
@@ -107,8 +109,9 @@ def requested_lossless(vllm_config: Any) -> Decoding | None:
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """Return the decode kernels requested for an engine in ``additional_config`` or else in the
-    environment. None means the fastest kernels that support the model.
+    """Return the name of the decode kernels requested for an engine. It is read from
+    ``additional_config`` or else from the environment. None means the fastest kernels that support
+    the model.
 
     Raises ConfigError if there are no kernels by that name.
     """
@@ -205,7 +208,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:
-    """Refuse any attention layer other than plain softmax attention over the whole sequence.
+    """Refuse any attention layer that doesn't compute plain softmax attention over the whole
+    sequence.
 
     Args:
         asked: the arguments of vLLM's attention implementation.

@@ -38,16 +38,17 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     length), ``dense_rows_short`` (the sequence has no more pages than would be kept) and
     ``dense_rows_prefill`` (a one-token prompt chunk, not included in ``rows``). ``dense_steps`` is
     how many steps with decode rows ran entirely on vLLM's own attention, because no row skipped a
-    page. With CUDA graphs, this only happens in steps that also contain a prompt chunk, because the
-    graphs of decode steps always run Sparrow's kernels. ``preemptions`` is how often vLLM dropped a
-    sequence's cache, to prefill it again later. With an fp8 KV cache, ``kv_clipped`` is how many
-    tokens had a key or value outside the range of its scale, counted once per layer.
+    page. With CUDA graphs, only steps that also contain a prompt chunk can be dense steps, because
+    the graphs of decode steps always run Sparrow's kernels. ``preemptions`` is how often vLLM
+    dropped a sequence's cache and had to prefill the sequence again later. With an fp8 KV cache,
+    ``kv_clipped`` is how many tokens had a key or value outside the range of its scale, counted
+    once per layer.
 
     In lossless mode, ``rows`` counts the rows of draft steps, and ``tokens_read`` includes
     verification. ``tokens_held`` is how many tokens dense decoding would have read to get the
     ``emitted`` tokens. ``drafted`` and ``accepted`` count tokens, too. With ``guess_tokens``,
     ``rows`` and ``passes`` count the rows of sparse passes, with or without guesses, and
-    ``guessed`` counts the drafts that are guesses, which no sparse pass has checked.
+    ``guessed`` counts the drafts that are guesses. No sparse pass has checked these drafts.
     """
     return _runtime(self).counters()
 
@@ -55,13 +56,13 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
     """Report draft acceptance since the last call. Only lossless mode has drafts.
 
-    ``cycles`` counts the dense passes by how many tokens were drafted after them. With
-    ``guess_tokens``, ``cycles_with_guesses`` does the same for drafts with guesses. For each length
-    bin, ``bins`` has the number of verified drafts, their mean acceptance and its 5th percentile.
-    ``acceptance`` has the same data as counts, for ``DraftAcceptance.from_dict``. If the budget is
-    adaptive, ``budgets`` has bins and acceptance for each budget, given as a ``multiple`` of the
-    draft schedule. If ``meter_schedule`` is set, ``metered`` has bins and acceptance under that
-    schedule.
+    ``cycles`` counts the dense passes by the number of tokens drafted after each pass. With
+    ``guess_tokens``, ``cycles_with_guesses`` has the same counts for drafts with guesses. For each
+    length bin, ``bins`` has the number of verified drafts, their mean acceptance and its 5th
+    percentile. ``acceptance`` has the same data as counts, for ``DraftAcceptance.from_dict``. If
+    the budget is adaptive, ``budgets`` has bins and acceptance for each budget, given as a
+    ``multiple`` of the draft schedule. If ``meter_schedule`` is set, ``metered`` has bins and
+    acceptance under that schedule.
 
     All of this is for drafts that read a dense cache. A lossy actor reads cache entries it wrote
     itself, so its acceptance is lower.
@@ -70,8 +71,8 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
-    """Describe this worker's backend, schedule and layers. If the engine chooses the draft budget
-    or whether to use guesses, also describe the latest drafts.
+    """Describe this worker's backend, schedule and layers. Also describe the latest drafts if the
+    engine chooses their budget, or chooses whether they use guesses.
     """
     return _runtime(self).describe()
 
@@ -80,10 +81,10 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     """Load weights by Hugging Face name, from this process or from a safetensors file. The caller
     must reset the prefix cache afterwards.
 
-    An engine with quantised weights (``quantization="fp8"``) quantises the new ones as well, so all
-    weights of a layer must come in the same call.
+    An engine with quantised weights (``quantization="fp8"``) quantises the new weights as well. All
+    weights of a layer must then be passed in the same call.
 
-    Raises ConfigError if the model has no weight by one of these names, if weights that are
+    Raises ConfigError if a name doesn't match any of the model's weights, if weights that are
     quantised together are incomplete, or if vLLM has changed the experts' layout.
     """
     if self.vllm_config.quant_config is None:
@@ -125,8 +126,8 @@ def _check_experts(model: Any) -> None:
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield ``weights``, then check that they don't leave out any matrix that vLLM quantises
-    together with one of them.
+    """Yield ``weights``, and check at the end that they are complete. If they include one of the
+    matrices that vLLM quantises together, they must include all of them.
 
     Raises ValueError if a matrix is missing.
     """
@@ -152,8 +153,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     """Let the next prefill set the fp8 KV cache scales again. Use this after loading new weights.
     The cache must be empty before that prefill.
 
-    Raises ConfigError if the engine has no fp8 KV cache, or if vLLM sets its scales, as it does in
-    lossless mode.
+    Raises ConfigError if the engine has no fp8 KV cache, or if vLLM sets the scales, as in lossless
+    mode.
     """
     runtime = _runtime(self)
     cache = runtime.cache.fp8
@@ -177,7 +178,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
 def sparrow_renew_draft_weights(self: Any) -> None:
     """Copy the draft weights again before the next drafts. Call this only after writing to the
-    model's parameters directly; vLLM's own updates take care of it.
+    model's parameters directly. After vLLM's own updates, the draft weights are copied without this
+    call.
 
     Raises ConfigError if drafts don't use a copy of the weights.
     """

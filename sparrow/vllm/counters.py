@@ -51,7 +51,7 @@ class DecodedRows:
 
         Args:
             schedules: the schedule for each budget.
-            budget: the latest steps' budget.
+            budget: the budget of the steps since the last ``end_budget`` or ``take``.
             sparse: number of sparse layers.
             dense: number of dense layers.
         """
@@ -66,18 +66,19 @@ class DecodedRows:
 
 
 class DensePasses:
-    """Counts of dense passes in lossless mode: those with drafts before or after them, and plain
-    passes with neither.
+    """Counts of dense passes in lossless mode. Plain passes, which have no drafts before or after
+    them, are counted separately.
     """
 
     def __init__(self, device: torch.device) -> None:
         # number of cycles for each number of drafts that followed
         self._cycles: Counter[int] = Counter()
-        # tokens read, tokens dense decoding would have read, emitted tokens, and rows
+        # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
         # the same for cycles with guesses
         self._guessed_cycles: Counter[int] = Counter()
-        # if the engine uses guesses: drafts, and how many of them are guesses no pass has checked
+        # if the engine uses guesses: the number of drafts, and the number of guesses among them
+        # that no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
         # sequences in passes without drafts, and tokens read by these passes
         self._plain_rows = 0
@@ -110,8 +111,8 @@ class DensePasses:
             self._plain.clear()
 
     def take_cycles(self) -> dict[int, int]:
-        """Return how many passes there were since the last call, by the number of tokens drafted
-        after them.
+        """Return the number of passes since the last call, keyed by the number of tokens drafted
+        after the pass.
         """
         self._sum_plain()
         cycles = dict(sorted(self._cycles.items()))

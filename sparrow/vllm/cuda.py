@@ -33,8 +33,8 @@ class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Allow CUDA graphs for verification in lossless mode, where everything vLLM itself runs is
-        dense. Engines without Sparrow have the same graphs as in stock vLLM.
+        """In lossless mode, allow CUDA graphs for verification, because vLLM itself only runs dense
+        passes. Engines without Sparrow have the same graphs as in stock vLLM.
         """
         decoding = requested(vllm_config)
         if decoding is None:
@@ -51,9 +51,10 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     ) -> None:
         """Store keys and values.
 
-        Sparrow's kernel does this for an 8-bit cache. It also does so whenever Sparrow's decode
+        Sparrow's kernel does this for an 8-bit cache. It also stores them whenever Sparrow's decode
         kernel runs next, because the decode kernel may start before the update is complete. In all
-        other cases, and in every dense pass in lossless mode, vLLM's kernel stores them.
+        other cases, and in every dense pass in lossless mode, vLLM's kernel stores the keys and
+        values.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)

@@ -1,4 +1,5 @@
-"""fp8 KV cache scales, one per layer and kv head, set from the first prompts.
+"""Scales of the fp8 KV cache. Each layer has one key scale and one value scale per kv head, set
+from the first prompts.
 
 They are powers of 2, so the 16-bit copy read by prefill (``sparrow.vllm.kv_cache``) is exact.
 
@@ -25,7 +26,7 @@ scales.
 
 
 class LayerScales:
-    """One layer's scales, set by the first prefill, and again by the first one after
+    """One layer's scales. The first prefill sets the scales, and so does the first prefill after
     ``Fp8Cache.renew``. The tensors are updated in place, because CUDA graphs refer to them by
     address.
 

@@ -1,4 +1,4 @@
-"""The 8-bit KV cache (fp8 or int8): its names in vLLM, and the 16-bit copy read by prefill.
+"""The 8-bit KV cache (fp8 or int8): its names in vLLM, and the 16-bit copy that prefill reads.
 
 Prefill reads a copy because vLLM's own attention would round the queries to fp8 as well, and
 doesn't support int8. The copy is exact, so prefill and decode steps see the same keys and values.
@@ -34,7 +34,7 @@ one go.
 
 @dataclass(frozen=True)
 class CopiedBlocks:
-    """The blocks of some rows in prefill, and their places in the copy."""
+    """The KV blocks of some rows in prefill, and where these blocks are in the copy."""
 
     blocks: Tensor  # int64, block ids in the cache, in copy order
     table: Tensor  # int32 [R, M], block table for the copy
@@ -61,8 +61,8 @@ def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -
 
 
 def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Split rows into runs of at most ``COPIED_TOKENS`` tokens. Longer rows get their own run.
-    Yield each run's first row, and the row after its last.
+    """Split rows into runs of at most ``COPIED_TOKENS`` tokens. A longer row gets a run of its own.
+    For each run, yield the index of its first row and the index after its last row.
     """
     first = total = 0
     for row, length in enumerate(lengths.tolist()):
@@ -75,8 +75,8 @@ def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Dequantise the keys or values ``[blocks, K, N, D]`` in some blocks, using their scales (see
-    ``CacheScales``), and write them to ``out``, which has a 16-bit or 32-bit dtype.
+    """Dequantise the keys or values in some blocks, using their scales (see ``CacheScales``). Write
+    them to ``out`` ``[blocks, K, N, D]``, which has a 16-bit or 32-bit dtype.
     """
     codes = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
     is_int8 = cache.dtype == torch.int8
@@ -90,7 +90,7 @@ def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
     """Pad the blocks in a layer's KV cache spec for landmarks and int8 scales. Return the padded
-    spec, and the landmarks' share of a block.
+    spec, and the fraction of a block that landmarks take up.
 
     Args:
         stored: float8_e4m3fn, int8, or None for a cache in the model's dtype.
@@ -112,8 +112,8 @@ def with_tail(
 def tail_of_blocks(
     kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """View a part of every block in a layer's cache as a tensor of this dtype and shape. The part
-    starts at the block's byte ``first``, and is contiguous within the block.
+    """View the same part of every block in a layer's cache as a tensor with this dtype and shape.
+    The part starts at byte ``first`` of the block, and is contiguous within the block.
     """
     of_block = torch.empty(shape[1:], device="meta").stride()
     begin, block = (

@@ -14,8 +14,8 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 class PageTables:
-    """A schedule's page counts at each length, and those for the current step. The tensors are
-    updated in place, because CUDA graphs refer to them by address.
+    """A schedule's page counts at each length, and the page counts for the current step. The
+    tensors are updated in place, because CUDA graphs refer to them by address.
 
     Args:
         schedule: the initial schedule.
@@ -58,8 +58,8 @@ class PageTables:
         self.schedule = schedule
 
     def of(self, schedule: SparsitySchedule) -> Tensor:
-        """Return how many pages are kept by score at every length, int32, on the host. The entry
-        for length 0 is for rows in prefill.
+        """Return the number of pages kept by score at each length, as an int32 tensor on the host.
+        The entry for length 0 is for rows in prefill.
         """
         table = torch.from_numpy(schedule.pages(np.arange(len(self.at_length))).astype(np.int32))
         table[0] = ALL_PAGES

@@ -44,8 +44,8 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Register a backend in a slot, unless another plugin got there first. In that case,
-    ``control.check`` refuses to start engines with a schedule; other engines are not affected.
+    """Register a backend in a slot, unless another plugin has already taken the slot. In that case,
+    ``control.check`` refuses to start engines with a schedule. Other engines are not affected.
     """
     from vllm.v1.attention.backends.registry import register_backend
 

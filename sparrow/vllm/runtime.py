@@ -115,24 +115,24 @@ class Runtime:
         return self.pages.budgets
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
-        """Prepare a step, and return ``top_k_B`` (int32), into which ``look_up`` will write the
-        decode rows' page counts.
+        """Prepare a step. Return the int32 tensor ``top_k_B``, where ``look_up`` will write the
+        page counts of the decode rows.
 
         Call this on the host before the model runs or its graph is replayed. It costs nothing for
         plain decode steps.
 
         Args:
             rows: B, the number of rows with one query token, including padding rows.
-            is_prefilling: marks rows that must read all pages, bool on the host, possibly without
-                the padding rows. These are one-token prompt chunks: they go through decode step
-                graphs, but must get the same keys and values as in a dense prefill.
+            is_prefilling: whether each row is a one-token prompt chunk, bool on the host. Padding
+                rows may be left out. Prompt chunks go through decode step graphs, but must read all
+                pages to get the same keys and values as in a dense prefill.
         """
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
 
     def reads_everything(self, length_B: Tensor | None) -> bool:
-        """Return whether decode rows of these lengths (on the host) read all their tokens, or False
-        if the lengths are unknown.
+        """Return whether decode rows of these lengths read all their tokens. Return False if the
+        lengths are unknown. ``length_B`` is on the host.
         """
         if length_B is None:
             return False
@@ -173,8 +173,8 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """Return the factors for the page counts of this worker's heads in a layer, int32
-        ``[kv_heads]`` in units of 1 / 256. Return None if the schedule has no head budgets.
+        """Return the factors that scale the page counts of this worker's heads in a layer. They are
+        int32 ``[kv_heads]``, in units of 1 / 256. Return None if the schedule has no head budgets.
 
         With tensor parallelism, each rank has an equal, contiguous share of a layer's heads. If
         there are fewer heads than ranks, each head is replicated on the same number of ranks.
@@ -197,9 +197,7 @@ class Runtime:
         self.drafting.meter.use(budget)
 
     def begin_serving(self) -> None:
-        """Call this once vLLM has warmed up: it resets the counters, and lets prompts set fp8
-        scales.
-        """
+        """Reset the counters, and let prompts set fp8 scales. Call this once vLLM has warmed up."""
         self.counters()
         self.acceptance()
         if self.cache.fp8 is not None:
@@ -220,9 +218,9 @@ class Runtime:
         """Count one dense pass in lossless mode, followed by ``drafts`` drafts.
 
         Returns:
-            Totals over the sequences not in prefill, int64 [4], for the caller to add to: tokens
-            the pass read, tokens ordinary decoding would have read instead, emitted tokens, and
-            sequences.
+            Running totals, int64 [4], which the caller must update. They count the tokens that the
+            pass read, the tokens that ordinary decoding would have read instead, the emitted
+            tokens, and the sequences. Sequences in prefill are not counted.
         """
         return self.passes.count(drafts)
 
@@ -230,14 +228,14 @@ class Runtime:
         """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
 
         Returns:
-            Totals over the sequences that drafted, int64 [2], for the caller to add to: drafts, and
-            how many of those are guesses that no sparse pass has checked.
+            Running totals, int64 [2], which the caller must update. They count all drafts, and the
+            drafts that are guesses and that no sparse pass has checked.
         """
         return self.passes.count_drafts(drafts, with_guesses)
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
-        """Count one dense pass in lossless mode without any drafts before or after it, so that
-        every sequence gets one token.
+        """Count one dense pass in lossless mode that has no drafts before or after it. Every
+        sequence gets one token.
 
         Args:
             computed: number of tokens each sequence had in the cache before the pass. After a
@@ -249,8 +247,8 @@ class Runtime:
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Switch to another schedule's page counts from the next step on.
 
-        Raises ConfigError if its page layout, dense layers or head_budgets differ from the running
-        engine's, unless the schedule is dense.
+        Raises ConfigError if the schedule's page layout, dense layers or head_budgets differ from
+        those that the engine started with. A dense schedule is always accepted.
         """
         started_with = self.decoding.schedule
         changed = [
@@ -271,8 +269,8 @@ class Runtime:
     def check_metered(self, schedule: SparsitySchedule) -> None:
         """Check that a schedule can be measured alongside the drafts.
 
-        Raises ConfigError if its pages, landmarks or head_budgets differ from the draft schedule's,
-        or if one of its sparse layers is dense in the draft schedule.
+        Raises ConfigError if the schedule's pages, landmarks or head_budgets differ from those of
+        the draft schedule, or if it has a sparse layer that is dense in the draft schedule.
         """
         ours = self.decoding.schedule
         for name in PAGE_LAYOUT:

@@ -1,9 +1,9 @@
 """The self-check every engine runs at startup.
 
-``check_names`` runs before memory is allocated, and makes sure that vLLM has all the private names
-and parameters that Sparrow replaces or uses. ``run`` comes after the warm-up. It runs decode steps
-of every layer on its own KV cache, plus a few steps of the whole model, and compares the results
-with what they should be. Both raise a ConfigError that says in one sentence what is wrong.
+``check_names`` runs before memory is allocated. It checks that vLLM has all the private names and
+parameters that Sparrow replaces or uses. ``run`` is called after the warm-up. It runs decode steps
+of every layer on that layer's KV cache, plus a few steps of the whole model, and compares the
+results with the correct ones. Both raise a ConfigError that says in one sentence what is wrong.
 
 Shapes: B decode rows, T tokens, H query heads, K kv heads, D head dim, P page size, N block tokens,
 k drafts, V vocabulary.
@@ -228,8 +228,8 @@ WITH_ADAPTERS = (
     Read("vllm.lora.model_manager:LoRAModelManager.lora_slots"),
     Read("vllm.lora.layers:LogitsProcessorWithLoRA"),
 )
-"""Names in vLLM that Sparrow uses, on top of those replaced by ``patches``. ``WITH_HEAD`` is for
-lossless mode with ``guess_head``, ``WITH_ADAPTERS`` for lossless mode with LoRA.
+"""Names in vLLM that Sparrow uses, in addition to those that ``patches`` replaces. ``WITH_HEAD`` is
+for lossless mode with ``guess_head``, ``WITH_ADAPTERS`` for lossless mode with LoRA.
 """
 
 
@@ -402,9 +402,9 @@ def check_layers(layers: list[Any], runtime: Any, model: Any) -> float:
     """Store known keys and values in every layer's cache as the engine would, and run decode steps
     that read them.
 
-    The outputs must match ``attention.reference``, which computes its own landmarks, both with all
-    pages kept (i.e. plain attention) and with just a few. Nothing may be stored outside the tokens'
-    blocks.
+    The outputs must match those of ``attention.reference``, which computes its own landmarks. They
+    must match with all pages kept (i.e. plain attention) and with just a few. Nothing may be stored
+    outside the tokens' blocks.
 
     Args:
         layers: the layers, in model order. Those that run only vLLM's own attention are skipped.
@@ -494,10 +494,10 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """For each row and kv head, pick one of C candidate queries: the one whose two closest page
-    scores are furthest apart.
+    """For each row and kv head, pick one of C candidate queries. The query picked is the one whose
+    two closest page scores are furthest apart.
 
-    That way, the kernel and the reference rank pages in the same order despite rounding.
+    The kernel and the reference then rank pages in the same order despite rounding.
     """
     C, B, H, _ = query_CBHD.shape
     K, T, _ = key_KTD.shape
@@ -688,7 +688,7 @@ class _Sequence:
 
 def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -> float:
     """Decode a sequence as the engine does, but with all pages kept, and compare its log-probs with
-    a dense pass over the same tokens.
+    those of a dense pass over the same tokens.
 
     In lossless mode, this runs one cycle: drafting, replayed from CUDA graphs if the engine has
     captured any, and then verification. The draft log-probs are compared with the verification's,
@@ -721,7 +721,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    # blocks used in each group, including the null block, which a pass over guesses may write to
+    # blocks used in each group, including the null block, because a pass over guesses may write to
+    # it
     used: dict[int, list[int]] = {number: [0] for number in range(len(groups))}
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):
@@ -797,7 +798,7 @@ def distance(found_TV: Tensor, expected_TV: Tensor) -> float:
 
 @contextmanager
 def _unmetered(runtime: Any) -> Iterator[None]:
-    """Stop measuring ``meter_schedule`` inside the context."""
+    """Inside the context, stop measuring ``meter_schedule``."""
     meter = runtime.drafting.meter
     metered = None if meter is None else meter.metered
     if metered is not None:
@@ -811,8 +812,8 @@ def _unmetered(runtime: Any) -> Iterator[None]:
 
 @contextmanager
 def _logits_of(model: Any) -> Iterator[list[Tensor]]:
-    """Collect copies of what ``compute_logits`` returns inside the context, before the sampler
-    modifies the logits.
+    """Inside the context, collect copies of the logits that ``compute_logits`` returns. They are
+    copied before the sampler modifies them.
     """
     kept: list[Tensor] = []
     own = vars(model).get("compute_logits")

@@ -31,9 +31,9 @@ PROVEN = {
     "0.32": "2.11",
     "0.33": "2.11",
 }
-"""vLLM versions in which Sparrow was found to be exact on GPUs, in both modes, along with their
-torch versions (``benchmarks/results/vllm_versions``). Other versions will start too, as long as the
-self-check passes.
+"""vLLM versions with which Sparrow was found to be exact on GPUs in both modes, and the torch
+version used with each (``benchmarks/results/vllm_versions``). Other versions will start too, as
+long as the self-check passes.
 """
 
 
@@ -71,8 +71,8 @@ def check_head() -> None:
 
 
 def known() -> str:
-    """Describe this process's vLLM and torch versions, and the versions in which Sparrow was found
-    to be exact.
+    """Describe this process's vLLM and torch versions, and the versions with which Sparrow was
+    found to be exact.
     """
     import vllm
 
@@ -107,8 +107,8 @@ def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
 
 
 def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a layer's cache on CUDA, ``[blocks, K, N, 2 D]`` with any strides, into key and value
-    views ``[blocks, K, N, D]``.
+    """Split a layer's cache on CUDA into key and value views, each ``[blocks, K, N, D]``. The cache
+    is ``[blocks, K, N, 2 D]`` with any strides.
     """
     keys, values = kv_cache.chunk(2, dim=-1)
     return keys, values

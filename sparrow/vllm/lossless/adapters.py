@@ -30,8 +30,8 @@ and those with one entry per active adapter.
 class DraftAdapters:
     """The adapters in one worker's draft steps.
 
-    Mappings are overwritten in place, because CUDA graphs refer to them by address, and restored
-    after the drafts, because vLLM reuses them for as long as the batch stays the same.
+    Mappings are overwritten in place, because CUDA graphs refer to them by address. They are
+    restored after the drafts, because vLLM reuses them for as long as the batch stays the same.
 
     Args:
         manager: vLLM's ``LoRAModelManager``. It is patched to refuse adapters for the output layer.
@@ -80,8 +80,9 @@ class DraftAdapters:
 
     @contextmanager
     def captured(self, with_adapters: bool) -> Iterator[None]:
-        """Prepare to capture CUDA graphs inside the context, either for batches with any number of
-        adapters or without LoRA. No row has an adapter during capture.
+        """Inside the context, prepare to capture CUDA graphs. These are for batches with any number
+        of adapters if ``with_adapters`` is true, and otherwise for batches without LoRA. No row has
+        an adapter during capture.
         """
         mappings = (self._of_tokens, self._of_sequences)
         for mapping in mappings:

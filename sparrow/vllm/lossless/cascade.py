@@ -212,8 +212,8 @@ def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
 
 
 class StagedDrafter:
-    """A ``Drafter`` that drafts with or without guesses in each cycle, as planned. Without guesses,
-    it behaves like ``SparseDrafter``.
+    """A ``Drafter`` that uses guesses only in cycles whose plan says so. Without guesses, it
+    behaves like ``SparseDrafter``.
     """
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:

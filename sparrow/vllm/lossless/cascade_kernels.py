@@ -2,8 +2,8 @@
 (``history``, ``head``). They store each row's drafts in the current cycle, look up guesses, and
 advance rows at different rates.
 
-A row's history is its tokens followed by the drafts made so far. Guesses are looked up in it as in
-``sparrow.model.history``.
+A row's history is its tokens followed by the drafts made so far. Guesses are looked up in this
+history as in ``sparrow.model.history``.
 
 The draft length may change every cycle, so kernels in a CUDA graph read it from the device
 (``wanted``).
@@ -21,8 +21,8 @@ LONGEST = tl.constexpr(8)
 SHORTEST = tl.constexpr(1)
 """Longest and shortest suffix to look up, in tokens (see ``sparrow.model.history``)."""
 RANK = tl.constexpr(1 << 32)
-"""Larger than any sequence length, so that ``agreeing * RANK + place`` ranks matches by length and
-then by position.
+"""Larger than any sequence length. Ranking matches by ``agreeing * RANK + place`` therefore puts
+longer matches first, and prefers the latest of equally long ones.
 """
 
 
@@ -37,8 +37,8 @@ def begin_kernel(
     wanted,
     TOKENS: tl.constexpr,
 ):
-    """Store the number of drafts. In a row's block table, put the null block right after the block
-    of the cycle's last draft, so that later tokens are written there.
+    """Store the number of drafts. In the row's block table, put the null block right after the
+    block of the cycle's last draft. Later tokens are then written to the null block.
     """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(length_R + row).to(tl.int64)
@@ -105,8 +105,8 @@ def look_up_kernel(
     GP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Look up guesses for the tokens after a row's newest, unless the row already has all its
-    drafts. Where history has no guess, the guess is 0.
+    """Look up guesses for the tokens after a row's newest token, unless the row already has all its
+    drafts. If history has no guess for a token, the guess is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
@@ -158,9 +158,9 @@ def head_step_kernel(
     T: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Set up a head's ``step``, counted from 1. In this step, the head reads guess number ``step``
-    of a row and makes the next one. It stores token n + 1 in the slot of token n. The same rows
-    take part as in ``set_up_kernel``.
+    """Set up step number ``step`` of a head, counting from 1. In this step, the head reads each
+    row's guess number ``step`` and makes the next guess. Token n + 1 is stored in the slot of token
+    n. The same rows take part as in ``set_up_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)

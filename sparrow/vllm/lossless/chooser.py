@@ -35,7 +35,7 @@ class DraftChooser:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Draft lengths to choose from, followed by those with guesses."""
+        """Draft lengths to choose from. Those without guesses come first."""
         return self.draft_length.choices
 
     @property
@@ -50,8 +50,8 @@ class DraftChooser:
 
     @property
     def repeats(self) -> int:
-        """Number of cycles left to run without drafts before choosing again, as long as the batch
-        size doesn't change.
+        """Number of cycles that still run without drafts before the next choice. If the batch size
+        changes, the next choice comes earlier.
         """
         return self.draft_length.repeats
 
@@ -73,10 +73,11 @@ class DraftChooser:
         return DraftPlan(drafts_of(choice), budget, isinstance(choice, Guessed))
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> Choice:
-        """Choose how the next cycle drafts, with ``rows`` sequences of ``length`` tokens on
-        average.
+        """Choose how the next cycle drafts.
 
         Args:
+            rows: number of sequences.
+            length: mean length of the sequences, in tokens.
             repeated: number of cycles without drafts since the previous choice, at most
                 ``repeats``.
         """
@@ -87,7 +88,8 @@ class DraftChooser:
 
     def choose_budget(self, rows: int, length: float, choice: Choice) -> int:
         """Choose the draft budget for the next cycle, and return its index in ``budgets``. Call
-        this right after ``choose``, with the choice it returned, unless that was 0.
+        this right after ``choose``, with the choice that ``choose`` returned. That choice must not
+        be 0.
         """
         return self.draft_budget.choose(_batch(rows, length), choice)
 
@@ -103,14 +105,16 @@ class DraftChooser:
         first: bool = False,
         budget: int | None = None,
     ) -> None:
-        """Record the measurements from a cycle with ``rows`` sequences, all of which drafted as
-        ``choice`` says.
+        """Record the measurements from a cycle in which all sequences drafted alike.
 
         Args:
+            rows: number of sequences.
+            length: mean length of the sequences, in tokens.
+            choice: how the sequences drafted.
             seconds: time for drafting and verification.
             accepted: number of accepted drafts.
-            judged: number of judged drafts, which in each sequence are those up to and including
-                the first rejected one.
+            judged: number of judged drafts. In each sequence, every draft up to and including the
+                first rejected one is judged.
             first: whether the previous cycle had a different choice or draft budget. The host may
                 have seen that cycle end late, so this one may look too short. Its time can
                 therefore rule out a choice, but not support it.

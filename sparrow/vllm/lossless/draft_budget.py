@@ -24,7 +24,7 @@ TRY_BUDGETS = 48
 times as many, and so on. These trials never coincide with the cycles that re-time dense steps.
 """
 BUDGET_PROBES = 5
-"""Another budget is tried for this many cycles in a row. The first one is not timed."""
+"""Another budget is tried for this many cycles in a row. The first of these cycles is not timed."""
 BUDGET_LEAD = 0.02
 """To replace the current budget, another one must be faster by at least this fraction."""
 
@@ -39,7 +39,7 @@ class DraftBudget:
 
     def in_use(self, batch: Batch) -> int:
         """Return the current budget for a batch. A new kind of batch starts with the budget of the
-        nearest kind, if there is one close enough.
+        nearest kind, provided that kind is close enough.
         """
         budget = self._in_use.get(batch)
         if budget is None:
@@ -50,7 +50,7 @@ class DraftBudget:
         return budget
 
     def choose(self, batch: Batch, choice: Choice) -> int:
-        """Choose the budget for the next cycle, given how it drafts."""
+        """Choose the budget for the next cycle, which drafts according to ``choice``."""
         budget = self.in_use(batch)
         budgets = len(self._measured.budgets)
         if budgets == 1:

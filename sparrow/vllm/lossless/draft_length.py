@@ -29,9 +29,9 @@ costs host time too.
 """
 TRY_AGAIN = 4096
 TRY_AGAIN_MOST = 16384
-"""Losing choices are tried again after ``TRY_AGAIN`` cycles, then after twice as many, and so on,
-and eventually every ``TRY_AGAIN_MOST`` cycles, because acceptance may have changed in the meantime.
-Trials are rare because each costs about 30 ms for one sequence.
+"""Losing choices are tried again after ``TRY_AGAIN`` cycles, because acceptance may have changed in
+the meantime. They are then tried each time the number of cycles has doubled, and eventually every
+``TRY_AGAIN_MOST`` cycles. Trials are rare because each costs about 30 ms for one sequence.
 """
 RETIME = 320
 """A draft length that nearly won is timed again after this many cycles, because a batch's first
@@ -70,14 +70,16 @@ class DraftLength:
             self._kinds.append([0, *guessed])
         self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
         self.is_watching = True  # whether to time the latest cycle
-        # number of cycles left to run without drafts before choosing again, as long as the batch
-        # size doesn't change
+        # number of cycles that still run without drafts before the next choice; if the batch size
+        # changes, the next choice comes earlier
         self.repeats = 0
         self._repeated_case: Case | None = None  # the case ``repeats`` applies to
         self._measured = measured
 
     def count_repeated(self, cycles: int) -> None:
-        """Count the cycles without drafts since the latest choice, at most ``repeats``."""
+        """Count ``cycles`` more cycles without drafts since the latest choice. ``cycles`` is at
+        most ``repeats``.
+        """
         if cycles and self._repeated_case is not None:
             self._repeated_case.cycles += cycles
             self.chosen[0] += cycles
@@ -157,7 +159,7 @@ class DraftLength:
 
     def _dense_is_due(self, case: Case) -> bool:
         cycles = case.drafting
-        # cycles since the last power of two
+        # number of cycles since the count was last a power of two
         since = cycles - (1 << cycles.bit_length() - 1)
         if cycles < DENSE_AGAIN or since >= DENSE_PROBES:
             return False
@@ -167,8 +169,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, case: Case) -> list[Choice]:
-        """List the choices worth timing, fastest first. For each kind, the smallest number of
-        drafts that was never timed comes at the end, if it is worth trying.
+        """List the choices worth timing, fastest first. The list ends with choices that were never
+        timed: for each kind of drafts, the one with the fewest drafts, if it is worth trying.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -196,8 +198,8 @@ class DraftLength:
     def _predicted(
         self, choice: Choice, alike: dict[Choice, float], known: dict[Choice, float]
     ) -> float | None:
-        """Predict a cycle's time in seconds from those already known. Return None if that's not
-        possible.
+        """Predict a cycle's time in seconds from the times that are already known. Return None if
+        they are not enough for a prediction.
 
         Args:
             alike: the known times for the same kind of drafts, and for cycles without drafts.

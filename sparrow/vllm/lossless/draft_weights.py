@@ -1,10 +1,10 @@
 """An fp8 copy of the model's weights for drafting in lossless mode. All other steps use the real
 weights.
 
-Linear layers call a custom op that is opaque to torch.compile. It decides whether to use the copy
-when it runs or is captured in a CUDA graph, so draft step graphs multiply in fp8 and vLLM's own
-graphs in 16 bits. The arithmetic matches vLLM's ``quantization="fp8_per_channel"``, with per-output
-and per-token scales.
+Linear layers call a custom op that is opaque to torch.compile. The op chooses between the copy and
+the real weights each time it runs or is captured in a CUDA graph. Draft step graphs therefore
+multiply in fp8, and vLLM's own graphs in 16 bits. The arithmetic matches vLLM's
+``quantization="fp8_per_channel"``, with per-output and per-token scales.
 
 Shapes: T tokens, N outputs, K inputs of a linear layer.
 """
@@ -36,7 +36,7 @@ _drafting = False
 
 @contextmanager
 def drafting() -> Iterator[None]:
-    """Make linear layers use their fp8 copies, if any, inside the context. The flag is global,
+    """Inside the context, make linear layers use their fp8 copies, if any. The flag is global,
     which is fine because a process runs only one model at a time.
     """
     global _drafting
@@ -164,8 +164,8 @@ class DraftWeights:
         return len(self._copies)
 
     def describe(self) -> dict[str, Any]:
-        """Return the copy's memory use, and how many linear layers do and don't have a copy, as
-        plain types.
+        """Return the memory used by the copy, and the numbers of linear layers with and without a
+        copy. The values have plain types.
         """
         return {
             "draft_weight_bytes": self.bytes,

@@ -27,8 +27,8 @@ class Pass(NamedTuple):
     next_prompt_S: Tensor  # the next token of each prompt that isn't complete
     temperature_S: Tensor
     seed_S: Tensor
-    # for a head that guesses: the model's auxiliary hidden states, one tensor per layer, and vLLM's
-    # attention metadata and slots by layer, which are None in some dummy runs
+    # For a head that guesses: the model's auxiliary hidden states, one tensor per layer, and vLLM's
+    # attention metadata and slots by layer. The metadata and slots are None in some dummy runs.
     states: list[Tensor]
     metadata: Any
     slots: Any
@@ -42,12 +42,12 @@ class Drafter(Protocol):
     """
 
     logits: Tensor
-    """The logits each draft was sampled from, float ``[S, k, V]``, by the sequence's index in the
-    worker. Always the same tensor.
+    """The logits that each draft was sampled from, float ``[S, k, V]``. The first index is the
+    sequence's index in the worker. This is always the same tensor.
     """
 
     captured_over: dict[str, int]
-    """What ``addresses`` returned at CUDA graph capture; empty if there are no graphs."""
+    """The result of ``addresses`` when CUDA graphs were captured. Empty if there are no graphs."""
 
     drawn_S: Tensor | None
     """How many of each sequence's latest drafts were drawn from the model; the rest are guesses.
@@ -58,19 +58,19 @@ class Drafter(Protocol):
         """Store the policy's model, and allocate whatever else drafting needs."""
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
-        """Draft in this KV cache from now on, discard anything tied to an earlier one, and fill in
-        ``runtime.drafting``.
+        """Draft in this KV cache from now on, discard anything tied to an earlier cache, and fill
+        in ``runtime.drafting``.
         """
 
     def addresses(self) -> dict[str, int]:
-        """Return the addresses of the tensors drafting reads or writes, keyed by description."""
+        """Return the addresses of the tensors that drafting reads or writes, keyed by description."""
         ...
 
     def capture(self) -> None:
         """Capture CUDA graphs of the steps that ``propose`` runs."""
 
     def read(self, after: Pass, drafts: int) -> None:
-        """Read a dense pass, before ``drafts`` drafts. Called before ``propose``."""
+        """Read a dense pass that will be followed by ``drafts`` drafts. Called before ``propose``."""
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """Draft the planned number of tokens, which may be 0, and count the dense pass

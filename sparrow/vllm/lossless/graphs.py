@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 DEFAULT_ROWS = 256
-"""Largest number of sequences to capture CUDA graphs for if ``max_num_seqs`` is left to vLLM."""
+"""If ``max_num_seqs`` is not set, CUDA graphs are captured for up to this many sequences."""
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """List the batch sizes, in tokens, to capture CUDA graphs for. Each number of sequences has a
-    size for 1 token per sequence, and one for each draft length in ``choices``.
+    """List the batch sizes to capture CUDA graphs for, in tokens. For each number of sequences,
+    there is one size for 1 token per sequence, and one for each draft length in ``choices``.
     """
     counts = [
         1,
@@ -29,13 +29,13 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
 
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """List the graphs a step can use, in order of preference, by number of tokens and number of
-    active LoRAs.
+    """List the graphs that a step can use, in order of preference. The keys are the step's number
+    of tokens and its number of active LoRAs.
 
-    For each kind of graph (full or piecewise, for 1 token per sequence or with drafts), that's the
-    smallest one that fits the step. vLLM itself looks only at the smallest graph overall. If that
-    happens to be for a different draft length, the step runs without a full graph, or without any
-    (vllm-project/vllm#56136).
+    The list has the smallest graph of each kind that fits the step. The kinds are full and
+    piecewise graphs, each for 1 token per sequence or with drafts. vLLM itself looks only at the
+    smallest graph overall. If that graph is for a different draft length, the step runs without a
+    full graph, or without any (vllm-project/vllm#56136).
 
     Args:
         graphs: vLLM's descriptions of the graphs it captures, preferred mode first.

@@ -56,20 +56,22 @@ class GuessSource(Protocol):
     """Guesses the tokens that follow each row's newest token."""
 
     guesses_RG: Tensor
-    """The latest guesses, int64 ``[S, G]``. Always the same tensor."""
+    """The latest guesses, int64 ``[S, G]``. This is always the same tensor."""
 
     def load(self, model: Any) -> None:
-        """Load whatever is needed for guessing in addition to the policy's model."""
+        """Load what guessing needs in addition to the policy's model."""
 
     def set_cache(self, runtime: Runtime, blocks_SM: Tensor, block_tokens: int) -> None:
         """Use this KV cache from now on."""
 
     def addresses(self) -> dict[str, int]:
-        """Return the addresses of the tensors guessing reads or writes, keyed by description."""
+        """Return the addresses of the tensors that guessing reads or writes, keyed by description."""
         ...
 
     def read(self, after: Pass, drafts: int) -> None:
-        """Read a dense pass, before ``drafts`` drafts. Called after every dense pass."""
+        """Read a dense pass that will be followed by ``drafts`` drafts. Called after every dense
+        pass.
+        """
 
     def begin(self, B: int) -> None:
         """Begin a cycle of B rows."""
@@ -81,4 +83,4 @@ class GuessSource(Protocol):
         """Read a sparse pass. CUDA graphs capture this."""
 
     def fill(self, B: int) -> None:
-        """At the end of a cycle, write guesses for the drafts that no pass has made."""
+        """At the end of a cycle, fill in guesses for the drafts that no pass has made."""

@@ -2,14 +2,14 @@
 
 In its slot for token n, the head reads the embedding of token n + 1 and some of the policy's hidden
 states at token n, and predicts token n + 2. For each further guess, it reads its own output in
-place of the hidden states. The head has its own KV cache, with the slots and block tables of the
-policy's.
+place of the hidden states. The head has its own KV cache, which uses the same slots and block
+tables as the policy's cache.
 
 After each dense pass, the head reads the pass's hidden states, as in vLLM. After each sparse pass,
-it reads the sparse actor's hidden states at the newest token and the guesses that became drafts;
-the next dense pass overwrites those slots. In dense passes, the head runs vLLM's own attention. In
-a cycle, it runs Sparrow's kernels, reading everything, so that one CUDA graph can hold a sparse
-pass and the head's steps.
+it reads the sparse actor's hidden states at the newest token and at the guesses that became drafts.
+The next dense pass overwrites the slots of these tokens. In dense passes, the head runs vLLM's own
+attention. In a cycle, it runs Sparrow's kernels, reading everything, so that one CUDA graph can
+hold a sparse pass and the head's steps.
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
 tokens per pass, G guesses per row, W the head's hidden size.
@@ -39,7 +39,7 @@ class HeadSource:
         speculator: vLLM's speculator.
         cycle: the state of the cycle's rows.
         guess_tokens: guesses per pass, T - 1.
-        guesses: G. Those after the first ``guess_tokens`` are always 0.
+        guesses: G, the number of guesses. All guesses after the first ``guess_tokens`` are 0.
     """
 
     _head: Any
@@ -106,7 +106,7 @@ class HeadSource:
         """See ``GuessSource``."""
 
     def guess(self, rows: int) -> None:
-        """See ``GuessSource``. The first guess is already there."""
+        """See ``GuessSource``. The first guess was already made by ``read`` or ``follow``."""
         ids = self._ids_R[:rows]
         positions = self._positions_R[:rows]
         output = self._output_RW[:rows]
@@ -167,7 +167,7 @@ class HeadSource:
 
     def fill(self, B: int) -> None:
         """See ``GuessSource``. Only the first guess continues the row's drafts. Computing more
-        guesses would take longer than they would save.
+        guesses would cost more time than it would save.
 
         The other guesses must be cleared. In a row that took part in none of the cycle's passes,
         they may depend on rejected drafts, whose random numbers are used again for later tokens.

@@ -50,10 +50,10 @@ drafts. The weight is large because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
-"""Until a choice with guesses has been tried at some length, its number of accepted drafts is an
-estimate. The estimate counts as much as ``GUESSED_PRIOR`` cycles of one sequence, or as up to
-``GUESSED_NEAR`` if the choice has been tried at another length. With guesses, a whole cycle is one
-observation, because acceptance depends on the position in the text.
+"""Until a choice with guesses has been tried at a given length, its number of accepted drafts is an
+estimate. The estimate has the weight of ``GUESSED_PRIOR`` cycles of one sequence. If the choice has
+been tried at another length, the weight is at most ``GUESSED_NEAR`` cycles. With guesses, a whole
+cycle is one observation, because acceptance depends on the position in the text.
 """
 GUESSED_CYCLES = 100.0
 """After this many cycles of one sequence, the number of accepted drafts with guesses counts as
@@ -188,8 +188,9 @@ class Measured:
                 counts[:] = GUESSED_PRIOR * counts[0] / counts[1], GUESSED_PRIOR
 
     def known(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle, by choice. For choices timed often enough in this case,
-        this is the measured time. For others, it is estimated from the times this case copied.
+        """Return the seconds per cycle, by choice. A choice that was timed often enough in this
+        case has its measured time. The times of other choices are estimated from the times that
+        this case copied.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -200,9 +201,9 @@ class Measured:
             factor = timed[fewest] / expected[fewest]
             for choice in expected.keys() - timed.keys():
                 known[choice] = factor * expected[choice]
-                # Longer sequences only slow down verification, which adds the same time for any
-                # draft length. If cycles have become shorter, a cycle without drafts gains less
-                # than a cycle with drafts.
+                # Longer sequences only slow down verification, and the time they add is the same
+                # for any draft length. If cycles have become shorter, a cycle without drafts saves
+                # less time than a cycle with drafts.
                 if more > 0 or drafts_of(choice) > drafts_of(fewest):
                     known[choice] = min(known[choice], expected[choice] + more)
         return known
@@ -224,8 +225,9 @@ class Measured:
         return max(self.tokens(case, choice), plain) < GIVE_UP * dense * min(seen)
 
     def _is_clear(self, case: Case, choice: Choice) -> bool:
-        """Return whether a choice with guesses has seen enough cycles. The more its speed stands
-        out from all other choices, the fewer it needs. Without guesses, this is always true.
+        """Return whether a choice with guesses has seen enough cycles. The more its speed differs
+        from those of the other choices, the fewer cycles it needs. Without guesses, this is always
+        true.
         """
         if not isinstance(choice, Guessed):
             return True
@@ -240,8 +242,8 @@ class Measured:
         return not others or abs(ours / max(others) - 1) > 2 * self.doubt(case, choice)
 
     def doubt(self, case: Case, choice: Choice) -> float:
-        """Return the relative standard error of tokens per cycle, which is treated as 0 without
-        guesses.
+        """Return the relative standard error of tokens per cycle. Without guesses, it is taken to
+        be 0.
         """
         if not isinstance(choice, Guessed):
             return 0.0
@@ -254,7 +256,8 @@ class Measured:
 
     def judged(self, length: int, budget: int) -> list[float]:
         """Return how many drafts were accepted and judged at this length with this budget. The
-        counts start as an estimate from the nearest length and budget, which soon fades.
+        counts start from an estimate based on the nearest length and budget. The weight of this
+        estimate soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
@@ -269,9 +272,9 @@ class Measured:
         return [weight * expected, weight]
 
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
-        """Return how many drafts with guesses were accepted at this length with this budget, and in
-        how many cycles. The counts start as an estimate from the nearest budget, draft length and
-        sequence length, which soon fades.
+        """Return the number of drafts with guesses that were accepted at this length with this
+        budget, and the number of cycles. The counts start from an estimate based on the nearest
+        budget, draft length and sequence length. The weight of this estimate soon fades.
         """
         if (length, budget, choice) in self._yields:
             return self._yields[length, budget, choice]
@@ -335,8 +338,9 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """Return the mean of the middle half of the times. Extremes are dropped, because if the host
-    sees a cycle end late, this cycle looks too long and the next one too short.
+    """Return the mean of the middle half of the times. Extremes are dropped, because the host may
+    be late to notice the end of a cycle. That cycle then looks too long, and the next one too
+    short.
     """
     ordered = sorted(seconds)
     outer = len(ordered) // 4

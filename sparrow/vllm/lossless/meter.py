@@ -86,8 +86,8 @@ def overlap(
     temperature_S: Tensor,
     temper: bool,
 ) -> Tensor:
-    """Return the probability that each draft is accepted, sum_v min(p(v), q(v)), as float32
-    ``[T]``.
+    """Return the probability that each draft is accepted, float32 ``[T]``. The probability is the
+    sum of min(p(v), q(v)) over the vocabulary.
 
     Args:
         target_TV: the policy's logits, already processed for sampling.
@@ -153,11 +153,12 @@ class Tally:
 
 
 class Metered:
-    """A second schedule whose acceptance is measured with an occasional extra step.
+    """A second schedule. An occasional extra step measures the acceptance of drafts under this
+    schedule.
 
-    The extra step computes this schedule's distribution at the position of a cycle's first draft,
-    where verification later computes the policy's. It leaves no trace, because the drafts overwrite
-    its cache entries.
+    The extra step computes this schedule's distribution at the position of a cycle's first draft.
+    Verification later computes the policy's distribution at the same position. The extra step
+    leaves no trace, because the drafts overwrite its cache entries.
 
     Args:
         schedule: the schedule, with the same page layout as the drafts.
@@ -266,10 +267,10 @@ class Meter:
         Args:
             first_B1: index of each sequence's first row of logits, ``[B + 1]``.
             position_T: position of each row's input token. A draft's length is this plus one.
-            sequence_T: the sequence each row belongs to, as an index into all of the worker's
-                sequences.
+            sequence_T: for each row, the index of its sequence in the worker.
             place_T: each row's index within its sequence.
-            sampled_B: how many tokens each sequence gained: its accepted drafts plus one.
+            sampled_B: number of tokens that each sequence gained, i.e. its accepted drafts plus
+                one.
         """
         T = len(position_T)
         row_T = torch.searchsorted(

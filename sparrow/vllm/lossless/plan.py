@@ -60,8 +60,8 @@ def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
 
 
 def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
-    """Return the plan for the drafts after a step. If the step has no plan, keep the budget and
-    guesses setting from ``before``.
+    """Return the plan for the drafts after a step. If the step has no plan, ``before`` provides the
+    budget and says whether to use guesses.
 
     A step has no plan during vLLM's warm-up, if drafting isn't adaptive, or if the scheduler
     repeats its last choice. The number of tokens always comes from vLLM's scheduler, because that
@@ -73,6 +73,8 @@ def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
 
 
 def verified_by(scheduled: Any, otherwise: DraftPlan) -> DraftPlan:
-    """Return the plan for the drafts a step verifies, or ``otherwise`` if the step has none."""
+    """Return the plan for the drafts that a step verifies, or ``otherwise`` if the step has no
+    plan.
+    """
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     return otherwise if planned is None else planned.verified

@@ -26,11 +26,12 @@ and number of steps.
 
 
 class LosslessScheduler(AsyncScheduler):
-    """A scheduler that chooses the number of drafts before each step. vLLM looks that number up in
-    a table (``dynamic_sd_lookup``), which the scheduler swaps out.
+    """A scheduler that chooses the number of drafts before each step. vLLM reads the number from a
+    table (``dynamic_sd_lookup``), which the scheduler replaces.
 
-    The budget and whether to use guesses are attached to the step (``plan``). Samples for a given
-    seed depend on these choices, so they can be recorded and replayed by another engine.
+    A ``plan`` attached to the step holds the budget and says whether to use guesses. Samples for a
+    given seed depend on these choices. The choices can therefore be recorded and replayed by
+    another engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +46,7 @@ class LosslessScheduler(AsyncScheduler):
         self._guess_tokens = decoding.guess_tokens
         guessed = [Guessed(k) for k in numbers if k] if self._guess_tokens else []
         self.chooser = DraftChooser([*numbers, *guessed], decoding.draft_budgets)
-        # The latest choice. It carries over to steps that start with nothing running.
+        # The latest choice. It also applies to steps that start when no sequence is running.
         self._plan = DraftPlan(min(numbers), self.chooser.budgets.index(1.0))
         self._rows = 0  # batch size when the latest choice was made
         self._repeated = 0  # steps since the latest choice
@@ -182,16 +183,16 @@ class LosslessScheduler(AsyncScheduler):
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
             return
-        # With async scheduling, a response may have ended since this step began, and its request
-        # is gone.
+        # With async scheduling, a response may have ended since this step began. Its request is
+        # then gone.
         left = filter(None, map(self.requests.get, scheduled.num_scheduled_tokens))
         lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
         length = sum(lengths) / len(lengths)
         tokens = sum(emitted)
-        # Each token settles one draft, except the last token of a sequence with all drafts
-        # accepted.
+        # Each token settles one draft. The exception is the last token of a sequence whose drafts
+        # were all accepted.
         judged = tokens - emitted.count(drafts + 1)
         is_first = (last[2], last[3] if drafts else budget) != (choice, budget)
         self.chooser.observe(

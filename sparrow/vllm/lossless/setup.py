@@ -1,8 +1,8 @@
 """Set up lossless mode before a model is loaded: configure vLLM, and refuse unsupported setups.
 
-In vLLM's ``speculative_config``, the model is its own draft model (method ``draft_model``) or, if a
-head guesses (``guess_head``), the draft model is that head (method ``eagle3``). vLLM's speculator
-would load a second copy of the model, or draft with the head alone, so
+vLLM's ``speculative_config`` names the model as its own draft model (method ``draft_model``). If a
+head guesses (``guess_head``), the head is named as the draft model instead (method ``eagle3``).
+vLLM's speculator would load a second copy of the model, or draft with the head alone, so
 ``sparrow.vllm.lossless.speculator`` replaces it.
 """
 
@@ -25,8 +25,8 @@ REFUSED_OPTIONS = {
 }
 """Request options that lossless mode refuses, and why."""
 DRAFTS_PER_PASS = 2
-"""With guesses, a cycle runs one sparse pass per this many ``draft_tokens``. Where guessing from
-history pays off, a pass makes about this many drafts (``studies/cascade/history.py``).
+"""Number of ``draft_tokens`` per sparse pass in a cycle with guesses. Where guessing from history
+pays off, a pass makes about this many drafts (``studies/cascade/history.py``).
 """
 
 
@@ -36,8 +36,8 @@ def passes_of(draft_tokens: int) -> int:
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """List the possible draft lengths: only ``draft_tokens`` or, if drafting is adaptive, also 0
-    and about 1/3 and 2/3 of it.
+    """List the possible draft lengths. If drafting is not adaptive, ``draft_tokens`` is the only
+    one. If drafting is adaptive, the list also has 0 and about 1/3 and 2/3 of ``draft_tokens``.
     """
     k = decoding.draft_tokens
     return (
@@ -64,8 +64,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.guess_head is not None:
-        # Programs that update the model's weights do not have the head's weights, so these must
-        # survive even a sleep that drops all others.
+        # Programs that update the model's weights don't have those of the head. The head's weights
+        # must therefore survive even a sleep that drops all other weights.
         kept = arguments.sleep_preserve_parameter_names
         arguments.sleep_preserve_parameter_names = [*dict.fromkeys([*kept, "draft.*"])]
     if decoding.adapt_draft_tokens:
@@ -123,12 +123,12 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def claim(speculative_config: Any) -> None:
-    """Mark this ``speculative_config`` as lossless mode's. Copies of it keep the mark."""
+    """Mark this ``speculative_config`` as belonging to lossless mode. Copies of it keep the mark."""
     object.__setattr__(speculative_config, _CLAIM, True)
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Return whether this ``speculative_config`` is lossless mode's."""
+    """Return whether this ``speculative_config`` belongs to lossless mode."""
     return getattr(speculative_config, _CLAIM, False)
 
 

@@ -1,7 +1,8 @@
 """The sparse actor as a drafter: the policy's own model, reading only a few pages of its KV cache.
 
-A draft step is a single CUDA graph that also sets up the next step. It writes its token's keys and
-values to the slot that the token gets if it is accepted. The dense pass overwrites them.
+A draft step is a single CUDA graph that also sets up the next step. The step writes its token's
+keys and values to the slot that the token will have if it is accepted. The dense pass later
+overwrites these entries.
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, k
 drafts, M blocks of the longest sequence, V vocabulary.
@@ -36,10 +37,10 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""XORed into the draft seeds on vLLM versions that would otherwise draw a draft and its replacement
-on rejection with the same noise. Samples follow the dense distribution only if the two are
-independent. With ``drafter_invariant``, the noise is the same on purpose, since drafts are never
-replaced (see ``sparrow.vllm.lossless.verify``).
+"""XORed into the draft seeds on vLLM versions that would otherwise use the same noise for a draft
+and for the token that replaces it if it is rejected. Samples follow the dense distribution only if
+the two draws are independent. With ``drafter_invariant``, the noise is the same on purpose, since
+drafts are never replaced (see ``sparrow.vllm.lossless.verify``).
 """
 
 
@@ -406,7 +407,7 @@ class SparseDrafter:
         self._replay(drafts, B)
 
     def _replay(self, steps: int, B: int) -> None:
-        """Run this many draft steps, from a CUDA graph if one was captured for at least B rows."""
+        """Run this many draft steps. If a CUDA graph was captured for at least B rows, use it."""
         graphs = self._graphs[self._adapters is not None and self._adapters.are_used]
         rows = min((size for size in graphs if size >= B), default=0)
         for _step in range(steps):
@@ -416,8 +417,8 @@ class SparseDrafter:
                 self._draft(B)
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """Run one step under the metered schedule before the first draft step, which then
-        overwrites its cache entries.
+        """Before the first draft step, run one step under the metered schedule. The draft step then
+        overwrites the cache entries of that step.
         """
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None

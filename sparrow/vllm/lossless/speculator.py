@@ -1,6 +1,6 @@
 """Lossless mode inside a vLLM worker: a drafter proposes tokens, and a dense pass verifies them.
 
-Each cycle makes up to ``draft_tokens`` drafts, then runs a dense pass over them and the token
+Each cycle makes up to ``draft_tokens`` drafts, then runs a dense pass over the drafts and the token
 before them. vLLM runs this pass, samples from its logits, and verifies the drafts just as it would
 for any draft model. The sparse actor drafts with the policy's own weights and KV cache. It writes
 its drafts' keys and values to the slots of the next tokens, and the dense pass overwrites them. So
@@ -36,9 +36,9 @@ class SparseSpeculator(DraftModelSpeculator):
     model's speculator.
 
     ``plan`` is the plan for the next call to ``propose``. ``is_idle`` is true if the current step
-    neither verifies nor produces drafts, and no head has to read it. ``reads_history`` is true if
-    drafts may start from guesses from history. In that case, ``tokens_SN`` holds every sequence's
-    tokens, int32 ``[S, N]``, and vLLM updates it before calling ``propose``.
+    neither verifies nor produces drafts, and no head has to read the step. ``reads_history`` is
+    true if the drafter may look up guesses in history. In that case, ``tokens_SN`` holds every
+    sequence's tokens, int32 ``[S, N]``, and vLLM updates it before calling ``propose``.
     """
 
     num_query_per_req = 1

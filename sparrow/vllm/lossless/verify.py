@@ -1,5 +1,4 @@
-"""Verification with ``drafter_invariant`` set, so that the sampled tokens do not depend on the
-drafts.
+"""Verification with ``drafter_invariant``, where the sampled tokens do not depend on the drafts.
 
 The policy samples every token as dense decoding would, with noise derived from the request's seed
 and the token's position. Drafts are sampled with the same noise, and accepted up to the first one
@@ -29,8 +28,8 @@ _runtimes: Any = WeakTensorKeyDictionary()
 
 
 def register(draft_logits: Tensor, runtime: Runtime) -> None:
-    """Remember which runtime these draft logits belong to, so that verification can find its
-    settings.
+    """Remember which runtime these draft logits belong to. Verification looks up its settings in
+    that runtime.
     """
     _runtimes[draft_logits] = runtime
 
@@ -58,16 +57,15 @@ def draw(
 
     Args:
         target_TV: the policy's logits, already processed for sampling.
-        input_T: the input token of each row: for each sequence, the last sampled token and then its
-            drafts.
+        input_T: the input token of each row. The rows of a sequence start with its last sampled
+            token, followed by its drafts.
         first_B1: index of each sequence's first row, ``[B + 1]``.
         position_T: the position of each row.
-        sequence_T: the sequence each row belongs to, as an index into all of the worker's
-            sequences.
+        sequence_T: for each row, the index of its sequence in the worker.
 
     Returns:
-        Tokens ``[B, k + 1]``, and how many of them are valid, int32 ``[B]``: the accepted drafts
-        plus one.
+        Tokens ``[B, k + 1]``, and the number of valid tokens in each row, int32 ``[B]``. This
+        number is the number of accepted drafts plus one.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(
