@@ -40,8 +40,8 @@ def sparse_eflops(
     """Apply the published formula for the eFLOPs of a sparse rollout that keeps b tokens in pages
     of P.
 
-    In this formula, the terms for scoring the prompt's pages have no factor 1/P, and one of these
-    terms has no factor r.
+    In this formula, the terms for scoring the prompt's pages are not divided by P, and one of these
+    terms is not multiplied by r.
     """
     attend = 2 * P_w * N * L_out + 2 * r * N * D * b * L_out + 2 * I * N * D * b * L_out
     score = 2 * N * L_in * D * L_out + r * N * D * L_out**2 / (2 * P)

@@ -239,8 +239,8 @@ def check_shapes(batch: DecodeBatch) -> None:
     if batch.tokens < 1 or len(q) != len(batch.length_B) * batch.tokens:
         sequences = len(batch.length_B)
         raise ValueError(
-            f"expected one query per new token, which is {sequences * batch.tokens} for {sequences} "
-            f"sequences with {batch.tokens} new tokens each, got {len(q)}"
+            f"expected one query per new token: {sequences * batch.tokens} queries for {sequences} "
+            f"sequences with {batch.tokens} new tokens each, but got {len(q)}"
         )
 
     scales = batch.cache_scales

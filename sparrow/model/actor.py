@@ -380,8 +380,8 @@ def _route(
     if missing := attention_layers(config) - set(calls):
         raise UnsupportedModel(
             f"{name} does not route layers {sorted(missing)} through the transformers attention "
-            "interface, so they cannot be decoded sparsely; choose a model whose attention calls "
-            "ALL_ATTENTION_FUNCTIONS with its kwargs"
+            "interface, so they cannot be decoded sparsely; choose a model whose attention passes "
+            "its kwargs to a function from ALL_ATTENTION_FUNCTIONS"
         )
     if often := [i for i, count in calls.items() if count > 1]:
         raise UnsupportedModel(

@@ -179,8 +179,8 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8"))
     if found["settings"] != settings_of(args):
         raise ValueError(
-            f"{args.out} was measured with other settings, {found['settings']}; use the "
-            "same settings, or another --out"
+            f"{args.out} was measured with different settings, {found['settings']}; use the "
+            "same settings, or a different --out"
         )
     return found
 

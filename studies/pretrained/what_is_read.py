@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with np.load(saved) as file:
             if (others := file["settings"].item()) != settings:
                 raise ValueError(
-                    f"{saved} was measured with other settings, {others}; use the same settings, "
-                    "or another --out"
+                    f"{saved} was measured with different settings, {others}; use the same settings, "
+                    "or a different --out"
                 )
             measured = {name: file[name] for name in file.files if name != "settings"}
             measured = {name: alpha.astype(np.float64) for name, alpha in measured.items()}

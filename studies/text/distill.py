@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.out.exists():
         found = json.loads(args.out.read_text())
         if found["settings"] != result["settings"]:
-            raise ValueError(f"{args.out} was made with other settings; name a new file")
+            raise ValueError(f"{args.out} was made with different settings; name a new file")
         result = found
         study.schedule = SparsitySchedule.from_dict(found["schedule"])
     else:

@@ -137,7 +137,7 @@ def test_bins_with_few_tokens_use_the_previous_budget_plus_half():
     assert found.bins[2].n_sequences == 60
 
 
-def test_too_little_data_and_an_empty_list_of_budgets_are_refused():
+def test_too_little_data_or_an_empty_list_of_budgets_is_an_error():
     with pytest.raises(
         ConfigError, match=r"960 tokens from 3 sequences .* needs at least 400 tokens from 20"
     ):

@@ -336,8 +336,8 @@ def f(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["called", "read", "asserted"])
 def test_a_program_that_alternates_sleep_and_work_is_stopped_at_its_limit(kind):
-    """The program is on a processor for an eighth of the time, so neither a limit on processor time
-    nor a rule for sleeping programs would stop it soon.
+    """The program runs for only an eighth of the time. A limit on processor time would stop it
+    late, and a rule for sleeping programs would not stop it at all.
     """
     tests = {
         "called": {"fn_name": "f", "inputs": [[1]], "outputs": [1]},

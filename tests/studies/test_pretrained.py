@@ -123,7 +123,7 @@ def test_an_interrupted_run_continues_only_with_the_same_settings(study, tmp_pat
     assert study.domains.earlier(given(512)) == {}
     written = study.domains.write(given(512), 0, rows=[1, 2])
     assert study.domains.earlier(given(512))["rows"] == written["rows"] == [1, 2]
-    with pytest.raises(ValueError, match=r"x\.json was measured with other settings, .*512"):
+    with pytest.raises(ValueError, match=r"x\.json was measured with different settings, .*512"):
         study.domains.earlier(given(1024))
 
 

@@ -268,7 +268,7 @@ def test_a_step_of_a_run_with_the_dial_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_reasoner", "stability_study", "distill_study"])
-def test_names_imported_inside_functions_of_scripts_exist(script):
+def test_names_that_functions_import_exist(script):
     source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(
         encoding="utf-8"
     )

@@ -121,7 +121,7 @@ def test_finished_losses_are_not_trained_again_and_different_settings_are_refuse
     monkeypatch.setattr(study.distill, "trained", refuse)
     again = study.distill.main(command(folder))
     assert again["rows"] == result["rows"]
-    with pytest.raises(ValueError, match="made with other settings"):
+    with pytest.raises(ValueError, match="made with different settings"):
         study.distill.main(command(folder, rank=4))
     with pytest.raises(ValueError, match=r"has arrays of the shapes .*, not .*; name a new file"):
         study.distill.main(command(folder, train=TRAIN + 1))

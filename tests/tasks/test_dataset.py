@@ -235,7 +235,7 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
         load_rows(tmp_path / name)
 
 
-def test_a_missing_file_is_refused():
+def test_a_missing_file_is_an_error():
     with pytest.raises(
         ConfigError, match=r"no dataset file at /nowhere/rows.jsonl; expected a .jsonl"
     ):

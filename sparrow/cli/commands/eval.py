@@ -60,8 +60,8 @@ class Eval(DecodingOptions, Sampled):
             )
         if self.chat.is_set and all(map(is_task, self.benchmark)):
             raise ConfigError(
-                "the chat settings apply to datasets only; leave them out, as the prompts of the "
-                f"task {self.benchmark[0]} are sent unchanged"
+                "the chat settings apply to datasets only; leave them out, because the task "
+                f"{self.benchmark[0]} sends its prompts unchanged"
             )
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}

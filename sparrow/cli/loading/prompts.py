@@ -97,7 +97,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             expected = "expected text with one prompt per line, or a .jsonl, .json or .parquet file"
-            raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
+            raise ConfigError(f"cannot read prompts from {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
             raise ConfigError(
                 f"{path} is not text, as it contains zero bytes; "

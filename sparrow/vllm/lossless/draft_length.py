@@ -77,8 +77,10 @@ class DraftLength:
         self._measured = measured
 
     def count_repeated(self, cycles: int) -> None:
-        """Count ``cycles`` more cycles without drafts since the latest choice. ``cycles`` is at
-        most ``repeats``.
+        """Count cycles without drafts that have passed since the latest choice.
+
+        Args:
+            cycles: at most ``repeats``.
         """
         if cycles and self._repeated_case is not None:
             self._repeated_case.cycles += cycles

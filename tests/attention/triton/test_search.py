@@ -230,7 +230,7 @@ def test_a_variant_with_wrong_results_is_left_out_and_reported(few_variants, mon
 
 @kernels
 @pytest.mark.parametrize("change", ["pages", "nothing written"])
-def test_wrong_pages_and_missing_results_are_noticed(change, monkeypatch):
+def test_wrong_pages_and_missing_results_are_detected(change, monkeypatch):
     pool = Pool(TARGET, DEVICE, 2**19)
     problem = Problem(pool, 2, 3, 128)
     bench = Bench([problem], lambda launches: 1.0, lambda note: None)

@@ -309,7 +309,7 @@ def test_cost_refuses_a_broken_config(config, message, tmp_path, capsys):
             b'{"question": "?"}\n',
             'row 1 of {path}: every row needs a "prompt" that is text, got none',
         ),
-        ("latin.txt", b"caf\xe9\n", "cannot read the prompts {path}: 'utf-8' codec can't decode"),
+        ("latin.txt", b"caf\xe9\n", "cannot read prompts from {path}: 'utf-8' codec can't decode"),
         ("zeros.bin", b"\0\0\0\0", "{path} is not text, as it contains zero bytes"),
         ("empty.txt", b"\n \n", "{path} contains no prompts"),
     ],

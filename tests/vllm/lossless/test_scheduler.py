@@ -204,8 +204,8 @@ def test_steps_are_recorded_with_their_drafts_budget(make, observed):
 
 
 def test_drafting_with_guesses_is_a_separate_choice(make, observed):
-    """With guesses, acceptance is recorded per cycle. The first step after a change is marked, even
-    if only the use of guesses has changed.
+    """Acceptance of drafts with guesses is recorded per cycle. The first step after a change is
+    marked, also if the number of drafts is the same and only guesses were switched on or off.
     """
     scheduler = make(guesses=3)
     assert scheduler.chooser.choices == (*CHOICES, Guessed(2), Guessed(4))
