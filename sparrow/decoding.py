@@ -12,7 +12,7 @@ from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step
-verifies, and responses are samples from the dense policy. ``lossy``: decode steps only read the
+verifies, and responses are samples from the dense policy. ``lossy``: decode steps read only the
 pages selected by a schedule, and responses are samples from the sparse actor. ``auto``: lossless up
 to a length that training adjusts, and lossy from there on (``sparrow.train.dial``).
 """
@@ -25,18 +25,20 @@ linear layers' weights.
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """The default draft schedule: 64 pages of 16 tokens, in every layer and at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""Budgets to choose from if the draft budget is adaptive, as multiples of the draft schedule."""
+"""The draft budgets that an adaptive drafter can choose from. Each is a multiple of the draft
+schedule's page counts.
+"""
 BUDGET_POWER = 0.7
-"""The draft rejection rate is assumed to scale with the draft budget to the power of
-``-BUDGET_POWER``, as published for p5.
+"""The draft rejection rate is assumed to be proportional to the draft budget raised to the power of
+``-BUDGET_POWER``. This power law was published for p5.
 """
 DRAFT_TOKENS = 12
-"""By default, at most this many tokens are drafted before each verification. This is fastest at
-long contexts if 95 % of drafts are accepted.
+"""The default maximum number of tokens drafted before each verification. This value is the fastest
+at long contexts if 95 % of drafts are accepted.
 """
 METER_EVERY = 16
-"""By default, a second schedule is measured once in this many cycles, so that the extra sparse step
-takes about half a percent of the time.
+"""The default interval, in cycles, between measurements of a second schedule. With this value, the
+extra sparse steps take about half a percent of the time.
 """
 AUTO_ELSEWHERE = (
     "mode 'auto' works only in sparrow train with engine hf: vLLM verifies either all of a "
@@ -67,47 +69,49 @@ class LosslessSettings:
     adapt_draft_budget: bool | None = None
     # Lossless and auto: the maximum number of tokens drafted before each verification.
     draft_tokens: Annotated[int, AtLeast(1)] = DRAFT_TOKENS
-    # Lossless in vLLM: choose the number of tokens to draft, from 0 to draft_tokens, by measured
-    # speed and acceptance; off: always draft draft_tokens.
+    # Lossless in vLLM: choose how many tokens to draft, from 0 to draft_tokens, by measured speed
+    # and acceptance. If this is off, draft_tokens tokens are always drafted.
     adapt_draft_tokens: bool = True
-    # Lossless and auto: before each sparse pass, guess this many tokens: those that followed an
-    # earlier occurrence of the latest tokens in the prompt, the response or, with transformers,
-    # other responses to the same prompt. One pass checks all guesses, and drafts those that the
-    # sparse actor agrees with plus one more token. In vLLM, guesses are used only where they are
-    # faster, unless adapt_draft_tokens is off. 0: draft one token per pass.
+    # Lossless and auto: the number of tokens to guess before each sparse pass. Guesses come from
+    # history: they are the tokens that followed an earlier occurrence of the latest tokens in the
+    # prompt, the response or, with transformers, other responses to the same prompt. One pass
+    # checks all guesses. It drafts the guesses that the sparse actor agrees with, plus one more
+    # token. In vLLM, guesses are used only where they are faster, unless adapt_draft_tokens is off.
+    # With 0, each pass drafts one token.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless in vLLM: an EAGLE-3 head for the model, as a folder or a name on the Hugging Face
     # Hub. Guesses then come from the head instead of from history.
     guess_head: str | None = None
-    # Lossless: draw drafts with the same random numbers as the final tokens, so that a seed yields
-    # the tokens of dense decoding (up to rounding), whatever is drafted. Fewer drafts are accepted.
+    # Lossless: draw drafts with the same random numbers as the final tokens. A seed then yields the
+    # same tokens as dense decoding (up to rounding), no matter what is drafted. Fewer drafts are
+    # accepted.
     drafter_invariant: bool = False
     # Lossless in vLLM: the weights that drafts use. auto: the model's weights. fp8: an 8-bit copy
     # of the linear layers' weights, which takes half as much memory as the weights themselves;
     # samples still follow the original weights.
     draft_weights: DraftWeights = "auto"
-    # A second schedule whose acceptance is measured too: a name in the options, a loaded schedule
-    # in ``Decoding``.
+    # A second schedule, whose acceptance is also measured. Options take the schedule's name, and
+    # ``Decoding`` takes the loaded schedule.
     meter_schedule: Any = None
-    # Lossless in vLLM: cycles between measurements of meter_schedule.
+    # Lossless in vLLM: the number of cycles between measurements of meter_schedule.
     meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
 
 
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
 """Settings that ``Decoding.to_dict`` writes even at their defaults."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
-"""Lossless mode settings, as named in ``Decoding.load`` and on the command line."""
+"""The names of the lossless mode settings, in ``Decoding.load`` and on the command line."""
 
 
 @dataclass(frozen=True)
 class Decoding(LosslessSettings):
-    """A mode and its settings. Functions with a ``Decoding`` parameter also take anything that
-    ``load`` does.
+    """A mode and its settings. Functions with a ``Decoding`` parameter also accept any value that
+    ``load`` accepts.
     """
 
     mode: Mode
-    # the schedule of decode steps in mode lossy, of drafts in mode lossless, and of both in mode
-    # auto; in mode dense, it reads everything
+    # the schedule for decode steps in mode lossy, for drafts in mode lossless, and for both in mode
+    # auto; in mode dense, this schedule reads everything
     schedule: SparsitySchedule
     meter_schedule: SparsitySchedule | None = field(default=None, kw_only=True)
 
@@ -146,7 +150,7 @@ class Decoding(LosslessSettings):
     def lossless(
         cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any
     ) -> Decoding:
-        """Build lossless mode with this draft schedule, or ``DRAFT_SCHEDULE`` if it's None.
+        """Build lossless mode with this draft schedule. None stands for ``DRAFT_SCHEDULE``.
 
         Schedules can be anything that ``SparsitySchedule.load`` reads.
         """
@@ -162,14 +166,14 @@ class Decoding(LosslessSettings):
 
     @classmethod
     def load(cls, value: Any) -> Decoding:
-        """Read a ``Decoding`` from any form in which a setting can be given.
+        """Read a ``Decoding`` from a setting.
 
         Args:
             value: one of these:
 
                 - ``"lossless"``;
-                - a ``SparsitySchedule`` or anything that names one, for lossy mode, or dense mode
-                  if the schedule reads everything (``"dense"``);
+                - a ``SparsitySchedule``, or anything that names one, for lossy mode. A schedule
+                  that reads everything (such as ``"dense"``) gives dense mode;
                 - a mapping, or its JSON, with ``mode`` and that mode's settings: ``schedule`` for
                   lossy, and those in ``LOSSLESS_SETTINGS`` for lossless;
                 - a ``Decoding``.
@@ -218,8 +222,8 @@ class Decoding(LosslessSettings):
 
     @property
     def verifies(self) -> bool:
-        """True if sparse steps draft and dense steps verify, for whole responses or just their
-        beginnings.
+        """True if sparse steps draft and dense steps verify. This is the case in mode lossless and,
+        at the beginning of each response, in mode auto.
         """
         return self.mode in ("lossless", "auto")
 
@@ -249,14 +253,17 @@ class Decoding(LosslessSettings):
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """Return these settings with another schedule. A mode without verification becomes dense or
-        lossy, depending on the schedule.
+        """Return these settings with another schedule. If the mode doesn't verify, the new mode is
+        dense or lossy, depending on the schedule.
         """
         return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:
-    """Estimate the acceptance at ``multiple`` times the draft budget that gave ``acceptance``."""
+    """Estimate the acceptance after the draft budget is multiplied by ``multiple``.
+
+    ``acceptance`` is the acceptance with the original budget.
+    """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 
 

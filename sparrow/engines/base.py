@@ -19,8 +19,8 @@ from sparrow.schedule import SparsitySchedule
 class Counters:
     """Counts of an engine's work since it started, or since the last call to ``counters``.
 
-    The fields from ``drafted`` to ``choices``, ``passes`` and ``guessed`` are used only in lossless
-    decoding. A cycle is one verification of one sequence.
+    Only lossless decoding uses ``passes``, ``guessed`` and the fields from ``drafted`` to
+    ``choices``. A cycle is one verification of one sequence.
     """
 
     # cached tokens read by decode steps, including draft steps, summed over sequences and layers
@@ -32,15 +32,15 @@ class Counters:
     # number of accepted drafts, including any past the end of a response
     accepted: int = 0
     cycles: int = 0
-    # draft acceptance, in each cycle up to and including the first rejected draft
+    # acceptance of each cycle's drafts, up to and including the first rejected draft
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # acceptance under ``meter_schedule``, measured at the first draft of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # choices made by an engine with adaptive drafting, in step order: (number of tokens to draft,
-    # draft budget as a multiple of the draft schedule, guesses per pass, number of steps)
+    # choices made by an engine with adaptive drafting, in step order. Each is (number of tokens to
+    # draft, draft budget as a multiple of the draft schedule, guesses per pass, number of steps).
     choices: tuple[tuple[int, float, int, int], ...] = field(default=(), compare=False)
-    # number of tokens decoded by a lossy actor, and how many of them read the whole cache in every
-    # layer
+    # number of tokens decoded by a lossy actor, and number of these for which every layer read the
+    # whole cache
     rows: int = 0
     dense_rows: int = 0
     # number of sparse passes in an engine with guesses; each made at least one draft
@@ -67,7 +67,7 @@ class Counters:
     @property
     def tokens_per_cycle(self) -> float:
         """Accepted drafts per cycle, plus one; 0 before the first cycle. A response's last cycle
-        counts in full, even if the response ends midway.
+        counts in full, even if the response ends in the middle of this cycle.
         """
         return (self.accepted + self.cycles) / max(self.cycles, 1)
 
@@ -165,9 +165,9 @@ class PartVerifier(Protocol):
     def verify_up_to(self, length: float) -> None:
         """Verify tokens only up to ``length``, from the next ``generate`` on.
 
-        A token is verified if ``page_end(n)`` is below ``length``, where n is the number of tokens
-        in the cache when it is sampled, prompt included. ``Rollout.verification`` says how many
-        tokens were verified.
+        A token is verified if ``page_end(n)`` is below ``length``. Here, n is the number of cached
+        tokens, including the prompt, when the token is sampled. ``Rollout.verification`` says how
+        many tokens were verified.
 
         Raises ConfigError if the engine was not started in mode auto.
         """
@@ -195,7 +195,7 @@ class Scorer(Protocol):
     def score(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float
     ) -> list[Scores]:
-        """Compute the rollouts' teacher-forced log-probs under ``schedule``. Pass
+        """Compute the rollouts' log-probs under ``schedule`` by teacher forcing. Pass
         ``SparsitySchedule.dense()`` to get the policy's log-probs.
         """
 
@@ -217,8 +217,8 @@ class ListScorer(Protocol):
     """
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
-        """List the ``n`` most likely tokens at each response position, using a prefill of prompt
-        and response.
+        """List the ``n`` most likely tokens at each response position. The lists come from a
+        prefill of the prompt and the response.
         """
 
     def close(self) -> None:

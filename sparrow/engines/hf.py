@@ -1,5 +1,5 @@
-"""The engine that samples with transformers in this process. It is correct on every device, and the
-reference for other engines.
+"""The engine that samples with transformers in this process. It is correct on every device, and
+serves as the reference for other engines.
 
 Shapes: B sequences, T response tokens, k drafts per cycle, n top-n list entries, V vocabulary.
 """
@@ -52,8 +52,8 @@ from sparrow.schedule import SparsitySchedule
 
 LOOKED_AT = 64  # measure attention for at most this many tokens per response
 DECODE_TOKENS = 2**19
-"""Maximum number of tokens in a batch once all sequences have their full length, e.g. 128 sequences
-of 4,096 tokens.
+"""Maximum number of tokens in a batch, counting every sequence at its full length. For example, a
+batch can have 128 sequences of 4,096 tokens.
 """
 
 
@@ -67,13 +67,16 @@ class HFEngine(Engine, Scorer, Ranker):
     If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
     everything). A ``Decoding`` also specifies the mode. Lossless decoding always drafts
     ``draft_tokens`` tokens, since drafting fewer wouldn't be any faster here. In mode auto,
-    responses are lossless up to the length last passed to ``verify_up_to`` (or all the way, if it
-    was never called), and lossy after that. ``batch_size`` sequences are decoded together; by
-    default, as many as fit in ``DECODE_TOKENS`` at their maximum length. Up to ``token_budget``
-    padded tokens are scored together, under autocast to the dtype ``autocast``, if given.
+    responses are lossless up to the length last passed to ``verify_up_to``, and lossy after that.
+    Until ``verify_up_to`` is called, whole responses are lossless.
 
-    Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule, or
-    if the settings ask for a copy of the weights for drafts, or for a head that guesses.
+    ``batch_size`` sequences are decoded together. By default, a batch has as many sequences as fit
+    in ``DECODE_TOKENS`` at their maximum length. Up to ``token_budget`` tokens, including padding,
+    are scored together. If ``autocast`` is given, the model runs under autocast to this dtype.
+
+    Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule.
+    Raises ConfigError if ``draft_weights`` or ``guess_head`` is set, because only vLLM supports
+    these settings.
     """
 
     def __init__(
@@ -271,8 +274,8 @@ class HFEngine(Engine, Scorer, Ranker):
         return History(contexts, groups, room, self.decoding.guess_tokens, self.model.device)
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
-        """Return how many tokens to verify at the start of each response in mode auto, int64
-        ``[B]``.
+        """Return the number of tokens to verify at the start of each response in mode auto. The
+        result is int64 ``[B]``.
         """
         lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
@@ -282,8 +285,8 @@ class HFEngine(Engine, Scorer, Ranker):
         position within it, not on the batch.
 
         The first row is for sampling drafts, the second for accepting them, and the third for all
-        other tokens. Several drafts for the same position may use the same number, which is fine
-        because earlier tokens never depend on it.
+        other tokens. Several drafts for the same position may use the same number. This is fine,
+        because earlier tokens never depend on that number.
         """
         if sampling.temperature == 0 or not self.decoding.verifies:
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
@@ -301,9 +304,9 @@ class HFEngine(Engine, Scorer, Ranker):
         """Measure how much of the dense policy's attention mass falls outside an actor's pages, by
         layer and kv head.
 
-        The result is ``[layers, kv heads, len(pages)]``, with one entry for each number of pages
-        kept by score in ``pages``. ``layout`` says how tokens are split into pages. The mass is
-        averaged over up to ``LOOKED_AT`` tokens per response.
+        The result is ``[layers, kv heads, len(pages)]``. Each entry of ``pages`` is a number of
+        pages that the actor keeps by score. ``layout`` says how tokens are split into pages. The
+        mass is averaged over up to ``LOOKED_AT`` tokens per response.
         """
         of_each = []
         for rollout in rollouts:
@@ -424,8 +427,8 @@ class HFEngine(Engine, Scorer, Ranker):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences of ``length`` ``[B]`` tokens. A length includes the step's
-        first token.
+        """Count a step over sequences with ``length`` ``[B]`` tokens, including the step's first
+        token.
         """
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))

@@ -24,14 +24,17 @@ log = logging.getLogger(__name__)
 SHORTEST_LISTS = 20
 LONGEST_LISTS = 1280
 LENGTHEN = 4
-"""Unless the user sets a length, the actor's top-n lists start at ``SHORTEST_LISTS`` and grow by a
-factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until they show whether the target is met.
+"""Unless the user sets a length, the actor's top-n lists start with ``SHORTEST_LISTS`` tokens. The
+length then grows by a factor of ``LENGTHEN``, up to ``LONGEST_LISTS``, until the lists are long
+enough to show whether the target is met.
 """
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """Return the same sampling with longer top-n lists. Return None if the current lists already
-    show, for each of ``bins``, whether the tail reaches ``p5``, or if they can't get any longer.
+    """Return the same sampling parameters with longer top-n lists, or None if the lists can't or
+    needn't be any longer.
+
+    The lists are long enough if they show, for each of ``bins``, whether the tail reaches ``p5``.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(
@@ -100,10 +103,10 @@ def measure_ceiling(
     sampling: Sampling,
     schedule: SparsitySchedule,
 ) -> Ceiling:
-    """Measure the p5 of dense rollouts in the length bins of ``schedule``, with the same engine,
-    scorer and top-n lists.
+    """Measure the p5 of dense rollouts in each of ``schedule``'s length bins.
 
-    The arguments are the same as for ``measure``. At most ``CEILING_RESPONSES`` prompts are
+    The arguments are the same as for ``measure``. To measure the ceiling for an actor, use the same
+    engine, scorer and list length as for the actor. At most ``CEILING_RESPONSES`` prompts are
     sampled, evenly spread over ``prompts``.
     """
     chosen = (
@@ -124,8 +127,8 @@ def measure_ceiling(
 def sample(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> list[Rollout]:
-    """Sample rollouts under ``schedule``. The engine is only awake during this call, which leaves
-    the device memory to the scorer afterwards.
+    """Sample rollouts under ``schedule``. The engine is awake only during this call, so that the
+    scorer can use the device memory afterwards.
     """
     engine.wake()
     engine.set_schedule(schedule)

@@ -80,8 +80,8 @@ class EngineSpec:
 
     @property
     def rest(self) -> str:
-        """The part after the name and colon. If the spec is an address, the address without a
-        ``stock:`` prefix.
+        """The part of the spec after the name and the colon. If the spec is an address, this is the
+        address without a ``stock:`` prefix.
         """
         if self.kind.takes == "address":
             return self.written.removeprefix("stock:")

@@ -30,8 +30,8 @@ class Responses:
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
         self.verified: Tensor | None = (
-            # int64 [B], how many tokens to verify at the start of each response; None except in
-            # mode auto
+            # int64 [B], the number of tokens to verify at the start of each response; None unless
+            # the mode is auto
             None
         )
 
@@ -40,17 +40,17 @@ class Responses:
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def contexts(self, prompts: list[Sequence[int]], rows: Tensor) -> list[list[int]]:
-        """Return the prompt and response tokens so far for each of the responses ``rows``."""
+        """Return the tokens so far, including the prompt, of each of the responses ``rows``."""
         return [[*prompts[b], *self.tokens[b, : self.length[b]].tolist()] for b in rows.tolist()]
 
     def append(
         self, rows: Tensor, cycle: Cycle, limit_B: Tensor, drafts: Tensor | None = None
     ) -> Tensor:
-        """Append a cycle's tokens to the responses ``rows``, dropping any past the end of a
-        response. Return the indices, in ``rows``, of the responses that continue.
+        """Append a cycle's tokens to the responses ``rows``. Tokens past the end of a response are
+        dropped. Return indices into ``rows`` for the responses that continue.
 
-        ``drafts`` is the number of tokens each row drafted, int64. If a row drafted nothing, the
-        ``cycle_place`` of its token is -1.
+        ``drafts``, int64, is the number of tokens that each row drafted. If a row drafted nothing,
+        its token gets a ``cycle_place`` of -1.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()
@@ -95,6 +95,6 @@ class Responses:
     def _verification(self, b: int, length: int) -> Verification | None:
         if self.verified is None:
             return None
-        # The first token after a prefill is sampled from the policy too.
+        # The first token after a prefill is also sampled from the policy.
         tokens = min(length, int(self.verified[b]) + 1)
         return Verification(tokens, self.acceptance[b, :tokens].numpy())

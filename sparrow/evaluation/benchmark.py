@@ -32,8 +32,8 @@ CHUNK = 32  # number of problems sampled between writes to disk
 @dataclass(frozen=True)
 class BenchmarkResult:
     """Scores on one benchmark under one schedule. ``tokens`` is the mean response length. ``speed``
-    is in sampled tokens per second, or nan if any samples come from an older Sparrow, which didn't
-    time them.
+    is in sampled tokens per second. It is nan if any samples come from an older version of Sparrow,
+    which didn't record times.
     """
 
     benchmark: str
@@ -48,7 +48,9 @@ class BenchmarkResult:
 
 
 Asked = Sequence[tuple[int, int]]
-"""For each response: the index of its problem, and its number among that problem's responses."""
+"""One pair per response: the index of the problem, and the response's number among all responses to
+this problem.
+"""
 
 
 def respond(
@@ -75,8 +77,8 @@ def sample(
     asked: Asked,
     sampling: Sampling,
 ) -> list[Rollout]:
-    """Sample one response per pair in ``asked``, seeded from the pair and ``sampling``'s own seed.
-    Raises the same errors as ``respond``.
+    """Sample one response per pair in ``asked``. The response's seed is derived from the pair and
+    from the seed in ``sampling``. Raises the same errors as ``respond``.
     """
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
     return respond(
@@ -116,10 +118,10 @@ def run_benchmark(
 
     Next to each samples file, a ``.json`` file records everything the samples depend on:
     ``source``, benchmark, temperature, truncation, maximum response length and seed. Within the
-    file, a sample is identified by its problem's index and id, the prompt's token ids and its own
-    number; its seed is derived from index and number. So a call with fewer problems or responses
-    reuses part of the file, a call with more adds to it, and an interrupted evaluation picks up
-    where it left off.
+    file, a sample is identified by the problem's index and id, the prompt's token ids, and the
+    sample's number. The sample's seed is derived from the index and the number. So a call with
+    fewer problems or responses reuses part of the file, a call with more adds to it, and an
+    interrupted evaluation picks up where it left off.
 
     Args:
         engine: samples the responses.
@@ -211,8 +213,9 @@ def _by_problem(values: list[Any], k: int) -> list[list[Any]]:
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of the parameters, 16 hex digits. It covers each parameter's name, shape,
-    dtype, and the sum of its elements when their raw bits are read as integers.
+    """Return a digest of the parameters, as 16 hex digits. It covers each parameter's name, shape,
+    dtype and checksum. The checksum is the sum of the elements, with their raw bits read as
+    integers.
     """
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
@@ -236,8 +239,8 @@ COLUMNS = (
 
 
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:
-    """Format the ``COLUMNS`` of each benchmark and schedule as a Markdown table, with 95 %
-    intervals over problems.
+    """Format the results as a Markdown table with one row per benchmark and schedule. Scores come
+    with 95 % intervals over problems.
     """
     rows = [
         (
@@ -258,8 +261,8 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read samples by index, problem, prompt and number. A line cut off by a killed process is
-    skipped, so its sample is drawn again.
+    """Read the samples, keyed by index, problem, prompt and number. If a process was killed while
+    it wrote a line, the line is skipped, so that its sample is drawn again.
     """
     if not path.exists():
         return {}

@@ -28,16 +28,16 @@ class Score:
 
 
 def mean_at_k(rewards_Nk: ArrayLike) -> Score:
-    """Average the rewards over all responses, with an interval over problems."""
+    """Average the rewards of all responses. The interval comes from resampling problems."""
     return _over_problems(_rewards(rewards_Nk).mean(1))
 
 
 def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
-    """Compute an unbiased estimate, from n >= k responses, of the probability that at least one of
-    ``k`` is right.
+    """Estimate the probability that at least one of ``k`` responses is right. The estimate is
+    unbiased, and uses all n >= k responses to each problem.
 
-    The estimate is 1 - C(n - c, k) / C(n, k), where c of n responses are right (a reward of at
-    least 1): Chen et al., arXiv 2107.03374, equation 1.
+    If c of the n responses are right (have a reward of at least 1), the estimate is 1 - C(n - c, k)
+    / C(n, k). See Chen et al., arXiv 2107.03374, equation 1.
 
     Raises ValueError if ``k`` is not between 1 and the number of responses per problem.
     """
@@ -51,8 +51,8 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
-    """Score the most frequent answer to each problem. None never wins, and a tie is scored as the
-    mean over the tied answers.
+    """Score the most frequent answer to each problem. Responses without an answer (None) have no
+    vote. If several answers tie, the score is the mean of their scores.
 
     Raises ValueError if the number of answers differs from the number of rewards.
     """
@@ -93,8 +93,8 @@ def _over_problems(values: np.ndarray) -> Score:
     value = float(values[0])
     if (values == value).all() and 0 <= value <= 1:
         # Resampling equal values gives no interval. With 97.5 % confidence, at most the share
-        # ``unseen`` of all problems would score differently. For the limits, assume that these all
-        # score 0 or all score 1.
+        # ``unseen`` of all problems would score differently. The lower limit assumes that these
+        # problems all score 0, and the upper limit that they all score 1.
         unseen = 1 - 0.025 ** (1 / len(values))
         low = value * (1 - unseen)
         high = value + (1 - value) * unseen

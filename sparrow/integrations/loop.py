@@ -25,7 +25,7 @@ def measured(
     top_n: int = 20,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Sample a response to each prompt under ``schedule``, and compare each of its tokens with the
+    """Sample a response to each prompt under ``schedule``, and compare each sampled token with the
     dense model.
 
         logger.log(measured(model, tokenizer, prompts, "qwen3-4b-0.86", max_new_tokens=4096), step)

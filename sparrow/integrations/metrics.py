@@ -10,8 +10,8 @@ sparrow/drafts/drafted           number of drafted tokens
 sparrow/drafts/accepted          share of drafted tokens that were accepted
 sparrow/drafts/tokens_per_cycle  mean tokens per verification of a sequence: accepted drafts plus
                                  one
-sparrow/drafts/acceptance        mean exact acceptance of the drafts up to and including a
-                                 cycle's first rejected one
+sparrow/drafts/acceptance        mean exact acceptance of each cycle's drafts, up to and
+                                 including the first rejected draft
 sparrow/drafts/p5                the 5th percentile of this acceptance
 sparrow/drafts/p5/START-END      the p5 of one length bin
 """
@@ -20,7 +20,9 @@ from sparrow.engines.base import Counters
 
 
 def counter_metrics(counters: Counters) -> dict[str, float]:
-    """Flatten the counts of vLLM's workers to scalars; empty if no worker has decoded."""
+    """Flatten the counts of vLLM's workers to scalars. The result is empty if no worker has
+    decoded.
+    """
     metrics = {}
     if counters.tokens_held:
         metrics["sparrow/tokens_read"] = counters.read_fraction

@@ -2,12 +2,12 @@
 OpenAI-compatible HTTP API.
 
 This is for trainers that only request the log-probs of sampled tokens, but have a vLLM server that
-can be reached over HTTP. The probe samples responses under the server's schedule, which gives the
-actor's top-n lists. It then sends each prompt plus its response back as a new prompt, and asks for
-the prompt log-probs. vLLM prefills it densely and without the prefix cache, so it returns the
-policy's top-n lists, computed with the same weights in the same precision. Together, the two lists
-bound the acceptance rate (``acceptance_bounds``). Responses are sampled at temperature 1, because
-vLLM only returns prompt log-probs at that temperature.
+can be reached over HTTP. The probe first samples responses under the server's schedule, and gets
+the actor's top-n lists. It then sends each prompt plus its response back as a new prompt, and asks
+for the prompt log-probs. vLLM prefills this new prompt densely and without the prefix cache, so it
+returns the policy's top-n lists, computed with the same weights in the same precision. Together,
+the two lists bound the acceptance rate (``acceptance_bounds``). Responses are sampled at
+temperature 1, because vLLM only returns prompt log-probs at that temperature.
 
 ``Probe`` returns these measurements and the servers' counters as scalars for any trainer's logger.
 
@@ -114,13 +114,14 @@ class Probe:
     def measured(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
     ) -> dict[str, float]:
-        """Measure the p5 of acceptance by length, and its ceiling (the p5 of dense rollouts), from
-        one response to each prompt.
+        """Sample one response to each prompt, and measure the p5 of acceptance by length. Also
+        measure the p5 ceiling, which is the p5 of dense rollouts.
 
         The servers must not serve other requests in the meantime. In lossy mode, the first call
         also samples densely to measure the ceiling, if the servers allow the schedule to be
-        changed. In lossless mode, samples follow the dense policy, so p5 is its own ceiling. With
-        servers in development mode, the next call to ``counted`` leaves this measurement out.
+        changed. In lossless mode, samples follow the dense policy, so the measured p5 is also the
+        ceiling. If the servers are in development mode, the next call to ``counted`` leaves this
+        measurement out.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -166,8 +167,8 @@ def probe(
     max_new_tokens: int,
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
-    """Sample one response per prompt, spread over the servers, and bound every token's acceptance
-    rate.
+    """Sample one response per prompt, and bound every token's acceptance rate. The prompts are
+    spread over the servers.
 
     Args:
         urls: addresses of vLLM servers with the same weights, such as ``http://10.0.0.1:8000``.
@@ -220,8 +221,8 @@ def _of_prompt(position: dict[str, dict[str, Any]]) -> dict[int, float]:
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. vLLM
-    appends the sampled token to lists that lack it; these results leave it out.
+    """Return ids and log-probs ``[T, n]`` of the n most likely tokens, most likely first. If a list
+    lacks the sampled token, vLLM appends that token. The result leaves out this extra entry.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)

@@ -28,7 +28,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "logits_processors": (None, []),
 }
-"""For each setting, the values with which vLLM samples from the whole softmax."""
+"""Neutral values for each setting. With these, vLLM samples from the whole softmax."""
 
 
 def check_whole_softmax(settings: Mapping[str, Any], place: str) -> None:

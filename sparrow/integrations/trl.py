@@ -201,7 +201,8 @@ class SparseGRPOTrainer(Trainer):
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method on the vLLM workers. In colocate mode, this calls the workers of this
-        process. In server mode, it calls the server's workers, and every process gets their answer.
+        process. In server mode, this calls the server's workers, and returns their results on every
+        process.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
@@ -238,8 +239,8 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 
 def _asked_for(decoding: Decoding | None) -> AbstractContextManager[None]:
-    """Set vLLM's environment variables for ``decoding`` inside the context, because TRL has no
-    field for the schedule.
+    """Inside the context, set vLLM's environment variables for ``decoding``. This is needed because
+    TRL has no field for the schedule.
 
     Engines keep the settings they were started with, so other engines in this process aren't
     affected.
@@ -358,7 +359,7 @@ def rollout(
 def policy_top_logprobs(
     model: Any, rollout: Rollout, temperature: float, device: torch.device
 ) -> np.ndarray:
-    """Compute the policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
+    """Compute the policy's log-probs for the tokens in the actor's lists, float32 ``[T, n]``."""
     input_ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]], device=device)
     top_Tn = torch.from_numpy(rollout.top_ids).long().to(device)
     logits_TV = model(input_ids=input_ids, logits_to_keep=len(rollout) + 1, use_cache=False).logits[

@@ -7,18 +7,18 @@ own ``rollout_corr/*``.
 Written for verl 0.9.1, and added to verl's trainer registry. Every step logs what vLLM's workers
 counted during its rollout: the share of cached tokens read and, in lossless mode, draft metrics
 (see ``sparrow.integrations.metrics`` for the names). verl only requests the log-probs of sampled
-tokens from vLLM, so every step also logs what can be computed from those alone
-(``sparrow.mismatch.sampled``):
+tokens from vLLM, so every step also logs what can be computed from these log-probs
+alone (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
                                    all length bins
-sparrow/sampled/p5_floor/START-END the lower bound of one bin; /low and /high are its 95 % interval
-                                   from resampling sequences, if at least two sequences reach the
-                                   bin
+sparrow/sampled/p5_floor/START-END the lower bound in one bin. If at least two sequences reach the
+                                   bin, /low and /high are its 95 % interval from resampling
+                                   sequences
 
-Measuring p5 itself takes a probe (``probe``), which samples extra responses with top-20 lists over
-HTTP once verl's vLLM servers have the step's weights. It runs every
+A probe (``probe``) measures p5 itself. It samples extra responses with top-20 lists over HTTP, once
+verl's vLLM servers have the step's weights. The probe runs every
 ``+trainer.v1.sparrow.probe_every`` steps (never if unset) and samples
 ``+trainer.v1.sparrow.sequences`` responses (32 by default). Its metrics are listed in
 ``sparrow.integrations.metrics``. Before the first probe, the same number of responses is sampled
@@ -118,7 +118,7 @@ class SparsePPOTrainer(Trainer):
     def on_sample_end(self) -> None:
         """See ``PPOTrainer``. Also reads the replicas' counts before the replicas go to sleep.
 
-        Raises ConfigError if no replica has verified any token in lossless mode.
+        In lossless mode, raises ConfigError if no replica has verified any tokens.
         """
         self._counts = self._counted()
         if self._is_lossless and not self._counts.cycles:
@@ -270,8 +270,8 @@ def call(replicas: Sequence[Any], method: str) -> list[Any]:
 
 
 def _start(server: Any, method: str) -> None:
-    """Start a call inside a server without waiting for it, because some Ray versions run this
-    function on the server's event loop thread.
+    """Start a call inside a server, and return without waiting for the result. Waiting could block
+    the server, because some Ray versions run this function on the server's event loop thread.
     """
     loop = server._server_task.get_loop()
     server.sparrow_call = asyncio.run_coroutine_threadsafe(
@@ -333,7 +333,7 @@ def sampled_metrics(
     """Compute metrics for ``B`` responses, given their prompts, the masks of sampled tokens, and
     the log-probs of the actor and the policy.
 
-    A token's position is the length for which the schedule was looked up when the token was
+    A token's position is the length that was used to look up the schedule when the token was
     sampled; see ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled = []

@@ -64,18 +64,19 @@ def acceptance_bounds(
     """Bound the acceptance rate when only the most likely tokens are known (Sparrow, arXiv
     2606.08446, section 3).
 
-    If both the actor's and the policy's probability of a token are known, min(p, q) is exact. The
-    other tokens add up to at most the smaller of the two leftover masses.
+    For a token whose probability is known under both the actor and the policy, min(p, q) is exact.
+    All other tokens together contribute at most the smaller of the two leftover masses.
 
     Args:
         actor_ids: vocabulary ids of the actor's top-n tokens, integer [..., n], in any order.
         actor_logprobs: natural log-probs of these tokens under the actor, [..., n]. -inf marks
-            padding (if the vocabulary has fewer than n tokens), and the id and policy log-prob of
-            such entries are ignored.
+            padding, which is needed if the vocabulary has fewer than n tokens. The ids and policy
+            log-probs of padding are ignored.
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at
             `policy_ids`.
-        policy_ids: ids of the policy's own list, integer [..., m], if the lists differ; -inf in
-            `policy_logprobs` marks padding. Only tokens in both lists are then known.
+        policy_ids: ids of the policy's own list, integer [..., m]. Pass these if the two lists
+            differ. -inf in `policy_logprobs` marks padding. Only tokens in both lists are then
+            known.
 
     The bounds, float64 [...], coincide if the lists cover the vocabulary. They're as precise as the
     given log-probs: about 1e-6 for float32.

@@ -3,9 +3,9 @@ report from them.
 
 Tokens of the same sequence are correlated, so resampling individual tokens would make the intervals
 far too narrow. The cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their
-Application", 1997, section 3.8) draws whole sequences with replacement. Tokens are never copied: a
-resample is just a weight per sequence, namely how often it was drawn. Statistics get the weights of
-all resamples at once.
+Application", 1997, section 3.8) draws whole sequences with replacement. Tokens are never copied.
+Instead, a resample is represented by one weight per sequence, which is the number of times that the
+sequence was drawn. A statistic receives the weights of all resamples at once.
 
 As in numpy, percentiles interpolate linearly between order statistics, counting each token as often
 as its sequence was drawn.
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class PercentileInterval:
-    """A statistic over the tokens at start <= position < end, with a 95 % interval (see
+    """A statistic of the tokens with start <= position < end, and its 95 % interval (see
     `Interval`).
     """
 
@@ -67,8 +67,8 @@ class PercentileInterval:
 
 @dataclass(frozen=True)
 class BinMismatch:
-    """Mismatch at start <= position < end. The true percentile lies between `lower_bound` and
-    `upper_bound`.
+    """Mismatch of the tokens with start <= position < end. The true percentile lies between
+    `lower_bound` and `upper_bound`.
     """
 
     bin: int
@@ -83,7 +83,7 @@ class BinMismatch:
     interval_high: float
     # percentile of the upper bound on acceptance
     upper_bound: float
-    # the same as ``lower_bound`` and its interval, but for dense rollouts at these lengths (see
+    # ``lower_bound`` and its interval for dense rollouts at these lengths (see
     # ``ceiling.Ceiling``); nan if no dense rollouts were measured
     ceiling: float = nan
     ceiling_low: float = nan
@@ -137,7 +137,7 @@ class MismatchReport:
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Compute the token mean of each resample, float64 [R]. This is a Statistic."""
+    """Compute the mean of each resample's tokens, float64 [R]. This function is a Statistic."""
     n_sequences = weights_RB.shape[1]
     sums = np.bincount(sequence, values, minlength=n_sequences)
     counts = np.bincount(sequence, minlength=n_sequences)
@@ -147,13 +147,14 @@ def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray
 def weighted_percentile(
     values: FloatArray, sequence: IntArray, weights_RB: FloatArray, percentile: float = 5
 ) -> FloatArray:
-    """Compute the exact percentile of each resample, float64 [R]. With `percentile` fixed by
-    functools.partial, this is a Statistic.
+    """Compute the exact percentile of each resample, float64 [R]. To get a Statistic, fix
+    `percentile` with functools.partial.
 
-    This gives the same result as np.percentile with each value repeated by its sequence's weight,
-    which must be a whole number. Values are sorted once and split into blocks. To find an order
-    statistic of a resample, first use the sequences' weights and token counts per block to find the
-    right block, then search that block for the token. Memory: O(T + R (B + sqrt T)).
+    The result equals that of np.percentile if each value is repeated as many times as its
+    sequence's weight says. Weights must be whole numbers. Values are sorted once and split into
+    blocks. An order statistic of a resample is found in two steps: the sequences' weights and token
+    counts per block identify the right block, which is then searched for the token. Memory is O(T +
+    R (B + sqrt T)).
 
     Raises ValueError if the percentile is out of range, or a resample contains no tokens.
     """
@@ -171,7 +172,8 @@ def weighted_percentile(
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
 
-    # Count tokens per block and sequence, then each resample's tokens up to the end of each block.
+    # Count the tokens of each sequence in each block. From these, count the tokens of each resample
+    # up to the end of each block.
     n_owners = n_sequences + 1
     cells = owner_blocks + np.arange(n_blocks)[:, None] * n_owners
     counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
@@ -212,11 +214,12 @@ def sequence_bootstrap(
     resamples: int = 1000,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """Compute a statistic of `values` [T], T >= 1, with a 95 % interval from resampling whole
-    sequences with replacement. `sequence` [T] is the sequence id of each token.
+    """Compute a statistic of `values` [T] and its 95 % interval. `sequence` [T] has the sequence id
+    of each token. T must be at least 1.
 
-    The interval is the middle 95 % of the resampled statistics (percentile bootstrap). With fewer
-    than about 20 sequences, it is too narrow.
+    Whole sequences are resampled with replacement. The interval is the middle 95 % of the resampled
+    statistics (percentile bootstrap). With fewer than about 20 sequences, the interval is too
+    narrow.
 
     Raises ValueError if the shapes differ, or there are no tokens.
     """

@@ -113,11 +113,11 @@ def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
 
 
 def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
-    """Convert the scorer's log-probs under any schedule to what the sampler would have computed,
-    float64 ``[T, n]``.
+    """Estimate the log-probs that the sampler would have computed, float64 ``[T, n]``.
+    ``scored_Tn`` has the scorer's log-probs, under any schedule.
 
-    The numerical noise is assumed not to depend on the schedule. It is added to the logits, so the
-    probabilities are renormalised.
+    The numerical noise is assumed not to depend on the schedule. The noise is added to the logits,
+    so the probabilities are renormalised.
     """
     disturbed = _with_rest(scored_Tn) + noise
     normalized = disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True)

@@ -1,5 +1,5 @@
-"""Draft acceptance by length. It is kept as counts, because counts are small enough to stay on the
-device and can be summed over engines and steps.
+"""Draft acceptance by length, stored as counts. Counts are small enough to stay on the device, and
+can be summed over engines and steps.
 
 A draft's acceptance, sum_v min(p(v), q(v)), is exact, since verification has both distributions.
 Drafts read a cache written by the dense policy. In lossy rollouts, the actor reads its own cache

@@ -1,14 +1,16 @@
 """Convert a mismatch report to scalars for trackers. All trainers log them under the same names.
 
-sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length
-                               bins; sparrow/p5/upper is the same for the upper bound
-sparrow/p5/START-END           the percentile in one bin. /low and /high are its 95 % interval, from
-                               resampling sequences, if at least two sequences reach the bin; /upper
-                               is the percentile of the upper bound. If dense rollouts were
-                               measured, /ceiling is their p5, with /ceiling/low and /ceiling/high,
-                               and /relative is the relative p5 (``mismatch.tau``). For samples from
-                               the dense policy itself, only /upper and /ceiling are logged, because
-                               the lower bound depends on the list length rather than on mismatch
+sparrow/p5                     the 5th percentile of the lower bound on acceptance, in the length
+                               bin where it is lowest. sparrow/p5/upper is the same for the upper
+                               bound
+sparrow/p5/START-END           the 5th percentile of the lower bound in one bin. /low and /high are
+                               its 95 % interval from resampling sequences, if at least two
+                               sequences reach the bin. /upper is the 5th percentile of the upper
+                               bound. If dense rollouts were measured, /ceiling is their p5,
+                               /ceiling/low and /ceiling/high are the interval of this p5, and
+                               /relative is the relative p5 (``mismatch.tau``). For samples from the
+                               dense policy itself, only /upper and /ceiling are logged, because the
+                               lower bound depends on the list length rather than on mismatch
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """

@@ -11,9 +11,9 @@ convex function (z - x)+ gives
                         <=  percentile of alpha
 
 (for the second step see Rockafellar and Uryasev, "Optimization of conditional value-at-risk",
-2000). The left side is largest when z is the percentile of s, where it is the mean of the lowest c
-of s. So sampled tokens are enough to show that a tail is above a target, but to show that it's
-below, you need top-n lists (`acceptance.py`).
+2000). The left side is largest when z is the percentile of s. It then equals the mean of the lowest
+c of s. Sampled tokens are therefore enough to show that a tail is above a target. To show that a
+tail is below a target, you need top-n lists (`acceptance.py`).
 
 Shapes: T tokens.
 """
@@ -29,7 +29,7 @@ def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) ->
     """Compute min(1, p/q) for sampled tokens, float64 in [0, 1], from natural log-probs at the same
     temperature.
 
-    Raises ValueError if the shapes differ, a log-prob is NaN, or one of the actor's is infinite.
+    Raises ValueError if the shapes differ, a log-prob is NaN, or an actor's log-prob is infinite.
     """
     p = np.asarray(policy_logprobs, np.float64)
     q = np.asarray(actor_logprobs, np.float64)

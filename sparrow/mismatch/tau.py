@@ -24,7 +24,8 @@ import numpy as np
 from sparrow.mismatch.bootstrap import BinMismatch
 
 Span = tuple[float, float, float]
-"""An estimate, and the lower and upper end of its 95 % interval; nan if unknown."""
+"""An estimate, followed by the lower and upper ends of its 95 % interval. Unknown values are nan.
+"""
 
 
 class Tau(NamedTuple):
@@ -51,7 +52,7 @@ class Tau(NamedTuple):
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
         """Convert every bin's p5, interval and upper bound to the scale of ``value``. If tau is
-        relative, they become nan in bins without a ceiling.
+        relative, these values become nan in bins without a ceiling.
 
         Ceilings stay the same.
         """
@@ -128,7 +129,9 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """Make a bin's p5, interval and upper bound relative to its ceiling; nan if it has none."""
+    """Convert a bin's p5, interval and upper bound to values relative to the bin's ceiling. If the
+    bin has no ceiling, the values are nan.
+    """
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
     upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)
     return replace(b, lower_bound=p5, interval_low=low, interval_high=high, upper_bound=upper)

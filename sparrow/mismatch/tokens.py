@@ -37,10 +37,10 @@ def token_acceptance(
     """Compute one response's acceptance from the policy's log-probs ``[T, n]`` of the tokens in the
     rollout's top-n lists.
 
-    The actor's log-probs come from the rollout, unless ``actor_top_logprobs`` overrides them, e.g.
-    with log-probs from teacher forcing under another schedule. A token's position is the length
-    used to look up the schedule when the token was sampled, which is the number of cached tokens,
-    rounded up to the end of the page. This way, a report's bins line up with the schedule's.
+    The actor's log-probs come from the rollout, unless ``actor_top_logprobs`` is given. For
+    example, it may hold log-probs from teacher forcing under another schedule. A token's position
+    is the number of cached tokens when the token was sampled, rounded up to the end of the page.
+    The schedule was looked up with this length, so a report's bins line up with the schedule's.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -61,7 +61,7 @@ def flatten(
 
 
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
-    """Build one report over all responses, resampling whole responses for the intervals."""
+    """Build one report over all responses. Its intervals come from resampling whole responses."""
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
 
 

@@ -1,5 +1,5 @@
-"""Turn a Hugging Face causal language model into a sparse actor, by way of an attention
-implementation named "sparrow".
+"""Turn a Hugging Face causal language model into a sparse actor, using an attention implementation
+named "sparrow".
 
 Decode steps then follow a sparsity schedule, while prefill, scoring and training stay dense.
 There's no switch to flip: a forward pass counts as a decode step if it has a cache and a single
@@ -328,7 +328,8 @@ def _route(
     own.
 
     Raises UnsupportedModel if the outputs differ, a layer doesn't call Sparrow's attention exactly
-    once, or a layer has a sliding window (not checked again if ``windowed`` already reports one).
+    once, or a layer has a sliding window. Sliding windows are not checked if ``windowed`` already
+    reports one.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -418,15 +419,15 @@ def teacher_forced(
 
     Args:
         model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]``, prompt tokens per row, without padding but with any virtual tokens
-            from prompt tuning.
-        schedule: the schedule to use; by default, the one the model decodes under.
+        prompt_lengths: number of prompt tokens per row, ``[B]``. Padding doesn't count, but virtual
+            tokens from prompt tuning do.
+        schedule: the schedule to use; defaults to the schedule that the model decodes under.
         implementation: which attention implementation to use (see
             ``sparrow.attention.teacher_forced``); defaults to ``triton`` if the model is on a CUDA
             device and ``reference`` otherwise. The context yields an object whose
             ``.implementation`` is the one in use.
-        tokens: tokens per decode step, as in ``steps_of_several``; steps are counted from the end
-            of the prompt.
+        tokens: number of tokens per decode step, if steps read several (see ``steps_of_several``).
+            The first step starts right after the prompt.
 
     Raises ConfigError if the model has no schedule, if the prompt lengths aren't one whole number
     per row or exceed a row's length, if the mask isn't causal (for example because sequences are
@@ -498,7 +499,8 @@ def keep_attention() -> tuple[
     contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
 ]:
     """Keep gradient checkpointing from computing teacher-forced attention twice. Pass this function
-    as its ``context_fn``; it returns the contexts for a layer's forward pass and recomputation.
+    as the ``context_fn`` of checkpointing. It returns the contexts for a layer's forward pass and
+    recomputation.
 
     Attention is the most expensive part of a sparse layer to recompute. Keeping its result and
     pages instead takes little memory compared with a layer that isn't checkpointed.

@@ -46,8 +46,8 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def steps_of_several(model: nn.Module) -> Iterator[None]:
-    """Inside the context, count each pass of ``model`` that reads several tokens with a cache as
-    one sparse decode step. In each layer, the query of a row's first new token selects the pages
+    """Inside the context, a pass of ``model`` with a cache counts as one sparse decode step even if
+    it reads several tokens. In each layer, the query of a row's first new token selects the pages
     for all of the row's new tokens.
 
     Raises ConfigError if the model has no schedule.

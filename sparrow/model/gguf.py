@@ -1,9 +1,9 @@
 """Convert a Llama model from a GGUF file to a Hugging Face checkpoint.
 
 GGUF is llama.cpp's file format: named values, followed by tensors, most of them quantised. The
-checkpoint has the exact values of the tensors, dequantised to float32. A file that can't be
-converted exactly is refused, for example if the architecture or tokenizer isn't supported, or if
-there's an unexpected tensor.
+checkpoint holds the tensors' exact values, dequantised to float32. A file that can't be converted
+exactly is refused, for example if the architecture or tokenizer isn't supported, or if there's an
+unexpected tensor.
 """
 
 from __future__ import annotations

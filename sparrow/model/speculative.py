@@ -11,19 +11,20 @@ min(p(v), q(v)), which is the acceptance rate that Sparrow measures.
 In the second method, the policy draws every token itself, using the same random numbers as the
 drafts, and drafts are accepted up to the first mismatch (Daliri et al., arXiv 2408.07978). The
 tokens are then the ones dense decoding would draw with those random numbers, whatever was drafted.
-Fewer drafts get accepted: the probability is below the acceptance rate a of the first method,
-though with Gumbel noise, as in vLLM, it's at least a / (2 - a).
+Fewer drafts get accepted. If a is the acceptance rate in the first method, a draft is now accepted
+with a probability below a. With Gumbel noise, as in vLLM, this probability is at least a / (2 - a).
 
 With guesses, there's a cascade. First, m tokens are guessed from history
 (``sparrow.model.history``). The actor then reads all of them in one sparse pass and drafts between
 1 and m + 1 tokens, which the policy finally verifies. At each position of the pass, a token is
 drawn from the actor's distribution q, and the guess is kept if it matches. So a guess g is kept
-with probability q(g) and otherwise replaced by a token from q without g, as in rejection sampling,
-and drafts follow q no matter what was guessed. Verification uses the q of this pass.
+with probability q(g), and otherwise replaced by a token drawn from q without g, as in rejection
+sampling. Drafts therefore follow q, no matter what was guessed. Verification uses the q of this
+pass.
 
-Only the query of a pass's first token selects pages. If the guesses had a say in the selection, q
-would depend on the very tokens it decides about. And if the guesses were also drawn at random and
-accepted as in speculative sampling, verification couldn't know the distribution of the drafts.
+Only the query of a pass's first token selects pages. If the guesses also selected pages, q would
+depend on the tokens that it accepts or rejects. If, in addition, the guesses were drawn at random
+and accepted as in speculative sampling, verification couldn't know the distribution of the drafts.
 
 Shapes: B sequences, T query tokens, S cache columns, k drafts per cycle, m guesses per pass, V
 vocabulary.
@@ -55,7 +56,7 @@ class Shape:
     temperature: float = 1.0  # 0 means greedy, with log-probs at temperature 1
     # keep this many of the most likely tokens, plus any that tie with the last of them
     top_k: int | None = None
-    # nucleus: of these, keep the smallest set with at least this mass
+    # nucleus: of the tokens kept by top-k, keep the smallest set with at least this mass
     top_p: float = 1.0
 
     def distribution(self, logits: Tensor) -> Tensor:
@@ -110,8 +111,8 @@ class CachedSequences:
         return self.cache.get_seq_length() - self.start
 
     def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Append tokens to the cache, and return the logits ``[B, T, V]`` after each of them. If
-        ``logits_to_keep`` isn't 0, only return the logits after that many of the last tokens.
+        """Append tokens to the cache, and return the logits after each token, ``[B, T, V]``. If
+        ``logits_to_keep`` isn't 0, return only the logits after the last ``logits_to_keep`` tokens.
         """
         columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
         real_BS = columns >= self.start[:, None]
@@ -172,12 +173,12 @@ class Cycle:
     count: Tensor  # int64 [B], tokens per row: accepted drafts + 1
     # float32 [B, k + 1, V], the dense policy's log-probs at each token's position
     log_p: Tensor
-    # float32 [B, k], each draft's probability sum_v min(p(v), q(v)) of being accepted. nan where
-    # the row didn't draft, and past its first rejected draft, since later drafts follow a token
-    # that was thrown away
+    # float32 [B, k], the acceptance rate sum_v min(p(v), q(v)) at each draft. An entry is nan if
+    # the row didn't draft that token. Entries after a row's first rejected draft are also nan,
+    # because those drafts follow a token that was thrown away.
     acceptance: Tensor
-    # bool [B, k], true for drafts drawn at the first token of a sparse pass (without guesses, all
-    # of them)
+    # bool [B, k], true for drafts drawn at the first token of a sparse pass; without guesses, this
+    # is every draft
     opens_pass: Tensor
 
 
@@ -209,12 +210,14 @@ def speculate(
         newest: int64 ``[B]``, each row's newest token, which isn't cached yet.
         drafts: int64 ``[B]``, how many tokens each row drafts; may be 0.
         shape: temperature and truncation for drawing drafts and samples.
-        uniform: float64 ``[3, B, k + 1]`` in [0, 1), random numbers for each position in the cycle:
-            for drawing drafts, for accepting them, and for drawing the last token.
+        uniform: random numbers in [0, 1) for each position in the cycle, float64 ``[3, B, k + 1]``.
+            The first set is for drawing drafts, the second for accepting drafts, and the third for
+            drawing the last token.
         drafter_invariant: whether to draw drafts and all tokens with the third set of random
             numbers.
-        history: the history to look up guesses in, and these sequences' rows in it, int64 ``[B]``.
-            Each of those rows must end with ``newest``. None to draft without guesses.
+        history: the history to look up guesses in, and the rows of these sequences in the history,
+            int64 ``[B]``. Each of these rows must end with ``newest``. If this is None, the actor
+            drafts without guesses.
     """
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
     drafted = draft(sequences, newest, drafts, shape, draft_uniform, history)
@@ -247,9 +250,9 @@ def draft(
     arguments, see ``speculate``.
 
     Passes repeat until every row has its drafts; rows that finish early are carried along. At the
-    end, all drafts are dropped from the history, even ones that get accepted later. This is because
-    the random numbers that drew a rejected draft and the ones after it are used again for other
-    tokens, and guesses must not depend on those numbers.
+    end, all drafts are dropped from the history, even ones that get accepted later. The random
+    numbers for a rejected draft, and for the drafts after it, are used again for other tokens.
+    Guesses must not depend on these numbers.
     """
     B = len(newest)
     k = int(drafts.max())
@@ -287,8 +290,8 @@ def draft(
 
 
 def draw_along(q_BTV: Tensor, guess_Bm: Tensor, uniform_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from each distribution, ``[B, T]``. Also returns how many guesses match the
-    drawn tokens before the first mismatch, ``[B]``.
+    """Draw a token from each distribution, ``[B, T]``. Also return the number of guesses before the
+    first one that differs from the drawn token, ``[B]``.
     """
     B, T, V = q_BTV.shape
     drawn_BT = draw(q_BTV.reshape(B * T, V), uniform_BT.reshape(B * T)).view(B, T)
@@ -354,15 +357,15 @@ def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Compute the unnormalised distribution for replacing a rejected draft: max(p - q, 0), or p if
-    that rounds to zero everywhere.
+    max(p - q, 0) rounds to zero everywhere.
     """
     rest = (p - q).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token per row, ``[B]``, with probability proportional to ``mass`` ``[B, V]``, by
-    inverting the CDF at ``uniform`` ``[B]``.
+    """Draw one token per row, ``[B]``, by inverting the CDF at ``uniform`` ``[B]``. A token's
+    probability is proportional to its ``mass`` ``[B, V]``.
     """
     below = mass.cumsum(-1)
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

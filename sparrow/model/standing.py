@@ -12,8 +12,8 @@ from sparrow.model.speculative import Shape
 
 
 def standing(logits: Tensor, token: Tensor, shape: Shape, common: float) -> tuple[Tensor, ...]:
-    """Compute the fields of a ``Standing``, each ``[N]``, for the ``token`` ``[N]`` sampled from
-    each row of ``logits`` ``[N, V]``. Ties are broken by token id.
+    """Compute the fields of a ``Standing``, each ``[N]``. ``token`` ``[N]`` has the token sampled
+    from each row of ``logits`` ``[N, V]``. Ties are broken by token id.
     """
     p_NV = shape.distribution(logits)
     p_N1 = p_NV.gather(-1, token[:, None])

@@ -50,8 +50,8 @@ class ScheduleTable:
         return table[bins.clamp(max=len(table) - 1)]
 
     def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
-        """Look up the multipliers for a layer's page counts, int32 ``[K]`` in units of 1 / 256.
-        None if all heads have the same budget.
+        """Look up the multipliers for a layer's page counts, int32 ``[K]``, in units of 1 / 256.
+        Return None if all heads have the same budget.
         """
         if not self._schedule.head_budgets:
             return None
@@ -72,7 +72,7 @@ class Actor:
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps attend to all tokens right now
-    # whether a pass over several tokens with a cache counts as one decode step right now
+    # whether a pass over several tokens with a cache currently counts as one decode step
     takes_several: bool = False
     # whether ``generate`` has read its prompt, so that every later pass reads one token
     is_generating: bool = False

@@ -18,7 +18,7 @@ from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_
 from sparrow.model.actor import teacher_forced
 from sparrow.schedule import SparsitySchedule
 
-# positions to process at once, limited by the memory for their attention weights
+# number of positions to process at once; their attention weights must fit in memory
 ROWS = 16
 
 
@@ -30,7 +30,8 @@ def unread(
     layout: PageLayout,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute each layer's ``unread_mass``, ``[L, K, U]``, in a dense pass over one sequence.
+    """Compute the ``unread_mass`` of every layer in one dense pass over a sequence. The result is
+    ``[L, K, U]``.
 
     Args:
         model: a model that ``set_schedule`` was called on, with attention in every layer.
@@ -57,8 +58,8 @@ def unread_mass(
     scale: float,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute the attention mass on pages that the actor doesn't read, ``[K, U]``, for each number
-    of pages kept by score. It is averaged over positions and over the heads of a group.
+    """Compute the attention mass on pages that the actor doesn't read, for each number of pages
+    kept by score. The result is ``[K, U]``, averaged over positions and over the heads of a group.
     """
     H, T, _ = q_HTD.shape
     K = len(k_KTD)
@@ -67,7 +68,7 @@ def unread_mass(
     keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
     marks_BKND = landmarks(keys.unflatten(1, (N, P)), layout.landmark_dtype)[None]
     token = torch.arange(T, device=keys.device)
-    # index of the last page read, in reading order
+    # the place of the last page that is read, in reading order
     last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
 
     parts = []

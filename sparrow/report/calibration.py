@@ -14,8 +14,8 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
 def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
-    """Draw a schedule from ``sparrow calibrate`` as a PNG, written to ``out`` or next to the
-    schedule.
+    """Draw a schedule from ``sparrow calibrate`` as a PNG. The file is written to ``out``, or next
+    to the schedule if ``out`` is None.
 
     Raises ConfigError if the schedule has no measurements from a calibration.
     """
@@ -50,8 +50,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 )
                 labelled = p5[-1]
         tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
-        # The curves show measured p5. To match them, draw a relative target as the measured p5 that
-        # each bin needs, given its ceiling.
+        # The curves show measured p5, so convert a relative target to measured p5. The result
+        # depends on each bin's ceiling.
         if tau.relative:
             ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
             held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])

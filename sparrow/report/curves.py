@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RUNS = "AB"  # letters that name the two runs
-DASHES = ("-", (0, (2.2, 1.4)))  # line styles of the runs
-# markers of the runs; the second run's are hollow, so its dashes stay visible
+DASHES = ("-", (0, (2.2, 1.4)))  # line styles for the runs
+# markers for the runs; the second run's markers are hollow, so that its dashes stay visible
 MARKERS = ("o", "D")
 MARKS = 12  # maximum number of markers per curve
 UNSMOOTHED_STEPS = 60  # longer runs also get a rolling mean, in bold
@@ -56,7 +56,7 @@ class Panel(NamedTuple):
             ax.legend(handlelength=3.2)
 
     def recorded(self, logs: Sequence[RunLog]) -> list[tuple[int, str]]:
-        """List the recorded series as (run index, label)."""
+        """List the recorded series as (run index, label) pairs."""
         return [
             (i, k)
             for i, log in enumerate(logs)
@@ -66,8 +66,8 @@ class Panel(NamedTuple):
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Build a function that returns series by label, multiplied by ``scale``. ``keys`` maps labels
-    to dotted series names in ``metrics.jsonl``.
+    """Build a function that returns a run's series by label. Values are multiplied by ``scale``.
+    ``keys`` maps labels to dotted series names in ``metrics.jsonl``.
     """
     return lambda log: {
         label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()
@@ -186,7 +186,8 @@ def line(
     label: str | None = None,
     marked: bool = False,
 ) -> None:
-    """Draw one series ``[S]`` over steps, in the style of run ``run``.
+    """Draw one series ``[S]`` over steps. ``run`` is the index of the run, which sets the line
+    style.
 
     Long series also get a rolling mean, in bold. Short or ``marked`` series get markers.
     """
@@ -214,8 +215,8 @@ def step_axis(ax: Axes) -> None:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Average the finite values in a centred window, cut off at the ends of the series; nan if
-    there are none.
+    """Average the finite values in a centred window, which is cut off at the ends of the series.
+    The average is nan if the window has no finite values.
     """
     finite = np.isfinite(values)
     ones = np.ones(window)

@@ -1,5 +1,5 @@
 """Figures for a report on one run, or on two runs drawn with shared axes or scales. matplotlib is
-only imported once something is drawn.
+imported only when something is drawn.
 
 Shapes: S steps, N length bins.
 """
@@ -217,8 +217,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache read, by length. If a run's schedule changed, draw it both at the
-    start and at the last step.
+    """Draw the share of the cache that is read, by length. If a run's schedule changed, draw one
+    line for the start of the run and one for the last step.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
@@ -246,7 +246,7 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Draw the share of the cache read at each bin's end, over steps."""
+    """Draw the share of the cache that is read at the end of each bin, over steps."""
     tail_SN = log.tail_by_step()
     # The last length of each bin: one more token would start a page of the next bin.
     ends = np.maximum(

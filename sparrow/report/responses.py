@@ -55,8 +55,8 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 def show(
     logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]
 ) -> dict[int, list[Shown]]:
-    """Prepare the logged responses of ``steps``, by step. Two runs' responses to the same problem
-    go next to each other.
+    """Prepare the logged responses for each of ``steps``. If there are two runs, responses to the
+    same problem go next to each other.
     """
     entries = []
     for name, log in zip(names, logs, strict=True):

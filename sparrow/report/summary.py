@@ -69,8 +69,8 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """Describe a run's results: steps, first and last reward, evaluations, response tokens and the
-    share that's in the loss, KV read, drafts, dial and guard.
+    """Describe a run's results: steps, first and last reward, evaluations, response tokens, the
+    share of tokens in the loss, KV read, drafts, dial and guard.
     """
     alarms = log.steps[log.series("guard", "alarm") == 1]
     kept = log.tokens_kept()

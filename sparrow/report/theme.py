@@ -1,4 +1,4 @@
-"""Colours for the report and its figures. Those shown together are colour-blind safe."""
+"""Colours for the report and its figures. Colours that are shown together are colour-blind safe."""
 
 from __future__ import annotations
 

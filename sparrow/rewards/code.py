@@ -18,8 +18,8 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 
 
 def extract_code(response: str) -> str | None:
-    """Extract the last fenced block after the reasoning, preferring blocks marked as Python; None
-    if there is no block.
+    """Extract the last fenced block after the reasoning. Blocks marked as Python take precedence.
+    Return None if there is no block.
 
     Fences are as in Markdown: backticks or tildes. If they're indented, say in a list, the code is
     dedented to match. An unclosed block runs to the end of the response, and a closing fence may

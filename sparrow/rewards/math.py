@@ -4,8 +4,8 @@ Equivalence is decided by math-verify (Hugging Face, Apache-2.0). It runs in wor
 because sympy can hang on an adversarial answer such as ``9^{9^{9^9}}`` and the only way to stop it
 is to kill its process. A worker (``math_worker``) is a fresh interpreter: it never imports torch,
 shares nothing with a CUDA context, and does not run the caller's ``__main__`` again, as
-``multiprocessing`` would. The worker does its comparisons in a forked process, so that when the
-kernel kills that process at its limit, the next fork has everything imported already.
+``multiprocessing`` would. The worker does its comparisons in a forked process. If the kernel kills
+that process at its limit, the worker forks again and doesn't need to import anything.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sparrow.errors import RewardError
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
-"""Seconds a worker gets to import its libraries. Generous, since imports are slow on a busy
-machine.
+"""How long a worker may take to import its libraries, in seconds. The limit is generous, because
+imports are slow on a busy machine.
 """
 # replace a worker after this many comparisons, since its libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# how many characters at the end of a response to search for a cut-off box command
+# how many characters to search, at the end of a response, for a box command that was cut off
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds before a slow comparison stops holding up others
 # Give up on a comparison once its wall-clock time reaches this many times its limit, even if it got
@@ -79,8 +79,8 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]] | None:
-    """Find all outermost boxes, as (start, end, content), in one pass and even with badly nested
-    braces. Return None if the last box is incomplete.
+    """Find all outermost boxes, as (start, end, content). This takes one pass, even if braces are
+    badly nested. Return None if the last box is incomplete.
     """
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
@@ -220,13 +220,13 @@ class MathVerifier:
     Args:
         workers: number of processes to run at once, at about 100 MB each. If none is free, threads
             wait for one. A comparison that takes longer than half a second gives up its slot to
-            another process, so threads only get stuck behind hanging answers if there are more of
-            those than workers.
+            another process. Threads therefore get stuck behind hanging answers only if there are
+            more hanging answers than workers.
         limit_s: CPU time limit per comparison, in seconds; the wall-clock limit is 2.5 times that.
             A comparison that hits a limit counts as wrong, is logged and counted in ``lost``, and
             isn't retried. Once ``BUDGET_S`` seconds have been lost within a minute, both limits
-            drop to a quarter, so n hanging answers take at most ``BUDGET_S + n * limit_s / 4`` CPU
-            seconds, plus whatever was already running.
+            drop to a quarter. Then n hanging answers take at most ``BUDGET_S + n * limit_s / 4``
+            CPU seconds, not counting comparisons that were already running.
 
     Thread-safe. Close the verifier, or use it in a ``with`` block, to stop its processes right
     away.

@@ -13,8 +13,10 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def take_adapter(options: dict[str, Any]) -> Any:
-    """Remove ``adapter``, the folder of a LoRA adapter in PEFT's format, from the ``vllm.LLM``
-    options. Add the options that vLLM needs to load the adapter.
+    """Remove ``adapter`` from the options for ``vllm.LLM``, and add the options that vLLM needs to
+    load this adapter.
+
+    The value of ``adapter`` is the folder of a LoRA adapter in PEFT's format.
 
     Returns:
         vLLM's ``LoRARequest``, or None if there is no adapter.

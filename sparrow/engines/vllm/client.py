@@ -124,7 +124,7 @@ class Client(ABC):
 def tally(
     described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> Counters:
-    """Add up the counts since the last call over all workers in one vLLM instance.
+    """Add up the counts of all workers in one vLLM instance since the last call.
 
     Args:
         described: each worker's ``sparrow_describe`` result.
@@ -169,8 +169,8 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
     """Write weights to safetensors files for other processes on this machine, and yield their
     paths.
 
-    Each file is deleted when the next one is requested. With ``whole``, everything goes in one
-    file, as needed by engines that quantise their weights.
+    Each file is deleted when the next one is requested. If ``whole`` is true, all weights go into
+    one file. Engines that quantise their weights need this.
     """
     chunk: dict[str, Tensor] = {}
     size = 0

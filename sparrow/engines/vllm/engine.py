@@ -96,7 +96,8 @@ class VLLMEngine(Client):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        # vLLM's scheduler, if it chooses the draft length and there is only one training process
+        # vLLM's scheduler; None unless vLLM chooses the draft length and there is only one training
+        # process
         self._scheduler: Any = None
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
@@ -206,8 +207,8 @@ class VLLMEngine(Client):
         gc.collect()
         if self._has_memory:
             torch.cuda.empty_cache()
-            # vLLM has one graph memory pool per process. It is freed once no graph uses it, but the
-            # next engine would still try to capture its graphs there.
+            # vLLM has one graph memory pool per process. The pool is freed once no graph uses it,
+            # but the next engine would still try to capture its graphs there.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
 
@@ -269,8 +270,8 @@ def start(asked: Asked) -> VLLMEngine:
 
 
 def options_of(asked: Asked) -> dict[str, Any]:
-    """Return the options for ``vllm.LLM``: the user's options, plus the dtype for the precision.
-    Raises ConfigError if the user's options include a dtype.
+    """Return the options for ``vllm.LLM``: the user's options, plus the dtype for the requested
+    precision. Raises ConfigError if the user's options include a dtype.
     """
     options = asked.spec.options
     if "dtype" in options:

@@ -48,9 +48,9 @@ class VLLMServer(Client):
     Args:
         url: the server's address, such as ``http://localhost:8000``.
         schedule: a lossy actor's schedule, or a ``Decoding``. If its page counts differ from the
-            server's, the server is switched over right away. The mode and the other lossless
-            settings can't change after the server has started, so the mode must match, and so must
-            any setting that differs from its default.
+            server's, the server is switched over right away. The mode must match the server's. So
+            must every other lossless setting that differs from its default, because these settings
+            can't change after the server has started.
         controls: whether this client sets the server's schedule and weights. If processes share a
             server, exactly one of them should do so.
 
@@ -164,10 +164,10 @@ class VLLMServer(Client):
                 await asyncio.gather(*requests, return_exceptions=True)
 
     def _generated(self) -> int | None:
-        """Return how many tokens the server has read and written since it started, -1 if it doesn't
-        respond, or None if it doesn't count tokens.
+        """Return the number of tokens that the server has read and written since it started.
 
-        vLLM doesn't count tokens if it runs with ``--disable-log-stats``.
+        The result is -1 if the server doesn't respond. It is None if the server doesn't count
+        tokens, for example because it runs with ``--disable-log-stats``.
         """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
@@ -281,8 +281,8 @@ class HTTPStatusError(EngineError):
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
-    """Build a ``Rollout`` from one response choice, which has the sampled token and the most likely
-    tokens at each position.
+    """Build a ``Rollout`` from one choice in the server's response. At each position, the choice
+    lists the sampled token and the most likely tokens.
     """
 
     def entries(position: dict[str, Any]) -> list[dict[str, Any]]:
@@ -305,7 +305,8 @@ def _token_id(entry: dict[str, Any]) -> int:
 
 
 def start(asked: Asked) -> VLLMServer:
-    """Connect to this process's server. If there are fewer servers than processes, they are shared.
+    """Connect to this process's server. If there are fewer servers than processes, several
+    processes share a server.
 
     Raises ConfigError if there are more servers than processes.
     """

@@ -29,9 +29,13 @@ REMEDIES = (
     ("background process", "see its error message above"),
     ("initialization failed", "see its error message above"),
 )
-"""Phrases to look for in vLLM's reason, in lower case, and their remedies. First match wins."""
+"""Pairs of a phrase, in lower case, and a remedy. The remedy applies if vLLM's reason contains the
+phrase; the first match wins.
+"""
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
-"""Sentences in vLLM's message that start like this are advice, not part of the reason."""
+"""Sentences in vLLM's message that start with one of these words are advice, not part of the
+reason.
+"""
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from sparrow.vllm import config
 
 class StockEngine(VLLMEngine):
     """An engine that samples with vLLM in this process, without Sparrow. ``options`` are the user's
-    options for ``vllm.LLM`` (and ``adapter``, see ``VLLMEngine``).
+    options for ``vllm.LLM``. As for ``VLLMEngine``, they may include ``adapter``.
 
     Raises ConfigError if vLLM is missing, or EngineError if it does not start.
     """
@@ -113,8 +113,8 @@ class StockServer(VLLMServer):
         raise _no_schedule()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``. This uses the completions route, which every server has, and
-        doesn't return top-n lists.
+        """See ``Engine.generate``. This uses the completions route, because every server has it.
+        The rollouts have no top-n lists.
         """
         self.check(prompts, sampling)
         bodies: list[dict[str, Any]] = [
@@ -192,8 +192,8 @@ def _whole(sampled: Rollout) -> list[int]:
 
 
 def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -> TopLists:
-    """Build lists of the ``n`` most likely tokens at each position, along with the response's
-    log-probs.
+    """Build lists of the ``n`` most likely tokens at each position. The result also has the
+    log-probs of the response's own tokens.
 
     Raises EngineError if a list has fewer than ``n`` tokens.
     """
