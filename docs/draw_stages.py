@@ -93,6 +93,17 @@ def label(panel: Axes, y: float, title: str, detail: str) -> None:
     panel.text(0, y + 0.1, detail, va="center", fontsize=8.5, color=MUTED)
 
 
+def arrow(panel: Axes, x: float, upper: float, lower: float) -> None:
+    """Draw an arrow from a box at ``x`` in the upper row to the one below it."""
+    middle = x + (WIDTH - 0.12) / 2
+    panel.annotate(
+        "",
+        (middle, lower + HEIGHT + 0.05),
+        (middle, upper - 0.05),
+        arrowprops={"arrowstyle": "->", "color": MUTED},
+    )
+
+
 def draw(path: Path) -> None:
     """Draw the picture. Every run writes the same bytes."""
     with plt.rc_context(MATPLOTLIB):
@@ -109,19 +120,9 @@ def draw(path: Path) -> None:
         for x, guesses, drafts in zip((begin, second), GUESSES, DRAFTS, strict=True):
             boxes(panel, x, 3.5, guesses)
             boxes(panel, x, 2.2, drafts)
-            panel.annotate(
-                "",
-                (x + 0.4, 2.2 + HEIGHT + 0.05),
-                (x + 0.4, 3.45),
-                arrowprops={"arrowstyle": "->", "color": MUTED},
-            )
+            arrow(panel, x, 3.5, 2.2)
         boxes(panel, begin, 0.9, VERIFIED)
-        panel.annotate(
-            "",
-            (begin + 0.4, 0.9 + HEIGHT + 0.05),
-            (begin + 0.4, 2.15),
-            arrowprops={"arrowstyle": "->", "color": MUTED},
-        )
+        arrow(panel, begin, 2.2, 0.9)
 
         for x, color, meaning in LEGEND:
             boxes(panel, LABELS + x, -0.7, [("", color)])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Cycle:
-    """How far each row of a cycle has come. The tensors are updated in place, because CUDA graphs
+    """The progress of each row in a cycle. The tensors are updated in place, because CUDA graphs
     refer to them by address.
 
     Args:
