@@ -35,8 +35,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import SIZES, earlier_runs, machine, parser, qwen3, save, write
-from processes import EngineProcess, in_turn, told_to_start
+from common import (
+    SIZES,
+    add_cache_size,
+    cache_size,
+    earlier_runs,
+    machine,
+    parser,
+    qwen3,
+    save,
+    write,
+)
+from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
 
 POINTS = (
     (32, 15_000),
@@ -199,8 +209,12 @@ def fitting(
     ]
 
 
-def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any:
-    """Start a drafter's engine."""
+def start(
+    shape: str, drafter: str, folder: Path, batches: Sequence[int], cache_gib: float | None
+) -> Any:
+    """Start a drafter's engine. Engines that share ``folder`` also share compiled code, since
+    vLLM's cache of compiled code depends on the model's path.
+    """
     from lossless import runner
     from rollout import Bench
 
@@ -210,6 +224,7 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
     options: dict[str, Any] = {
         "slots": max(batches),
         "cudagraph_capture_sizes": graph_sizes(drafter, batches),
+        **cache_size(cache_gib),
     }
     if drafter == "sparse":
         # The draft lengths to choose from are 0, a third, two thirds and all of ``draft_tokens``.
@@ -221,9 +236,7 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
         runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(0.0)
         return bench
     if drafter in RIVALS:
-        options["speculative_config"] = RIVALS[drafter].speculative_config(
-            shape, folder / "drafter"
-        )
+        options["speculative_config"] = RIVALS[drafter].speculative_config(shape, folder / drafter)
     if drafter == "eagle3":
         # Loading a checkpoint with an output layer would set ``has_own_lm_head``. Otherwise, the
         # drafter would use the model's output layer, which has a larger vocabulary.
@@ -238,9 +251,7 @@ def start(shape: str, drafter: str, folder: Path, batches: Sequence[int]) -> Any
     return bench
 
 
-def time_points(
-    shape: str, drafter: str, points: Sequence[tuple[int, int]], until: float, out: Path
-) -> None:
+def time_points(arguments: argparse.Namespace, drafter: str, until: float) -> None:
     """Time a drafter's points in this process, writing the results after each point. Stop once
     ``time.time`` reaches ``until``.
     """
@@ -248,37 +259,39 @@ def time_points(
     from rollout import CONTEXT, PROMPT
 
     began = time.monotonic()
+    points, out = arguments.points, arguments.out
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        bench = start(shape, drafter, Path(folder), [batch for batch, _ in points])
-        for prefilled in (1, 8):  # compile the remaining kernels
-            bench.start([PROMPT] * prefilled, [4] * prefilled, None)
-            bench.finish()
+    batches = [batch for batch, _ in points]
+    bench = start(arguments.shape, drafter, out.parent, batches, arguments.cache_gib)
+    for prefilled in (1, 8):  # compile the remaining kernels
+        bench.start([PROMPT] * prefilled, [4] * prefilled, None)
+        bench.finish()
 
-        fit = fitting(points, bench.kv_tokens, CONTEXT)
-        found: dict[str, Any] = {
-            "runner": "V2" if bench.vllm_config.use_v2_model_runner else "V1",
-            "kv_tokens": bench.kv_tokens,
-            "start_s": time.monotonic() - began,
-            "points": rows,
-            "finished": False,
-        }
-        for batch, length in fit:
-            for drafts in drafts_of(drafter):
-                if time.time() > until:
-                    return
-                if drafter == "sparse":
-                    hold(bench, drafts)
-                lengths = [length] * batch
-                begin(bench, lengths)
-                cycle = timed(bench, lengths, STEPS, SECONDS)
-                abandon(bench, batch)
-                assert cycle["tokens_per_cycle"] < 1.1, f"drafts were accepted: {cycle}"
-                rows.append({"drafts": drafts, "batch": batch, "length": length, **cycle})
-                write(out, found)
-                print(f"{time.monotonic() - began:6.1f} s  {json.dumps(rows[-1])}", flush=True)
-        found["finished"] = True
-        write(out, found)
+    fit = fitting(points, bench.kv_tokens, CONTEXT)
+    found: dict[str, Any] = {
+        "runner": "V2" if bench.vllm_config.use_v2_model_runner else "V1",
+        "kv_tokens": bench.kv_tokens,
+        "start_s": time.monotonic() - began,
+        "points": rows,
+        "finished": False,
+    }
+    wait_for_turn()
+    for batch, length in fit:
+        for drafts in drafts_of(drafter):
+            if time.time() > until:
+                return
+            if drafter == "sparse":
+                hold(bench, drafts)
+            lengths = [length] * batch
+            begin(bench, lengths)
+            cycle = timed(bench, lengths, STEPS, SECONDS)
+            abandon(bench, batch)
+            assert cycle["tokens_per_cycle"] < 1.1, f"drafts were accepted: {cycle}"
+            rows.append({"drafts": drafts, "batch": batch, "length": length, **cycle})
+            write(out, found)
+            print(f"{time.monotonic() - began:6.1f} s  {json.dumps(rows[-1])}", flush=True)
+    found["finished"] = True
+    write(out, found)
 
 
 class Child(EngineProcess):
@@ -292,6 +305,8 @@ class Child(EngineProcess):
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         again = [Path(__file__).name, "--shape", arguments.shape, "--child", drafter]
         again += ["--points", *(f"{batch}x{length}" for batch, length in arguments.points)]
+        if arguments.cache_gib is not None:
+            again += ["--cache-gib", str(arguments.cache_gib)]
         super().__init__([*again, "--out", str(written)], written, log, environment)
 
 
@@ -346,6 +361,7 @@ def main() -> None:
         default=POINTS,
         help="sequences x tokens, such as 32x15000",
     )
+    add_cache_size(options)
     options.add_argument(
         "--deadline", type=float, default=3600.0, help="time limit for the whole run, in seconds"
     )
@@ -360,8 +376,7 @@ def main() -> None:
     if arguments.child is None:
         measure(arguments)
         return
-    until = told_to_start()
-    time_points(arguments.shape, arguments.child, arguments.points, until, arguments.out)
+    time_points(arguments, arguments.child, told_to_start())
 
 
 if __name__ == "__main__":

@@ -33,8 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import SIZES, clock, earlier_runs, machine, parser, save, write
-from processes import EngineProcess, in_turn, told_to_start
+from common import (
+    SIZES,
+    add_cache_size,
+    cache_size,
+    clock,
+    earlier_runs,
+    machine,
+    parser,
+    save,
+    write,
+)
+from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
 
 POINTS = ((32, 15_000), (64, 4_096))
 PASS_TOKENS = (1, 2, 4, 8)
@@ -90,7 +100,9 @@ def acceptance_by_place(
 # --- synthetic ---
 
 
-def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[int, int]]) -> Any:
+def start_synthetic(
+    shape: str, arm: str, folder: Path, points: Sequence[tuple[int, int]], cache_gib: float | None
+) -> Any:
     """Start an engine for an arm, as a ``rollout.Bench``."""
     from rollout import Bench
 
@@ -107,10 +119,11 @@ def start_synthetic(shape: str, arm: str, folder: str, points: Sequence[tuple[in
     return Bench(
         shape,
         arm,
-        folder,
+        str(folder),
         lossless=decoding,
         slots=max(batches),
         cudagraph_capture_sizes=sizes,
+        **cache_size(cache_gib),
     )
 
 
@@ -261,25 +274,27 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     arm = arguments.child
     rate = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
     keep_some_guesses(rate)
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        bench = start_synthetic(arguments.shape, arm, folder, arguments.points)
-        for _ in range(2):  # compile the remaining kernels
-            bench.start([256] * 8, [4] * 8, None)
-            bench.finish()
-        keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
-        if arm == "stock":
-            for batch, length in arguments.points:
-                keep("points", batch=batch, length=length, **cycles(bench, batch, length))
-            return
-        with torch.inference_mode():  # as in the engine, since passes change its tensors
-            drafter = runner(bench).speculator.drafter._guessing
-            graphs = captured(drafter)
-            time_passes(bench, arguments.points, keep, graphs)
-            use_tokens(drafter, graphs, GUESSES + 1)
-        for point in arguments.points:
-            time_without_guesses(bench, point, keep)
-            time_with_guesses(bench, point, keep, rate)
+    began = time.monotonic()
+    folder = arguments.out.parent  # shared by all arms, as vLLM caches compiled code by its path
+    bench = start_synthetic(arguments.shape, arm, folder, arguments.points, arguments.cache_gib)
+    for _ in range(2):  # compile the remaining kernels
+        bench.start([256] * 8, [4] * 8, None)
+        bench.finish()
+    keep(None, start_s=time.monotonic() - began, kv_tokens=bench.kv_tokens)
+    wait_for_turn()
+
+    if arm == "stock":
+        for batch, length in arguments.points:
+            keep("points", batch=batch, length=length, **cycles(bench, batch, length))
+        return
+    with torch.inference_mode():  # as in the engine, since passes change its tensors
+        drafter = runner(bench).speculator.drafter._guessing
+        graphs = captured(drafter)
+        time_passes(bench, arguments.points, keep, graphs)
+        use_tokens(drafter, graphs, GUESSES + 1)
+    for point in arguments.points:
+        time_without_guesses(bench, point, keep)
+        time_with_guesses(bench, point, keep, rate)
 
 
 # --- real ---
@@ -379,9 +394,10 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
         **options,
     )
     keep(None, start_s=time.monotonic() - began)
+    wait_for_turn()
     for path, some in prompts:
         for temperature in arguments.temperatures:
-            for seed in (0, 1):  # the first pass warms up
+            for seed in range(1 + arguments.repeats):
                 wanted = [
                     SamplingParams(
                         temperature=temperature,
@@ -392,29 +408,42 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
                     )
                     for i in range(len(some))
                 ]
-                if decoding is not None:
-                    llm.collective_rpc("sparrow_counters")
-                    llm.collective_rpc("sparrow_acceptance")
-                began = clock()
-                outputs = llm.generate(
-                    [{"prompt_token_ids": prompt} for prompt in some], wanted, use_tqdm=False
-                )
-                seconds = clock() - began
-            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-            found: dict[str, Any] = {"seconds": seconds, "tokens_per_s": tokens / seconds}
-            if decoding is not None:
-                counts = llm.collective_rpc("sparrow_counters")[0]
-                told = llm.collective_rpc("sparrow_acceptance")[0]
-                steps = counts["emitted"] - counts["accepted"]
-                found["tokens_per_cycle"] = counts["emitted"] / max(steps, 1)
-                drafts = sum(each["drafts"] for each in told["bins"])
-                total = sum(each["drafts"] * each["mean"] for each in told["bins"])
-                found["acceptance"] = total / max(drafts, 1)
-                if decoding.guess_tokens:
-                    drawn = counts["drafted"] - counts["guessed"]
-                    found["drafts_per_pass"] = drawn / max(counts["passes"], 1)
-                    found["passes_per_cycle"] = counts["passes"] / max(steps, 1)
-            keep("points", text=path.name, temperature=temperature, tokens=tokens, **found)
+                found = time_sampling(llm, some, wanted, decoding)
+                if seed > 0:  # the first pass warms up
+                    keep("points", text=path.name, temperature=temperature, **found)
+
+
+def time_sampling(
+    llm: Any, prompts: Sequence[Sequence[int]], wanted: Sequence[Any], decoding: Any
+) -> dict[str, float]:
+    """Time the sampling of one response per prompt, and return its speed and, in lossless mode,
+    what became of the drafts.
+    """
+    if decoding is not None:
+        llm.collective_rpc("sparrow_counters")
+        llm.collective_rpc("sparrow_acceptance")
+    began = clock()
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False
+    )
+    seconds = clock() - began
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    found = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+    if decoding is None:
+        return found
+
+    counts = llm.collective_rpc("sparrow_counters")[0]
+    told = llm.collective_rpc("sparrow_acceptance")[0]
+    steps = counts["emitted"] - counts["accepted"]
+    found["tokens_per_cycle"] = counts["emitted"] / max(steps, 1)
+    drafts = sum(each["drafts"] for each in told["bins"])
+    total = sum(each["drafts"] * each["mean"] for each in told["bins"])
+    found["acceptance"] = total / max(drafts, 1)
+    if decoding.guess_tokens:
+        drawn = counts["drafted"] - counts["guessed"]
+        found["drafts_per_pass"] = drawn / max(counts["passes"], 1)
+        found["passes_per_cycle"] = counts["passes"] / max(steps, 1)
+    return found
 
 
 # --- processes ---
@@ -450,12 +479,15 @@ def again(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.part == "synthetic":
         yield from ("--shape", arguments.shape, "--points")
         yield from (f"{batch}x{length}" for batch, length in arguments.points)
+        if arguments.cache_gib is not None:
+            yield from ("--cache-gib", str(arguments.cache_gib))
         return
     yield from ("--model", str(arguments.model.resolve()), "--options", arguments.options)
     yield from ("--prompts", *(str(path.resolve()) for path in arguments.prompts))
     yield from ("--temperatures", *map(str, arguments.temperatures))
     yield from ("--sequences", str(arguments.sequences), "--context", str(arguments.context))
     yield from ("--max-new-tokens", str(arguments.max_new_tokens))
+    yield from ("--repeats", str(arguments.repeats))
     if arguments.head is not None:
         yield from ("--head", str(arguments.head.resolve()))
 
@@ -482,7 +514,7 @@ def measure(arguments: argparse.Namespace) -> None:
             log = out.with_name(f"{out.stem}_{arm}.log")
             return EngineProcess(command, written, log, os.environ)
 
-        for arm, found in in_turn(arms, start, until):
+        for arm, found in in_turn(arms, start, until, getattr(arguments, "together", 1)):
             engines[arm] = found
             save(out, result)
             for row in found["points"]:
@@ -514,6 +546,7 @@ def main() -> None:
         if part == "synthetic":
             each.add_argument("--shape", choices=SIZES, default="qwen3-1.7b")
             each.add_argument("--points", nargs="+", type=pair, default=POINTS)
+            add_cache_size(each)
             continue
         each.add_argument("--model", type=Path, required=True, help="a folder with a checkpoint")
         each.add_argument(
@@ -532,7 +565,16 @@ def main() -> None:
             help="tokens per prompt, if prompts come from a text",
         )
         each.add_argument("--max-new-tokens", type=int, default=1024)
+        each.add_argument(
+            "--repeats", type=int, default=2, help="number of timed passes over the prompts"
+        )
         each.add_argument("--options", default="{}", help="more vLLM options, as JSON")
+        each.add_argument(
+            "--together",
+            type=int,
+            default=1,
+            help="how many engines start side by side; --options must limit their memory",
+        )
         each.add_argument(
             "--head", type=Path, help="an EAGLE-3 head for the model, for the arms " + names
         )

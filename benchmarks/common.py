@@ -75,6 +75,23 @@ def add_draft_weights(options: argparse.ArgumentParser) -> None:
     )
 
 
+def add_cache_size(options: argparse.ArgumentParser) -> None:
+    """Add the ``--cache-gib`` option to a script that starts engines through ``rollout.Bench``."""
+    options.add_argument(
+        "--cache-gib",
+        type=float,
+        help="size of the KV cache in GiB; by default, vLLM takes nearly all of the GPU's memory",
+    )
+
+
+def cache_size(gib: float | None) -> dict[str, Any]:
+    """Return the options of ``rollout.Bench`` for a KV cache of this size."""
+    if gib is None:
+        return {}
+    # vLLM still checks that the share of the memory called ``memory`` is free.
+    return {"memory": 0.1, "kv_cache_memory_bytes": int(gib * 2**30)}
+
+
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:

@@ -40,7 +40,7 @@ from typing import Any
 
 from break_even import fitting, pair
 from common import EXPERTS, earlier_runs, machine, parser, qwen3, save, write
-from processes import EngineProcess, in_turn, told_to_start
+from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
 from rollout_trace import PROMPT, most_cached, responses, simulate, states
 
 MODES = ("stock", "lossless", "lossy")
@@ -189,6 +189,7 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
         write(arguments.out, found)
         print(f"{time.monotonic() - began:6.1f} s  started, {bench.kv_tokens} tokens", flush=True)
+        wait_for_turn()
         wanted = arguments.points if "points" in arguments.parts else ()
         for batch, length in fitting(wanted, bench.kv_tokens, CONTEXT):
             if time.time() > until:

@@ -1,12 +1,14 @@
-"""Run vLLM engines one after another, each in its own process.
+"""Run vLLM engines on one GPU, each in its own process, so that no two of them measure at once.
 
-Importing vLLM is slow, so each process imports it while the previous engine is still using the GPU,
-and then waits for its turn.
+Importing vLLM is slow, so each process imports it while earlier engines are still using the GPU.
+Starting an engine is slower still. Engines whose memory fits together can start side by side; they
+measure one after another once all of them have started, since an idle engine doesn't use the GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,10 +25,15 @@ GRACE_S = 10.0
 """At the deadline, an engine should stop after the current point. If it is still running this much
 later, it gets killed.
 """
+POLL_S = 0.1
+READY = "SPARROW_BENCHMARK_READY"
+"""The environment variable that holds the path of the file that an engine creates once it has
+started.
+"""
 
 
 class EngineProcess:
-    """A process that imports vLLM, and then waits for the signal to start its engine.
+    """A process that imports vLLM, starts an engine when told to, and measures when told to.
 
     Args:
         command: the script and its arguments.
@@ -39,6 +46,8 @@ class EngineProcess:
     ) -> None:
         self._written = written
         self._log = log
+        self._ready = written.with_suffix(".ready")
+        self._ready.unlink(missing_ok=True)
         with self._log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, *command],
@@ -46,22 +55,31 @@ class EngineProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=Path(__file__).parent,
-                env=dict(environment),
+                env=dict(environment) | {READY: str(self._ready)},
                 text=True,
             )
 
+    def start(self, until: float) -> None:
+        """Let the process start its engine, and tell it the deadline ``until``, a ``time.time``
+        value.
+        """
+        self._tell(f"{until}\n")
+
+    def wait_until_ready(self, until: float) -> None:
+        """Wait until the engine has started, the process has ended, or the deadline has passed."""
+        while not self._ready.exists() and self._process.poll() is None and time.time() < until:
+            time.sleep(POLL_S)
+
     def measure(self, until: float) -> dict[str, Any]:
-        """Let the engine time its points until the deadline ``until``, a ``time.time`` value.
-        Return its results and, if it failed, the reason.
+        """Let the engine measure until the deadline. Return its results and, if it failed, the
+        reason.
         """
         code = None
-        with suppress(BrokenPipeError):
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{until}\n")
-            self._process.stdin.close()
+        self._tell("measure\n")
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(max(0.0, until + GRACE_S - time.time()))
         self.end()
+        self._ready.unlink(missing_ok=True)
 
         found: dict[str, Any] = {"points": [], "finished": False}
         if self._written.exists():
@@ -80,38 +98,64 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
 
 def told_to_start() -> float:
-    """In an engine's process, import vLLM, wait for the start signal, and return the deadline."""
+    """In an engine's process, import vLLM, wait for the signal to start the engine, and return the
+    deadline.
+    """
     import rollout  # noqa: F401  imports vLLM while another engine runs
 
     return float(sys.stdin.readline() or "inf")
 
 
+def wait_for_turn() -> None:
+    """In an engine's process, report that the engine has started, and wait for the signal to
+    measure.
+    """
+    if READY in os.environ:
+        Path(os.environ[READY]).touch()
+        sys.stdin.readline()
+
+
 def in_turn(
-    names: Sequence[str], start: Callable[[str], EngineProcess], until: float
+    names: Sequence[str],
+    start: Callable[[str], EngineProcess],
+    until: float,
+    together: int = 1,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure engines one after another while time is left, and yield each one's results.
 
     Args:
         start: starts an engine's process.
         until: the deadline, a ``time.time`` value.
+        together: how many engines start side by side.
     """
-    waiting = list(names)
-    name = waiting.pop(0)
-    process = start(name)
-    while True:
-        following = start(waiting[0]) if waiting else None
-        found = process.measure(until)
-        failed = f", {found['failed']}" if "failed" in found else ""
-        left = until - time.time()
-        print(f"{left:6.1f} s left  {name}: {len(found['points'])} points{failed}", flush=True)
-        yield name, found
-        if following is None:
+    groups = [names[i : i + together] for i in range(0, len(names), together)]
+    following = [start(name) for name in groups[0]]
+    for i, group in enumerate(groups):
+        processes = following
+        for process in processes:
+            process.start(until)
+        following = [start(name) for name in groups[i + 1]] if i + 1 < len(groups) else []
+
+        for process in processes:
+            process.wait_until_ready(until)
+        for name, process in zip(group, processes, strict=True):
+            found = process.measure(until)
+            failed = f", {found['failed']}" if "failed" in found else ""
+            left = until - time.time()
+            print(f"{left:6.1f} s left  {name}: {len(found['points'])} points{failed}", flush=True)
+            yield name, found
+
+        if following and until - time.time() < LEAST_S:
+            for process in following:
+                process.end()
+            skipped = [name for later in groups[i + 1 :] for name in later]
+            print(f"no time left for {', '.join(skipped)}")
             return
-        if until - time.time() < LEAST_S:
-            following.end()
-            print(f"no time left for {', '.join(waiting)}")
-            return
-        name = waiting.pop(0)
-        process = following

@@ -121,6 +121,12 @@ class Children:
 
 
 class Child:
+    def start(self, until):
+        pass
+
+    def wait_until_ready(self, until):
+        pass
+
     def measure(self, until):
         self.all.clock[0] += self.all.seconds
         self.all.measured.append(self.drafter)

@@ -54,6 +54,12 @@ class Child:
     def __init__(self, arguments, mode):
         self.mode = mode
 
+    def start(self, until):
+        pass
+
+    def wait_until_ready(self, until):
+        pass
+
     def measure(self, until):
         if self.mode == "lossy":
             return {"points": [], "finished": False, "failed": "ValueError: what"}
