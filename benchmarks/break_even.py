@@ -72,6 +72,9 @@ SECONDS = 0.25
 
 DRAFT_PAGES = 61
 SPARSE_DRAFTS = (6, 12)
+GUESSES = 3
+GUESSED_DRAFTS = 12
+"""Guesses per pass of the sparse actor, and drafts per cycle, when it judges guesses."""
 DRAFT_SHAPE = "qwen3-0.6b"
 DRAFT_WORDS = 32_000  # vocabulary size of published EAGLE-3 heads
 BLOCK_LAYERS = 5
@@ -188,6 +191,16 @@ def drafts_of(drafter: str) -> tuple[int, ...]:
     return (RIVALS[drafter].drafts if drafter in RIVALS else 0,)
 
 
+def cases_of(drafter: str) -> list[dict[str, int]]:
+    """Return the cases to time for a drafter, in order. A case has a draft length and, if the
+    sparse actor judges guesses, their number per pass.
+    """
+    cases = [{"drafts": drafts} for drafts in drafts_of(drafter)]
+    if drafter == "sparse":
+        cases.append({"drafts": GUESSED_DRAFTS, "guesses": GUESSES})
+    return cases
+
+
 def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
     """Return the batch sizes, in tokens, to capture CUDA graphs for: those used in drafting (token
     by token or as a block) and in verification.
@@ -231,6 +244,7 @@ def start(
         decoding = Decoding.lossless(
             SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
             draft_tokens=3 * SPARSE_DRAFTS[0],
+            guess_tokens=GUESSES,
         )
         bench = Bench(shape, "lossless", str(folder), lossless=decoding, **options)
         runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(0.0)
@@ -258,6 +272,8 @@ def time_points(arguments: argparse.Namespace, drafter: str, until: float) -> No
     from lossless import abandon, begin, hold, timed
     from rollout import CONTEXT, PROMPT
 
+    from sparrow.vllm.lossless.plan import Guessed
+
     began = time.monotonic()
     points, out = arguments.points, arguments.out
     rows: list[dict[str, Any]] = []
@@ -277,17 +293,17 @@ def time_points(arguments: argparse.Namespace, drafter: str, until: float) -> No
     }
     wait_for_turn()
     for batch, length in fit:
-        for drafts in drafts_of(drafter):
+        for case in cases_of(drafter):
             if time.time() > until:
                 return
             if drafter == "sparse":
-                hold(bench, drafts)
+                hold(bench, Guessed(case["drafts"]) if "guesses" in case else case["drafts"])
             lengths = [length] * batch
             begin(bench, lengths)
             cycle = timed(bench, lengths, STEPS, SECONDS)
             abandon(bench, batch)
             assert cycle["tokens_per_cycle"] < 1.1, f"drafts were accepted: {cycle}"
-            rows.append({"drafts": drafts, "batch": batch, "length": length, **cycle})
+            rows.append({**case, "batch": batch, "length": length, **cycle})
             write(out, found)
             print(f"{time.monotonic() - began:6.1f} s  {json.dumps(rows[-1])}", flush=True)
     found["finished"] = True

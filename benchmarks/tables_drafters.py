@@ -14,6 +14,7 @@ NAMES = {
     "dspark": "DSpark",
     "dflash": "DFlash",
     "sparse": "sparse actor",
+    "guesses": "sparse actor, 3 guesses per pass",
     "none_v1": "none, V1 model runner",
 }
 """The drafters in table order, with their names in the table."""
@@ -59,9 +60,10 @@ def ratios(result: Row) -> list[Row]:
         for drafter, engine in run["engines"].items():
             for row in engine["points"] if drafter != "none" else ():
                 if at(row) in steps:
-                    key = (drafter, row["drafts"], *at(row))
+                    name = "guesses" if "guesses" in row else drafter
+                    key = (name, row["drafts"], *at(row))
                     ratio = row["ms"] / steps[at(row)]
-                    found[key] = {**row, "drafter": drafter, "break_even": ratio}
+                    found[key] = {**row, "drafter": name, "break_even": ratio}
     return list(found.values())
 
 
