@@ -315,7 +315,7 @@ def test_each_package_imports_only_its_permitted_third_party_libraries():
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_imports_anywhere_in_a_module_are_found():
+def test_imports_are_found_anywhere_in_a_module():
     source = """
 import torch.nn as nn, sparrow.cost
 from sparrow import attention, SparsitySchedule
@@ -354,7 +354,7 @@ class A:
     }
 
 
-def test_a_module_belongs_to_the_longest_matching_name():
+def test_module_belongs_to_the_part_with_the_longest_matching_name():
     assert (
         part_of("mismatch.tail") == "mismatch"
         and part_of("attention.triton.launch") == "attention.triton"
@@ -404,7 +404,7 @@ def test_there_are_no_import_cycles():
     assert (found := circle(arrows)) is None, " imports ".join(found or [])
 
 
-def test_an_import_cycle_through_imports_inside_functions_is_found():
+def test_import_cycles_through_function_level_imports_are_detected():
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
     source = """
@@ -454,7 +454,7 @@ print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
     assert fresh(code) == []
 
 
-def test_the_plugin_loads_neither_a_client_nor_a_trainer():
+def test_vllm_plugin_loads_no_http_or_training_libraries():
     code = """
 import importlib, json, sys
 import torch, vllm, vllm.plugins, vllm.model_executor.layers.attention, vllm.v1.attention.backends.cpu_attn

@@ -161,7 +161,7 @@ def test_standard_input_can_be_opened_by_name(program):
     assert verdicts == ("pass", "pass")
 
 
-def test_other_files_can_be_opened_as_usual():
+def test_regular_files_can_be_opened_as_usual():
     program = (
         "open('x', 'w').write('7')\nprint(open('x').read())\n"
         "try: open('/dev/none')\nexcept OSError: print('none')"
@@ -240,7 +240,7 @@ def test_a_result_that_is_too_long_to_match_is_not_read():
 @pytest.mark.parametrize(
     ("output_bytes", "most"), [(8 << 20, 1 << 20), (1 << 24, 2 << 20), (1000, 65536)]
 )
-def test_a_result_for_assertions_may_use_an_eighth_of_the_output_limit(output_bytes, most):
+def test_assertion_results_may_be_as_long_as_an_eighth_of_the_output_limit(output_bytes, most):
     verifier = CodeVerifier(Limits(output_bytes=output_bytes))
     judged = [
         verifier.judge("def f(n): return 'x' * n", {"test": f"assert len(f({n})) == {n}"})

@@ -97,7 +97,7 @@ def test_the_head_sees_no_later_token_and_starts_as_a_copy_of_the_last_layer(stu
     assert not query[:, :WORDS].any()
 
 
-def test_the_loss_compares_each_slot_with_the_policy_one_token_later(study):
+def test_loss_compares_each_slot_with_the_policy_at_the_next_token(study):
     policy = llama()
     head = study.eagle.Head(policy)
     reading = study.eagle.read(policy, torch.randint(WORDS, (6,)).tolist())

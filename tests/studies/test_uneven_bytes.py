@@ -97,7 +97,7 @@ def test_allocations_match_a_hand_calculation(study):
     ]
 
 
-def test_bytes_match_a_hand_calculation(study):
+def test_bytes_read_match_a_hand_calculation(study):
     tokens, length = np.array([[128, 64], [320, 128]]), np.array([256, 512])
 
     def read(**options):
@@ -123,7 +123,7 @@ def test_bytes_match_a_hand_calculation(study):
 # --- selections ---
 
 
-def test_the_even_allocation_matches_the_other_studies_schedule(study, sharp, calibration):
+def test_even_allocation_matches_the_schedule_of_the_other_studies(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -202,7 +202,7 @@ def test_pages_in_low_scoring_groups_are_skipped_except_in_the_newest_group(stud
     assert 4 in kept(6)  # three groups and the newest are all groups
 
 
-def test_a_follower_layer_reads_pages_selected_by_the_layer_before_it(study, sharp, calibration):
+def test_follower_layers_reuse_the_pages_of_the_preceding_layer(study, sharp, calibration):
     alone = pages(study, *sharp, calibration)
     for step in pages(study, *sharp, calibration, first_follower=1):
         assert torch.equal(step[1], step[0]) and torch.equal(step[3], step[2])
@@ -261,7 +261,9 @@ def test_missed_mass_is_the_attention_outside_the_selection(study, sharp):
     torch.testing.assert_close(found, direct, atol=1e-6, rtol=0)  # it drafts densely
 
 
-def test_a_calibration_averages_drafts_and_favours_the_layer_that_loses_most(study, sharp):
+def test_calibration_averages_over_drafts_and_gives_the_costliest_layer_the_most_tokens(
+    study, sharp
+):
     model, ids = sharp
     found = study.uneven_budgets.calibrate(model, ids, START, 128)
     assert found.missed_LKU.shape == (4, 2, CONTEXT // 64) and found.missed_LKU.max() < 1
@@ -294,7 +296,7 @@ def test_curves_are_compared_at_equal_bytes(study):
 
 
 @pytest.mark.slow
-def test_the_script_writes_the_file_read_by_the_tables(study, tmp_path, monkeypatch):
+def test_script_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatch):
     path = tmp_path / "text_uneven.json"
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))

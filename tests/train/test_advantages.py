@@ -36,7 +36,7 @@ def test_advantages_match_a_hand_calculation(kind, expected):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_equal_rewards_have_advantages_of_exactly_zero(kind):
+def test_equal_rewards_give_advantages_of_exactly_zero(kind):
     # In floating point, 3 * 0.1 / 3 is not exactly 0.1. A division by std + eps would amplify the
     # difference.
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
@@ -94,6 +94,6 @@ def test_no_gradient_flows_to_the_rewards():
         ),
     ],
 )
-def test_invalid_arguments_are_refused(call, message):
+def test_invalid_arguments_raise_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -65,7 +65,7 @@ def test_reward_metrics_match_a_hand_calculation():
     assert set(reward_metrics([("math", {"correct": 1.0})])) == {"mean", "std"}
 
 
-def test_invalid_reward_settings_are_refused():
+def test_invalid_reward_settings_raise_errors():
     for make, message in (
         (lambda: RewardConfig(format=-1), "reward.format is -1"),
         (

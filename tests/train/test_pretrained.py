@@ -80,7 +80,9 @@ def test_modules_that_must_stay_in_float32_are_saved_in_float32(tmp_path, source
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend", None])
-def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, checkpoint, named):
+def test_tokenizer_is_saved_with_a_class_available_in_every_transformers_version(
+    tmp_path, checkpoint, named
+):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     path = source / "tokenizer_config.json"

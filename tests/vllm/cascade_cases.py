@@ -182,7 +182,7 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
     assert graphs[1].count == sum(passes_of(k) * n for k, n in guessed.items()) > 0
 
 
-def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
+def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeypatch):
     """The chooser compares measured times, which say little in Triton's interpreter. The test
     therefore does not check which choice wins.
     """
@@ -232,7 +232,7 @@ def test_replayed_stages_reproduce_samples(made, monkeypatch):
     assert {guesses for _, _, guesses, _ in kept[0]} == {0, 3}
 
 
-def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
+def test_drafts_are_counted_in_every_stage(made, monkeypatch):
     """Drafts read everything, so all are accepted. In cycles without guesses, every draft is
     judged.
     """
@@ -259,7 +259,9 @@ def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_guesses_used_as_drafts_without_a_pass_do_not_count_as_drafts(made, everything):
+def test_guesses_used_as_drafts_without_a_pass_do_not_count_toward_draft_acceptance(
+    made, everything
+):
     """Drafts read everything, so all of them are accepted. Only guesses that were never compared
     with a draft may be rejected.
     """
@@ -279,7 +281,7 @@ def test_guesses_used_as_drafts_without_a_pass_do_not_count_as_drafts(made, ever
     assert counts["drafted"] - counts["guessed"] >= counts["passes"]
 
 
-def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, monkeypatch):
+def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(made, monkeypatch):
     folder, model = made
     preempted = []
     stock = cases.Scheduler._preempt_request

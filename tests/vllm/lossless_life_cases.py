@@ -112,7 +112,7 @@ def initialise_again(worker):
     return before() is not None
 
 
-def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
+def test_drafts_use_the_new_cache_after_it_is_reinitialised(old_and_new):
     folder, model, *_ = old_and_new
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))

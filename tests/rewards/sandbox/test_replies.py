@@ -159,7 +159,7 @@ def test_a_reply_may_arrive_in_pieces_of_any_size(body, size, most):
     ],
     ids=["values", "containers", "strings", "depth", "digits", "no JSON", "no object"],
 )
-def test_replies_over_a_limit_are_refused(line, message):
+def test_oversized_or_malformed_replies_raise_errors(line, message):
     with pytest.raises(ValueError, match=message):
         parse(line)
 
@@ -188,7 +188,7 @@ def test_the_number_of_digits_is_limited_even_if_python_sets_no_limit(monkeypatc
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
 @pytest.mark.parametrize("inside", ["int", "tuple"])
-def test_many_keys_with_the_same_hash_are_refused(kind, inside):
+def test_more_than_32_keys_with_the_same_hash_raise_an_error(kind, inside):
     keys = [i * PRIME for i in range(1, 34)]
     if inside == "tuple":
         keys = [{"tuple": [key]} for key in keys]
@@ -224,7 +224,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
+def test_parsing_eight_megabytes_of_hostile_input_takes_little_time_and_memory(name):
     line = HOSTILE[name] + b"\n"
     assert len(line) < 8 << 20
     tracemalloc.start()
@@ -241,7 +241,7 @@ def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
     )  # tracing memory slows down reading several times
 
 
-def test_comparing_words_does_not_store_all_of_them():
+def test_comparing_long_outputs_uses_little_memory():
     for output in ("\n" * 8_000_000 + "x", "x " * 4_000_000, "x\n" * 4_000_000):
         tracemalloc.start()
         try:
@@ -259,7 +259,7 @@ def test_comparing_words_does_not_store_all_of_them():
     "raised",
     ["StopIteration", "StopAsyncIteration", "GeneratorExit", "type('S', (StopIteration,), {})"],
 )
-def test_exceptions_raised_by_a_program_do_not_end_a_loop_in_the_test_early(raised, bwrap):
+def test_program_exceptions_do_not_end_the_tests_loop_early(raised, bwrap):
     tests = {"test": "assert all(map(lambda case: f(case[0]) == case[1], [(21, 42), (4, 8)]))"}
     judged = CodeVerifier().judge(f"def f(x): raise {raised}", tests)
     assert judged.verdicts == ("error",) and judged.detail in (raised, "S")

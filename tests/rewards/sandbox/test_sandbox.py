@@ -274,7 +274,7 @@ def test_a_session_removes_its_folder(marked, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [] and Path("/etc/passwd").exists()
 
 
-def test_huge_input_may_be_read_in_full_or_ignored(mode):
+def test_programs_may_read_or_ignore_huge_input(mode):
     numbers = "1\n" * 5_000_000
     tests = {"inputs": [numbers] * 2, "outputs": ["5000000\n"] * 2}
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
@@ -290,7 +290,7 @@ def test_output_up_to_the_limit_is_accepted(mode):
     assert longer.verdicts == ("error",) and longer.detail == "OSError: [Errno 27] File too large"
 
 
-def test_various_honest_programs_pass(mode):
+def test_honest_programs_in_many_styles_pass(mode):
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
     for program in (
         "import sys\nfor line in sys.stdin: print(int(line) * 2)",
@@ -310,7 +310,7 @@ def test_various_honest_programs_pass(mode):
         assert verifier.judge(program, DOUBLE).passed, program
 
 
-def test_python_starts_as_usual_except_for_pth_files(mode):
+def test_python_starts_normally_but_skips_pth_files(mode):
     """Installed packages add .pth files that run whenever Python starts, which takes 25 ms here.
     Sandboxed programs skip them.
     """
@@ -324,7 +324,7 @@ def test_python_starts_as_usual_except_for_pth_files(mode):
     assert judged.passed, judged.detail
 
 
-def test_programs_run_with_garbage_collection_and_without_unneeded_harness_modules(mode):
+def test_programs_run_with_garbage_collection_on_and_without_unneeded_harness_modules(mode):
     """The harness imports only the modules that a mode needs. It imports them with the garbage
     collector off.
     """
@@ -387,7 +387,9 @@ def test_programs_end_when_the_trainer_is_killed(mode, marked, tmp_path):
     assert marked()
 
 
-def test_a_time_limit_that_expires_just_as_the_program_ends_is_handled(monkeypatch, tmp_path):
+def test_timer_that_fires_just_after_the_program_ends_does_not_change_its_outcome(
+    monkeypatch, tmp_path
+):
     reap = os.wait4
 
     def slowly(*arguments):
@@ -451,7 +453,7 @@ def test_without_bubblewrap_nothing_runs_unless_explicitly_allowed(
     assert caplog.text == ""
 
 
-def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
+def test_session_isolation_requires_landlock_version_3(forgetful, monkeypatch):
     monkeypatch.setattr(box, "landlock_version", lambda: 2)
     with pytest.raises(
         RewardError,
@@ -460,9 +462,7 @@ def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
 
-def test_running_without_isolation_must_be_requested_and_logs_one_warning(
-    forgetful, caplog, tmp_path
-):
+def test_explicitly_running_without_isolation_logs_one_warning(forgetful, caplog, tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     verifier = CodeVerifier(LIMITS, "none")
     program = f"print(open('{tmp_path}/secret').read())"
@@ -494,7 +494,7 @@ def test_the_enforced_limits_are_logged_at_start(held, said, forgetful, caplog):
     assert re.search(said, record.message)
 
 
-def test_bubblewrap_is_not_used_if_it_is_installed_but_fails(forgetful, monkeypatch, tmp_path):
+def test_broken_bubblewrap_raises_an_error(forgetful, monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -543,7 +543,7 @@ def test_limits_must_be_positive(limits):
         Limits(**limits)
 
 
-def test_an_unknown_isolation_is_refused():
+def test_unknown_isolation_raises_an_error():
     with pytest.raises(
         ValueError, match="isolation must be auto, bwrap, session or none, got 'docker'"
     ):
