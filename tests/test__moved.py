@@ -14,7 +14,7 @@ SUBMODULES = ("sparrow.commands.train", "sparrow.commands.dry_run", "sparrow.com
 
 
 def forget(name: str) -> None:
-    """Act as if no old name had been imported yet."""
+    """Make Python forget that this module and its submodules have been imported."""
     for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
         del sys.modules[module]
 
@@ -59,7 +59,7 @@ def test_a_package_exports_all_public_names_of_its_old_module(package, home_name
         elsewhere = getattr(value, "__module__", home.__name__) != home.__name__
         if name.startswith("_") or name in imported or elsewhere or isinstance(value, type(sys)):
             continue
-        if name == "ALL_PAGES":  # of sparrow.schedule
+        if name == "ALL_PAGES":  # defined in sparrow.schedule
             continue
         assert getattr(importlib.import_module(package), name) is value
 

@@ -164,7 +164,7 @@ def test_invalid_decoding_settings_raise_errors(value, message):
         (
             {"adapt_draft_tokens": False},
             False,
-        ),  # a fixed number of drafts makes drafts reproducible
+        ),  # fixing the number of drafts keeps samples reproducible
         ({"guess_tokens": 3}, False),
         ({"draft_schedule": "fixed:9"}, False),  # explicit values are kept
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),

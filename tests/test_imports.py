@@ -16,9 +16,9 @@ import sparrow
 PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
-# What each part may import from other parts. Every part may also import ``errors`` and the package
-# itself. A module belongs to the part with the longest matching name, and may import anything
-# within that part.
+# For each part, the other parts that it may import. Every part may also import ``errors`` and the
+# top-level package. A module belongs to the part with the longest matching name, and may import
+# anything within that part.
 ALLOWED = {
     "audit": ["audit.statistics", "engines.base", "mismatch", "rollout", "schedule"],
     "audit.statistics": [],
@@ -215,8 +215,8 @@ ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm"
 
 
 def modules() -> dict[str, Path]:
-    """Return all source files by their dotted names without ``sparrow.`` (empty for the package
-    itself).
+    """Return all source files by module name, without the prefix ``sparrow.``. The name of the
+    package itself is empty.
     """
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -226,16 +226,16 @@ def modules() -> dict[str, Path]:
 
 
 def part_of(module: str) -> str:
-    """Return the longest name in the table that contains ``module``."""
+    """Return the part that ``module`` belongs to: the longest matching name in the table."""
     fits = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
     assert fits, f"sparrow.{module} is not in the table of imports; add it to ALLOWED"
     return max(fits, key=len)
 
 
 def imports(source: str, module: str, is_package: bool, running: bool = False) -> Iterator[str]:
-    """Return the full names of everything that ``source`` imports. With ``running``, imports that
-    are only for types are left out. Each name has the form ``module.name``, and may itself be a
-    module.
+    """Return the full name of everything that ``source`` imports, in the form ``module.name``. A
+    name may itself be a module. With ``running``, imports used only for type annotations are left
+    out.
     """
     tree = ast.parse(source)
     for node in without_type_checking(tree) if running else ast.walk(tree):

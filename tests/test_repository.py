@@ -14,7 +14,7 @@ from tests import conftest
 from tests.conftest import ROOT
 
 LARGE = 50
-"""Modules with more lines than this need a test at their path or an entry in ``ELSEWHERE``."""
+"""Modules with more lines need a test at the matching path or an entry in ``ELSEWHERE``."""
 ELSEWHERE = {
     "attention/cuda/launch.py": "attention/cuda/test_compile.py",
     "attention/decode.py": "attention/test_reference.py",
@@ -72,8 +72,8 @@ def read(name: str) -> str:
 
 
 def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
-    """Return modules with more than ``LARGE`` lines and without a test at their path, unless they
-    or their folder are listed.
+    """Return modules that have more than ``LARGE`` lines but no test at the matching path. Modules
+    are left out if they or their folder are listed in ``elsewhere``.
     """
     missing = []
     for path in sorted(package.rglob("*.py")):

@@ -174,7 +174,7 @@ def test_page_counts_never_decrease_with_length(schedule, some):
 def test_multiplying_a_schedule_scales_each_bins_total_page_count():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
-    )  # besides a sink page and two recent pages
+    )  # in addition to a sink page and two recent pages
     assert table.times(1) == table
     assert table.times(2).top_k == (3, 5, 125, ALL_PAGES)
     assert table.times(0.5).top_k == (0, 1, 29, ALL_PAGES)
@@ -270,7 +270,7 @@ def test_json_represents_dense_bins_as_all_and_may_omit_defaults():
     )
 
 
-# --- refusals ---
+# --- invalid schedules ---
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_head_budgets_are_rounded_to_multiples_of_one_256th():
 
 def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
     # By score, the heads read 0, 5, 15 and 20 pages, which is 10 on average. Each head also reads
-    # three more pages. No head reads more pages than the sequence has.
+    # the three pages that are always kept. No head reads more pages than the sequence has.
     assert UNEVEN.tokens_read(600) == (3 + 8 + 18 + 23) / 4 * 16
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
     assert UNEVEN.pages_read([600, 300, 41]).tolist() == [13, (3 + 8 + 18 + 19) / 4, 3]
@@ -566,7 +566,7 @@ def test_the_dense_length_matches_a_hand_calculation():
     )  # a dense bin after a sparse one contains keys computed with sparse reads
     assert (
         layout(5, 13, 20).dense_up_to == 128
-    )  # 8 pages of 8 are in bin 0, 16 in bin 1, and 23 are fewer than 24
+    )  # bin 0 reads 8 pages of 8 and bin 1 16 of 16, but bin 2 only 23 of 24
     assert layout(5, 12, 20).dense_up_to == 64
     assert layout(13).dense_up_to == 128 and layout(4).dense_up_to == 0
     assert layout(13, ALL_PAGES).dense_up_to == inf

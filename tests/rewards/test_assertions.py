@@ -1,6 +1,6 @@
-# ruff: noqa: E501  (a program on a line)
-"""Test that honest test code of every kind judges programs as if both ran in one process, and that
-builtins do not count as the program's functions.
+# ruff: noqa: E501  (each program is on one line)
+"""Test that honest test code of every kind judges programs as it would in a single process, and
+that builtins do not count as the program's functions.
 """
 
 import ast

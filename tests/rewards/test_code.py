@@ -323,8 +323,8 @@ def test_a_programs_total_time_is_limited():
 @pytest.mark.parametrize(
     ("spent_s", "left_s"),
     [
-        (0.0, 2.0),  # the limit was the test's own
-        (1.5, 0.0),  # the limit was all that the program had left
+        (0.0, 2.0),  # the test reached its own limit
+        (1.5, 0.0),  # the test used up the program's remaining time
     ],
 )
 def test_program_runs_out_of_time_only_at_its_total_limit(spent_s, left_s):

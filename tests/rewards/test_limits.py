@@ -134,7 +134,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
 
 
 def test_a_program_that_waits_for_the_processor_does_not_count_as_asleep(monkeypatch):
-    """During the 1.6 s, the program was always runnable but never on a processor."""
+    """The program was runnable for all of the 1.6 s, but never got a processor."""
     pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
@@ -208,8 +208,8 @@ def test_the_output_limit_can_be_configured():
 
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
 def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, verdict, monkeypatch):
-    """At most sixteen times the expected output plus 64 KiB is read. Unread output does not affect
-    the next test.
+    """At most 16 times the length of the expected output, plus 64 KiB, is read. Unread output does
+    not affect the next test.
     """
     choose_isolation()  # isolation is detected with a separate program, which must not be counted here
     read = []
@@ -270,8 +270,8 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 def test_waiting_for_the_processor_in_many_short_calls_does_not_count_toward_the_limit(
     monkeypatch, kept_from
 ):
-    """Each call is answered before it is checked. All calls together take 1.2 s, and the limit is
-    0.6 s.
+    """Each call is answered before its time is checked. Together, the calls take 1.2 s, and the
+    limit is 0.6 s.
     """
     start = time.monotonic()
 

@@ -1,5 +1,5 @@
-# ruff: noqa: E501  (a program on a line)
-"""Test that a program passes only if a test has called it. Test functions that nothing calls are
+# ruff: noqa: E501  (each program is on one line)
+"""Test that a program passes only if a test has called it. Test functions that are never called are
 run, and a test that executes nothing does not pass.
 """
 

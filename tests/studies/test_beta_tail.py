@@ -1,5 +1,5 @@
-"""Test the fit of a Beta distribution to the tail: it must recover known parameters, and the
-weighted KS distance must equal the distance for repeated tokens.
+"""Test the fit of a Beta distribution to the tail: it must recover known parameters, and weighting
+a sequence must give the same KS distance as repeating its tokens.
 
 Shapes: T tokens.
 """

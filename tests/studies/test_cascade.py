@@ -33,7 +33,7 @@ def test_new_suffix_yields_no_guess(study):
     least = study.history.History(longest=8, shortest=2)
     assert least.guess(least.add([7, 1, 8, 1]), 3) == []  # 1 has occurred, 8 1 has not
     one = study.history.History(longest=8, shortest=1)
-    assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # nothing further is known yet
+    assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # no later token is known yet
 
 
 def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
@@ -58,8 +58,7 @@ def test_guesses_from_sibling_responses_use_only_tokens_sampled_up_to_the_previo
 def test_guesses_from_an_earlier_epoch_use_the_whole_response(study):
     kept = study.history.kept_guesses([0], [[1, 2, 3, 4]], [[1, 2, 3, 4, 5]], 3, 8, 1)
     assert kept[0].tolist() == [3, 3, 2, 1]
-    # The response's own tokens are more recent than the tokens of the response from the earlier
-    # epoch.
+    # The response's own tokens count as more recent than those from the earlier epoch.
     kept = study.history.kept_guesses([0], [[1, 7, 1, 7]], [[3, 1, 2]], 1, 1, 1)
     assert kept[0].tolist() == [0, 0, 0, 1]
 
@@ -166,14 +165,14 @@ def test_too_few_or_too_short_responses_raise_an_error(study, samples, tmp_path)
 
 
 def letters(text: str, add_special_tokens: bool) -> SimpleNamespace:
-    """A tokenizer whose tokens are letters."""
+    """Tokenize a text into letters, as a stand-in for a tokenizer."""
     return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
 def test_passages_are_taken_only_from_texts_that_are_long_enough(study):
     texts = iter(["ab", "c" * 9, "d" * 8])
     passages = study.samples.continued(letters, texts, 4, random.Random(0))
-    assert list(passages) == [[ord("c")] * 4]  # more than twice as long
+    assert list(passages) == [[ord("c")] * 4]  # only this text is more than twice as long
 
 
 def test_an_interrupted_run_keeps_the_kinds_already_sampled(study, tmp_path, monkeypatch, capsys):

@@ -468,7 +468,7 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     rows = result["rows"]
     assert (
         result["model"] == {"size": "tiny"} and result["ranking"] == {}
-    )  # two arms cannot be ranked
+    )  # two arms are too few for a ranking
     assert [row["seeds"] for row in rows] == [[0], [0, 1], [0, 1]] and rows[1][
         "reward_minus_dense"
     ][1:] == [None, None]
@@ -496,7 +496,7 @@ def test_summary_numbers_match_a_hand_calculation(study):
     # There is no dense run with seed 2.
     assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
-    # The comparison is with p75's run with seed 0, over the five steps that both runs completed.
+    # The run is compared with p75's run of seed 0, over the five steps that both completed.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
     assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [
         pytest.approx(0.1),

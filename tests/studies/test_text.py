@@ -54,8 +54,8 @@ def trained(study, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """Return a model whose attention matters, a batch of texts, and two start positions in each
-    text.
+    """Return a model whose output changes if pages are skipped, a batch of texts, and two start
+    positions in each text.
     """
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
@@ -173,8 +173,8 @@ def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
 def test_drafts_of_a_cycle_match_the_teacher_forced_actor(study, sharp, dense_layers, budgets):
-    """If pages are selected at every step (reuse 1), the drafts of a cycle match the package's
-    teacher-forced actor when all earlier tokens are its prompt.
+    """If pages are selected at every step (reuse 1), a cycle's drafts match the package's
+    teacher-forced actor, given all earlier tokens as the actor's prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
@@ -356,8 +356,8 @@ def test_script_writes_the_file_that_the_tables_read(study, trained, tmp_path, m
 
 
 class Engine:
-    """The part of vLLM's engine that ``generate`` uses. Each request receives the given number of
-    tokens in each step.
+    """A stand-in for the part of vLLM's engine that ``generate`` uses. It gives each request the
+    listed number of tokens in each step.
     """
 
     def __init__(self, given: dict[str, list[int]]) -> None:

@@ -1,5 +1,5 @@
-"""Test the study of DistillSparse on natural text, with a tiny random model whose attention
-matters.
+"""Test the study of DistillSparse on natural text, with a tiny random model whose output changes if
+pages are skipped.
 """
 
 import json
@@ -166,7 +166,7 @@ def test_responses_are_dense_samples_that_continue_the_prompts(
     assert held_out[:, 0].tolist() == [50, 51] and (held_out[:, 1:PROMPT] == 5).all()
     assert (
         len(np.unique(train[:, PROMPT:], axis=0)) == 4
-    )  # the model sampled them, with different random numbers for each
+    )  # the model sampled each one with different random numbers
 
 
 def test_table_has_one_line_per_result(study, folder, result, monkeypatch):

@@ -1,5 +1,5 @@
-"""Test the study of reward against wall-clock time on a small scale: the widened model computes the
-same function, and each arm runs in vLLM.
+"""Test the study of reward against wall-clock time on a small scale: a widened model computes the
+same outputs, and each arm runs in vLLM.
 """
 
 import json
@@ -156,7 +156,7 @@ def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
     ]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
-    again = tmp_path / "again"  # the model trained further
+    again = tmp_path / "again"  # the same runs with a second model
     again.mkdir()
     for path in tmp_path.glob("*-0.*"):
         (again / path.name).write_bytes(path.read_bytes())

@@ -1,5 +1,5 @@
-"""Test tasks made from dataset rows. Rows are read in their real format and streamed reproducibly.
-An error names the position of the row.
+"""Test tasks made from dataset rows. Rows are read in the formats of the real datasets and streamed
+in a reproducible order. Errors name the row.
 """
 
 import base64
@@ -426,7 +426,7 @@ def test_taco_rows_are_converted_to_problems(caplog):
         "yes, ascending",
         "yes, descending",
         "no",
-    ]  # single values instead of lists
+    ]  # single values, unwrapped from one-element lists
     assert (
         "The function is called is_sorted_and_how." in call.prompt
         and "def is_sorted_and_how(arr):" in call.prompt

@@ -1,5 +1,5 @@
-"""Test users' reward functions: how each form is called, and which forms are refused before a
-rollout.
+"""Test users' reward functions: how each form is called, and which forms raise an error before the
+first rollout.
 """
 
 import functools

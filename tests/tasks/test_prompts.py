@@ -158,7 +158,7 @@ def test_mostly_unreadable_prompts_raise_an_error(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a GPT-2-like tokenizer with one token per byte and no longer tokens."""
+    """Return a GPT-2-like tokenizer that uses exactly one token per byte."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

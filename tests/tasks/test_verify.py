@@ -1,5 +1,5 @@
-"""Test how several responses are judged concurrently: the first error is raised, nothing starts
-after it, and hanging verifiers are stopped.
+"""Test how responses are judged concurrently: the first error is raised, no verification starts
+after it, and hanging verifiers are reported.
 """
 
 import sys

@@ -49,7 +49,7 @@ def test_the_reward_is_the_sum_of_its_named_parts():
     }
     assert (
         reward_parts(1.0, False, 9, 10, RewardConfig(overlong="penalty"))["overlong"] == -0.5
-    )  # a fifth of 10
+    )  # the default window is a fifth of 10 tokens
 
 
 def test_reward_metrics_match_a_hand_calculation():

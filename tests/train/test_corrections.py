@@ -129,7 +129,7 @@ def test_icepop_matches_a_hand_calculation():
     assert correction.metrics["weight_mean"] == pytest.approx(5.5 / 5)
     assert correction.metrics["ess_sequence"] == pytest.approx(
         1 / 2
-    )  # one sequence of two carries all weight
+    )  # one of two sequences carries all the weight
     assert_correction(correct("icepop", *batch([5, 5.001])), [[5, 0]], [[1, 0]])
     assert_correction(
         correct("icepop", *EXAMPLE, band=(0.2, 3.0)),

@@ -1,4 +1,4 @@
-"""Test which of a step's tokens the dial counts as drafts, as verified and as unverified, and what
+"""Test how the dial divides a step's tokens into drafts, verified and unverified tokens, and what
 is logged.
 """
 

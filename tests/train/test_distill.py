@@ -71,7 +71,7 @@ def test_distillation_leaves_the_policy_bitwise_unchanged(tmp_path):
     saved = tmp_path / "b" / "model"
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(saved)  # without any trace of the adapter
+    loaded = AutoModelForCausalLM.from_pretrained(saved)  # contains no trace of the adapter
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in loaded.named_parameters())
 
 

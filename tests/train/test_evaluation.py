@@ -1,5 +1,5 @@
-"""Test evaluations and exports during a run. None must be lost or repeated, and they must not
-affect training.
+"""Test evaluations and exports during a run. Each must happen exactly once, and none may affect
+training.
 """
 
 import json

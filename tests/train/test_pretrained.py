@@ -74,7 +74,7 @@ def test_modules_that_must_stay_in_float32_are_saved_in_float32(tmp_path, source
     model._keep_in_fp32_modules = {"norm"}
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             expected = torch.float32 if "norm" in name else torch.bfloat16
             assert file.get_tensor(name).dtype == expected, name
 

@@ -65,7 +65,7 @@ def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """Return a bin that has this relative p5 when the engines are noisy."""
+    """Return a bin with this relative p5, in a run whose engine is noisy."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)

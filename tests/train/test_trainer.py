@@ -241,8 +241,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
 
 
 class Choosing(HFEngine):
-    """An engine that chooses different numbers of drafts in every process, as a choice by speed
-    would. It can also replay given choices.
+    """An engine that chooses a different number of drafts in every process, like an engine that
+    chooses by measured speed. It can also replay given choices.
     """
 
     def __init__(self, *args, **kwargs):
@@ -382,7 +382,7 @@ def test_a_run_directory_is_not_overwritten(tmp_path):
 def test_second_precision_in_one_process_raises_an_error_before_anything_is_written(tmp_path):
     make_trainer(
         tmp_path / "first"
-    ).run_dir.release()  # like the earlier tests of this process, in float32
+    ).run_dir.release()  # sets float32, as earlier tests in this process may have done
     message = "precision is 'bf16', but this process has already trained in 'fp32', .*; start this run in a new"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))

@@ -26,7 +26,7 @@ lossless = cases.lossless
 
 
 def in_turn(monkeypatch, seed=0):
-    """Make every step use one of the engine's draft choices at random."""
+    """Make every step use a random one of the engine's draft choices."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(
         DraftChooser, "choose", lambda self, *_: self.choices[rng.integers(len(self.choices))]
@@ -183,7 +183,7 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
 
 
 def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeypatch):
-    """The chooser compares measured times, which say little in Triton's interpreter. The test
+    """The chooser compares measured times, which mean little in Triton's interpreter. The test
     therefore does not check which choice wins.
     """
     folder, model = made
@@ -245,7 +245,7 @@ def test_drafts_are_counted_in_every_stage(made, monkeypatch):
         told, counts = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: 4)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        scheduler._plan = DraftPlan(4, budget=0)  # for the first step, before which nothing runs
+        scheduler._plan = DraftPlan(4, budget=0)  # for the first step, which has no predecessor
         llm.reset_prefix_cache()
         cases.generate(llm, repetitive(150, 64, 90, seed=3), 60, temperature=1.0, seed=5)
         of_plain, plain = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
@@ -331,7 +331,7 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
         for row, index in enumerate(vllm.idx_mapping[:B].tolist()):
             count = int(reserved[index])
             own |= set(table[row, :count].tolist())
-            table[row, count:] = len(layers[0].kv_cache) - 1  # another sequence's
+            table[row, count:] = len(layers[0].kv_cache) - 1  # a block of another sequence
         before = [selfcheck._bytes_of(layer).clone() for layer in layers]
         stock(drafter, drafts, B)
         for layer, old in zip(layers, before, strict=True):

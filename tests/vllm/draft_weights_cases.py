@@ -28,7 +28,7 @@ from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
-EVERYTHING = 40  # pages; drafts then differ from the policy only in their weights
+EVERYTHING = 40  # so many pages that drafts differ from the policy only in their weights
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_drafts_use_rounded_weights_and_the_meter_measures_their_acceptance(old_
         p, q = (cycle[name].double().softmax(-1) for name in ("p", "q"))
         alphas += torch.minimum(p[:K], q).sum(-1)[: cycle["count"]].tolist()
     assert metered.mean == pytest.approx(np.mean(alphas), abs=1e-4) and 0.7 < metered.mean < 0.98
-    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # by the model's original weights
+    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # drafts with the original weights
         llm.collective_rpc("sparrow_acceptance")
         written = answered(llm, cycles)
         metered = DraftAcceptance.from_dict(
@@ -172,7 +172,7 @@ def test_a_compiled_model_drafts_with_the_rounded_copy(old_and_new, monkeypatch)
     assert acceptance[0] == pytest.approx(acceptance[1], abs=1e-4) and acceptance[0] < 0.98
 
 
-# --- what is logged and refused ---
+# --- logging and errors ---
 
 
 def test_the_size_of_the_weight_copy_is_logged(tmp_path, monkeypatch):

@@ -207,7 +207,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
     assert found.worst < 1e-5 and found.pages > 500
     assert set(told["cycles"]) == {0, 3, 5, 8} and set(told["cycles_with_guesses"]) == {3, 5, 8}
     assert described["guess_head"] == str(of_head)
-    assert described["sparse_layers"] == [0, 1]  # the head's layer is not among them
+    assert described["sparse_layers"] == [0, 1]  # the head's layer is not listed
 
 
 def test_stages_with_a_head_replay_their_graphs(made, monkeypatch):
@@ -346,7 +346,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         assert cases.likelihood(np.bincount(tokens[:, place], minlength=V), p) > 1e-3, place
 
 
-# --- refusals ---
+# --- errors ---
 
 
 def test_unsupported_request_options_raise_an_error_with_a_head(made):
@@ -384,7 +384,7 @@ def test_head_that_does_not_fit_the_model_raises_an_error(made, tmp_path, change
 
 
 def test_broken_head_gives_wrong_guesses_but_exact_samples(made, monkeypatch, tmp_path):
-    """A head that reads slots of the wrong tokens makes other guesses, but samples stay exact."""
+    """A head that reads slots of the wrong tokens makes wrong guesses, but samples stay exact."""
     folder, of_head, model, head = made
     asked = tiny.prompts(*LENGTHS, seed=1)
     stock = HeadSource.follow

@@ -87,7 +87,7 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
     with fp8_engine(folder, UNBOUNDED) as sparrow:
         rollouts = sparrow.generate(prompt, SAMPLED)
         counted, scales = kv_clipped(sparrow), scales_of(sparrow)
-        assert kv_clipped(sparrow) == 0  # reset by the last call
+        assert kv_clipped(sparrow) == 0  # reset by the previous call
     with rounded(scales) as seen:
         assert agree(rollouts, reference.score(rollouts, UNBOUNDED, 1.0))
     beyond = torch.zeros(2, len(scales), cached, dtype=torch.bool)  # keys, values

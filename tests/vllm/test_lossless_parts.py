@@ -1,4 +1,6 @@
-"""Test vLLM's configuration in lossless mode before a model is loaded, and what is refused."""
+"""Test vLLM's configuration in lossless mode before a model is loaded, and which settings and
+requests are refused.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -61,7 +63,7 @@ def test_vllm_is_configured_to_load_a_head_that_guesses(monkeypatch):
     assert made.speculative_config["method"] == "eagle3"
     assert made.speculative_config["model"] == "h"
     assert made.speculative_config["num_speculative_tokens"] == 5
-    assert made.sleep_preserve_parameter_names == ["draft.*"]  # for a sleep that drops weights
+    assert made.sleep_preserve_parameter_names == ["draft.*"]  # kept when sleep drops weights
     setup.prepare(made, decoding, on_cpu=True)
     assert made.sleep_preserve_parameter_names == ["draft.*"]
     assert prepared().sleep_preserve_parameter_names == []
@@ -297,7 +299,7 @@ def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
 
 
 def speculative_configs():
-    """Return vLLM's configuration with lossless mode, and with another draft model."""
+    """Return vLLM's speculative configurations for lossless mode and for a different draft model."""
     ours, other = SimpleNamespace(), SimpleNamespace()
     setup.claim(ours)
     return ours, other

@@ -257,7 +257,7 @@ def test_dense_steps_and_their_rows_are_counted():
     made = runtime(sparse=3, dense=1)
     made.begin_step(3, torch.tensor([False, True, False]))
     made.begin_dense_step(lengths(100, 7, 40))
-    made.begin_dense_step(lengths())  # a step of prompts only
+    made.begin_dense_step(lengths())  # a step with only prompts
     counts = made.counters()
     assert counts["dense_steps"] == 1
     assert (counts["rows"], counts["dense_rows_short"], counts["dense_rows_prefill"]) == (2, 2, 1)
@@ -385,7 +385,7 @@ def test_counters_add_up_over_any_sequence_of_steps(steps, bin_pages):
         ("FULL_DECODE_ONLY", 60, "Steps of 57 to 60 sequences .* set max_num_seqs to 56 or 64"),
         ("FULL_AND_PIECEWISE", 3, "Steps of 3 to 3 sequences .* set max_num_seqs to 2 or 4"),
         ("FULL_DECODE_ONLY", 64, ""),
-        ("FULL_DECODE_ONLY", 1000, ""),  # like its default, larger than any captured size
+        ("FULL_DECODE_ONLY", 1000, ""),  # larger than any captured size, like the default
         ("FULL", 60, ""),
         ("NONE", 60, ""),
     ],
@@ -722,7 +722,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
-        importlib.import_module("vllm.triton_utils")  # it logs as well
+        importlib.import_module("vllm.triton_utils")  # this import also logs a message
         said: list[str] = []
         logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
@@ -735,7 +735,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
 
 
 def test_a_meter_schedule_is_logged_at_start(monkeypatch):
-    pytest.importorskip("vllm.triton_utils")  # importing it logs as well
+    pytest.importorskip("vllm.triton_utils")  # this import also logs a message
     other = SCHEDULE.replace(top_k=(3, 5))
     decoding = Decoding.lossless(SCHEDULE, meter_schedule=other, meter_every=7)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
@@ -893,8 +893,8 @@ def engine_arguments(**given):
     ],
 )
 def test_environment_variables_configure_an_engine_like_its_config(given, backend):
-    """This also holds after a plain engine has started, in which case FlashAttention is not
-    Sparrow's.
+    """This also holds if an engine without Sparrow has started before. FlashAttention is then
+    vLLM's own.
     """
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)

@@ -1,7 +1,7 @@
-"""Test that control groups are found if available, that they limit their programs from the start,
-and that they are removed with their contents. Writing limits is tested on a copy of the kernel's
-file layout. If this process may create groups, the tests also enter, kill and remove real ones. If
-real groups may limit memory and tasks, the effects of these limits are tested too.
+"""Test that control groups are found if available, limit programs from the start, and are removed
+with their contents. Writing limits is tested on a copy of the kernel's file layout. If this process
+may create groups, the tests also enter, kill and remove real ones. If real groups may limit memory
+and tasks, the effects of these limits are tested too.
 """
 
 import errno

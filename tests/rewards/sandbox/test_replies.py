@@ -31,7 +31,7 @@ class Said(Child):
         json.dumps(message)
 
     def _within(self, time_limit, attempt):
-        return attempt(0.0)  # there are no processes whose time could be measured
+        return attempt(0.0)  # no process is running, so there is no time to measure
 
     def _read(self, deadline):
         raise ChildEndedError("nothing more")
@@ -96,7 +96,7 @@ def test_any_json_object_results_in_a_verdict(reply, expected):
         and isinstance(detail, str)
         and len(detail) < 1000
     )
-    if found == "pass":  # a pass must be deserved
+    if found == "pass":  # only a correct value may pass
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
 
@@ -238,7 +238,7 @@ def test_parsing_eight_megabytes_of_hostile_input_takes_little_time_and_memory(n
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing memory slows down reading several times
+    )  # memory tracing makes parsing several times slower
 
 
 def test_comparing_long_outputs_uses_little_memory():

@@ -157,8 +157,8 @@ HOSTILE = {
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Return a function that waits until none of this test's sandboxed processes is left, and fails
-    if one does not end.
+    """Return a function that waits for this test's sandboxed processes to end, and returns whether
+    all of them ended in time.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
@@ -230,9 +230,7 @@ def test_programs_cannot_see_each_others_files(mode):
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
 def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent):
-    """If a clone below /tmp contains the environment, programs can read its packages but not change
-    them.
-    """
+    """If the Python environment is below /tmp, programs can read its packages but not change them."""
     if not os.access(parent, os.W_OK):
         pytest.skip(f"{parent} is not writable")
     program = """
@@ -245,7 +243,7 @@ def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent)
         os.chmod(folder, 0o755)
         venv.create(folder / "venv", symlinks=True)
         packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-        (packages / "numpy.py").write_text("")  # a package only in this environment
+        (packages / "numpy.py").write_text("")  # a package that exists only in this environment
         (folder / "secret").write_text(SECRET)
         code = f"""
 from sparrow.rewards import CodeVerifier
@@ -361,7 +359,7 @@ def test_closing_a_sandbox_during_a_run_ends_its_processes(program, mode, marked
         choose_isolation(mode),
     ) as held:
         held.send({"stdin": ""}, time.monotonic() + 60)
-        runs_on = "close" not in program  # the other may already have ended
+        runs_on = "close" not in program  # this program may already have ended
         with (
             pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError)
         ):

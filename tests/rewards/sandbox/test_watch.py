@@ -69,7 +69,7 @@ def test_threads_are_counted(tmp_path):
         )
     finally:
         stop.set()
-    assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that has ended
+    assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that does not exist
 
 
 def test_slow_file_check_is_not_repeated_immediately(tmp_path, monkeypatch):

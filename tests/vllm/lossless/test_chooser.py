@@ -130,7 +130,7 @@ def test_discarded_draft_counts_are_retried_when_acceptance_changes():
 
 
 def test_discarded_draft_counts_are_retried_less_and_less_often():
-    """The count of cycles continues when sequences grow into new length classes."""
+    """The cycle count carries over when sequences grow into new length classes."""
     chooser, first, most = (
         DraftChooser(CHOICES),
         draft_length.TRY_AGAIN,
@@ -604,7 +604,9 @@ def test_stage_choices_stay_near_optimal_while_sequences_grow(text):
 
 
 def test_guesses_are_used_once_text_repeats_itself():
-    """Guesses that lost are tried again. Their earlier acceptance is forgotten by then."""
+    """Guesses that were slower are retried later. By then, their earlier acceptance has been
+    forgotten.
+    """
     chooser = DraftChooser(STAGES)
     assert Counter(with_stages(chooser, 600, NOVEL, LONG)[0][-200:]).most_common(1)[0][0] == 12
     chosen, _ = with_stages(chooser, 2 * draft_length.TRY_AGAIN, REPETITIVE, LONG, seed=1)
@@ -632,10 +634,10 @@ def test_tokens_per_cycle_with_guesses_are_measured_separately_for_each_number_o
     assert measured_.tokens(case, Guessed(4)) == pytest.approx(2.0, abs=0.01)
     assert measured_.tokens(case, Guessed(8)) == pytest.approx(4.0, abs=0.01)
     assert measured_.tokens(case, 4) == pytest.approx(tokens_per_cycle(60 / 62, 4), rel=0.01)
-    assert measured_.tokens(case, Guessed(12)) > 4.0  # expected from eight drafts
+    assert measured_.tokens(case, Guessed(12)) > 4.0  # extrapolated from eight drafts
     assert chooser.observe(64, 20_000, Guessed(4), 0.04, 2 * 64, 128) is None
     longer = measured_.find((12, 29), 0)
-    # begins with the other length's estimate
+    # starts from the estimate for the shorter length
     assert 2.2 < measured_.tokens(longer, Guessed(4)) < 2.8
 
 
@@ -764,7 +766,7 @@ def test_longer_sequences_start_with_the_budget_chosen_for_shorter_ones():
     chooser, _, _ = with_budgets(600, as_expected(0.97), **AT_4K, length=4096)
     assert chooser.budgets_in_use() == {"64 x 4096": 0.5}
     assert chooser.choose(64, 5800) and chooser.choose_budget(64, 5800, 8) == 0
-    assert chooser.choose_budget(64, 60_000, 8) == BASE  # too far away
+    assert chooser.choose_budget(64, 60_000, 8) == BASE  # too far from length 4,096
 
 
 def test_tokens_per_cycle_match_a_hand_calculation():

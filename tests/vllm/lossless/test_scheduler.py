@@ -125,7 +125,7 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
     assert observed == [
         (3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)
-    ]  # not the first, which followed drafts
+    ]  # the first of these steps is left out, because it followed drafts
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
 
 def test_drafting_with_guesses_is_a_separate_choice(make, observed):
     """Acceptance of drafts with guesses is recorded per cycle. The first step after a change is
-    marked, also if the number of drafts is the same and only guesses were switched on or off.
+    marked, even if only guesses were switched on or off.
     """
     scheduler = make(guesses=3)
     assert scheduler.chooser.choices == (*CHOICES, Guessed(2), Guessed(4))
@@ -320,7 +320,7 @@ def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     again.replay(choices)
     assert chosen(again, [(0, 1)] * 5, monkeypatch) == told
     assert again.take_choices() == choices
-    unread = make(budgets=True)  # in a server, nobody would retrieve them
+    unread = make(budgets=True)  # like a server's scheduler, whose choices nobody would retrieve
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
     assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [DraftPlan(0, 1)] * 2, (
