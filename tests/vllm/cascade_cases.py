@@ -26,7 +26,7 @@ lossless = cases.lossless
 
 
 def in_turn(monkeypatch, seed=0):
-    """Make every step use one of the engine's draft choices at random."""
+    """Make every step use a random one of the engine's draft choices."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(
         DraftChooser, "choose", lambda self, *_: self.choices[rng.integers(len(self.choices))]
@@ -182,8 +182,8 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
     assert graphs[1].count == sum(passes_of(k) * n for k, n in guessed.items()) > 0
 
 
-def test_the_number_of_drafts_and_guesses_adapt_to_measurements(made, monkeypatch):
-    """The chooser compares measured times, which say little in Triton's interpreter. The test
+def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeypatch):
+    """The chooser compares measured times, which mean little in Triton's interpreter. The test
     therefore does not check which choice wins.
     """
     folder, model = made
@@ -232,7 +232,7 @@ def test_replayed_stages_reproduce_samples(made, monkeypatch):
     assert {guesses for _, _, guesses, _ in kept[0]} == {0, 3}
 
 
-def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
+def test_drafts_are_counted_in_every_stage(made, monkeypatch):
     """Drafts read everything, so all are accepted. In cycles without guesses, every draft is
     judged.
     """
@@ -245,7 +245,7 @@ def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
         told, counts = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
         monkeypatch.setattr(DraftChooser, "choose", lambda *_: 4)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        scheduler._plan = DraftPlan(4, budget=0)  # for the first step, before which nothing runs
+        scheduler._plan = DraftPlan(4, budget=0)  # for the first step, which has no predecessor
         llm.reset_prefix_cache()
         cases.generate(llm, repetitive(150, 64, 90, seed=3), 60, temperature=1.0, seed=5)
         of_plain, plain = llm.collective_rpc("sparrow_acceptance")[0], cases.counters(llm)
@@ -259,7 +259,9 @@ def test_every_draft_is_counted_whatever_the_stage(made, monkeypatch):
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_guesses_used_as_drafts_without_a_pass_do_not_count_as_drafts(made, everything):
+def test_guesses_used_as_drafts_without_a_pass_do_not_count_toward_draft_acceptance(
+    made, everything
+):
     """Drafts read everything, so all of them are accepted. Only guesses that were never compared
     with a draft may be rejected.
     """
@@ -279,7 +281,7 @@ def test_guesses_used_as_drafts_without_a_pass_do_not_count_as_drafts(made, ever
     assert counts["drafted"] - counts["guessed"] >= counts["passes"]
 
 
-def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, monkeypatch):
+def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(made, monkeypatch):
     folder, model = made
     preempted = []
     stock = cases.Scheduler._preempt_request
@@ -329,7 +331,7 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
         for row, index in enumerate(vllm.idx_mapping[:B].tolist()):
             count = int(reserved[index])
             own |= set(table[row, :count].tolist())
-            table[row, count:] = len(layers[0].kv_cache) - 1  # another sequence's
+            table[row, count:] = len(layers[0].kv_cache) - 1  # a block of another sequence
         before = [selfcheck._bytes_of(layer).clone() for layer in layers]
         stock(drafter, drafts, B)
         for layer, old in zip(layers, before, strict=True):
