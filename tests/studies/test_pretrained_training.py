@@ -18,7 +18,14 @@ FOLDERS = (
     "studies/text",
     "studies/pretrained",
 )
-MODULES = ("training_arms", "training_base", "training_summary", "training_tasks", "warm_start")
+MODULES = (
+    "pretrained_figure",
+    "training_arms",
+    "training_base",
+    "training_summary",
+    "training_tasks",
+    "warm_start",
+)
 REQUIRED = ("tyro",)
 STORY = [
     "The old king walked slowly through his silent garden.",
@@ -151,3 +158,18 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     assert distilled["held_out_end"] == [0.4, None, None]
     assert distilled["lowest_p5"] == [0.8, None, None]
     assert found["runs"][0]["last_bins"][0]["ceiling"] == [0.99, None, None]
+
+
+def test_figure_shows_all_runs_of_an_arm_in_one_color(study, tmp_path, monkeypatch):
+    figure = study.pretrained_figure
+    _, ax = figure.plt.subplots()
+    runs = [{"arm": arm, "reward": [0.1, 0.2, 0.3, 0.4, 0.5]} for arm in ("dense", "p80", "p80")]
+    figure.draw_rewards(ax, runs)
+    dots = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert dots[1].get_color() == dots[2].get_color() != dots[0].get_color()
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["dense", "p80"]
+
+    monkeypatch.setattr(figure, "PATH", tmp_path / "figure.png")
+    figure.main()
+    assert figure.PATH.stat().st_size > 10_000
