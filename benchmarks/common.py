@@ -71,7 +71,7 @@ def add_draft_weights(options: argparse.ArgumentParser) -> None:
         "--draft-weights",
         choices=get_args(DraftWeights),
         default="auto",
-        help="the weights that drafts use",
+        help="weights to use for drafts",
     )
 
 
@@ -105,7 +105,7 @@ def parse_states(
         "--sequences",
         type=int,
         nargs="+",
-        help="measure only states with these numbers of sequences",
+        help="measure only states with one of these numbers of sequences",
     )
     options.add_argument(
         "--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default"
@@ -270,7 +270,9 @@ def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[st
         return path, {"shape": shape, "runs": []}
     result = json.loads(path.read_text(encoding="utf-8"))
     if result["shape"] != shape:
-        raise ValueError(f"{path} has runs on {result['shape']}, not {shape}; pass another --out")
+        raise ValueError(
+            f"{path} has runs on {result['shape']}, not {shape}; pass a different --out"
+        )
     return path, result
 
 

@@ -599,7 +599,7 @@ def several_tokens(limit: float) -> Row:
             one = row[default]["us"]
         for kernel in ("cuda", "triton"):
             row[kernel]["ratio"] = row[kernel]["us"] / one
-            print(f"    {kernel}: {row[kernel]['ratio']:.3f} times one token", flush=True)
+            print(f"    {kernel}: {row[kernel]['ratio']:.3f}x the time for one token", flush=True)
         rows.append(row)
     return dict(k=WIDE_BUDGET, rows=rows)
 
@@ -692,13 +692,13 @@ def main() -> None:
         "--caches",
         nargs="*",
         choices=CACHES,
-        help="measure only 16-bit and 8-bit keys and values, or the given formats",
+        help="measure only the given formats of keys and values, or all formats if none is given",
     )
     options.add_argument(
         "--head-budgets",
         type=float,
         metavar="SPREAD",
-        help="measure only kv heads with different budgets",
+        help="measure only budgets that differ between kv heads",
     )
     options.add_argument(
         "--families",
@@ -708,17 +708,18 @@ def main() -> None:
     options.add_argument(
         "--sweep",
         action="store_true",
-        help="measure only these shapes, in several configurations of the CUDA kernel",
+        help="measure only these shapes, with several configurations of the CUDA kernel",
     )
     options.add_argument(
         "--tokens",
         action="store_true",
-        help="measure only steps over several new tokens per sequence, with both kernels",
+        help="measure only steps with several new tokens per sequence, with both kernels",
     )
     options.add_argument(
         "--tuned",
         action="store_true",
-        help="measure only shapes that sparrow tune has tuned on this GPU, as shipped and as tuned",
+        help="compare only shipped with tuned configurations, for shapes that sparrow tune has "
+        "tuned on this GPU",
     )
     options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     args = options.parse_args()

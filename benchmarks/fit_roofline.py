@@ -71,7 +71,7 @@ def measured() -> dict[str, Any]:
                 states(spans, len(trace["states"])), trace["states"], strict=True
             ):
                 assert (step, lengths.sum()) == (row["step"], row["tokens"]), (
-                    f"{path} has another trace"
+                    f"{path} was measured on a different trace"
                 )
                 ragged = {
                     "shape": run["shape"],

@@ -236,10 +236,10 @@ def main() -> None:
     )
     options.add_argument("--out", type=Path, required=True)
     options.add_argument(
-        "--scale", type=int, default=8, help="divide lengths and schedule by this number"
+        "--scale", type=int, default=8, help="factor by which to shrink lengths and schedule"
     )
     options.add_argument(
-        "--part", type=int, default=1, help="use only every N-th response by length"
+        "--part", type=int, default=1, help="sort responses by length and use only every N-th"
     )
     options.add_argument(
         "--steps", type=int, default=1, help="steps to measure, all with the same lengths"

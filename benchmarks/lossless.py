@@ -362,32 +362,36 @@ def main() -> None:
     command.add_argument("--shape", choices=POINTS, required=True)
     command.add_argument("--variant", choices=["stock", "lossless"], required=True)
     command.add_argument(
-        "--parts", default="points", help="any of points, trace and whole, separated by commas"
+        "--parts", default="points", help="parts to run, separated by commas: points, trace, whole"
     )
     command.add_argument(
         "--requests",
         type=int,
         default=96,
-        help="number of requests in the trace that the part 'whole' runs",
+        help="number of requests in the trace for the part 'whole'",
     )
     command.add_argument(
-        "--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000"
+        "--points",
+        nargs="*",
+        default=[],
+        help="points to measure, as SEQUENCESxTOKENS, such as 64x15000",
     )
     command.add_argument(
         "--draft-tokens",
         type=int,
         default=12,
-        help="maximum number of drafts; 0, a third and two thirds of it are also tried",
+        help="maximum number of drafts; 0, a third and two thirds of this number are also tried",
     )
     command.add_argument(
         "--cases",
         nargs="+",
         default=["61:0.95", "61:0.945", "61:0.9"],
         metavar="PAGES:ACCEPTANCE",
-        help="top-k pages that drafts read, and acceptance; the first case is also timed with fixed draft lengths",
+        help="top-k pages and acceptance of drafts; the first case is also timed with fixed "
+        "numbers of drafts",
     )
     command.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[], help="layers that are dense in drafts"
+        "--dense-layers", type=int, nargs="*", default=[], help="layers that stay dense in drafts"
     )
     command.add_argument(
         "--landmarks",

@@ -410,13 +410,13 @@ def main() -> None:
     command.add_argument(
         "--head",
         action="store_true",
-        help="let a random EAGLE-3 head guess, instead of history (for equal and samples)",
+        help="take guesses from a random EAGLE-3 head instead of history (for equal and samples)",
     )
     command.add_argument(
         "--vary",
         action="store_true",
-        help="change the number of drafts, and whether to guess, at random from cycle to cycle "
-        "(for equal and samples)",
+        help="randomly change the number of drafts, and whether to guess, between cycles (for "
+        "equal and samples)",
     )
     command.add_argument("--count", type=int, default=1_000_000)
     command.add_argument(
@@ -429,14 +429,15 @@ def main() -> None:
     arguments = command.parse_args()
     if arguments.what == "invariant" and (arguments.guess_tokens or arguments.vary):
         command.error(
-            "invariant takes neither --guess-tokens nor --vary; leave them out, or check equal or "
-            "samples"
+            "invariant does not support --guess-tokens or --vary; leave them out, or check "
+            "equal or samples"
         )
     if arguments.head and not arguments.guess_tokens:
         command.error("--head needs --guess-tokens, such as 3")
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
         command.error(
-            f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal"
+            f"{arguments.what} does not support --cache or --draft-weights; leave them out, "
+            "or check equal"
         )
     {"equal": equal, "samples": samples, "invariant": invariant}[arguments.what](arguments)
 

@@ -288,7 +288,7 @@ def main() -> None:
         nargs="+",
         type=pair,
         default=POINTS,
-        help="sequences x tokens, such as 40x15000",
+        help="points to measure, as SEQUENCESxTOKENS, such as 40x15000",
     )
     options.add_argument(
         "--slots",

@@ -68,7 +68,9 @@ class Cell(NamedTuple):
     def parse(cls, text: str) -> Cell:
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if not found:
-            raise ValueError(f"a cell is REQUESTSxPROMPT+NEW, such as 512x128+300, got {text!r}")
+            raise ValueError(
+                f"a cell must have the form REQUESTSxPROMPT+NEW, such as 512x128+300, got {text!r}"
+            )
         return cls(*map(int, found.groups()))
 
 
@@ -268,9 +270,11 @@ def options() -> argparse.Namespace:
     """Read the command line."""
     asked = parser(__doc__ or "")
     asked.add_argument("--shape", choices=CELLS, default="smollm2-135m")
-    asked.add_argument("--model", help="a checkpoint of this shape; by default, weights are random")
     asked.add_argument(
-        "--tokenizer", help="the tokenizer for detokenisation; by default, that of --model"
+        "--model", help="checkpoint to load, of this shape; by default, weights are random"
+    )
+    asked.add_argument(
+        "--tokenizer", help="tokenizer for detokenisation; by default, the one in --model"
     )
     asked.add_argument("--schedule", help="the schedule for lossy mode")
     asked.add_argument(
@@ -281,21 +285,24 @@ def options() -> argparse.Namespace:
     )
     asked.add_argument("--engines", choices=ENGINES, nargs="+", default=ENGINES[:3])
     asked.add_argument(
-        "--before", type=Path, metavar="TREE", help="source tree of the engine 'before'"
+        "--before", type=Path, metavar="TREE", help="source tree to use for the engine 'before'"
     )
     asked.add_argument("--detokenize", choices=("yes", "no"), nargs="+", default=("yes", "no"))
     asked.add_argument("--rounds", type=int, default=3, help="number of rounds to run")
     asked.add_argument(
-        "--sleep", action="store_true", help="make engines sleep between their turns"
+        "--sleep", action="store_true", help="put each engine to sleep between its turns"
     )
     asked.add_argument("--deadline", type=float, default=float("inf"), help="time limit in seconds")
     asked.add_argument(
-        "--out", type=Path, help="the JSON file, results/never_slower_SHAPE.json by default"
+        "--out",
+        type=Path,
+        help="the JSON file to write, results/never_slower_SHAPE.json by default",
     )
     given = asked.parse_args()
     if ("before" in given.engines) != (given.before is not None):
         asked.error(
-            "the engine 'before' and the option --before TREE need each other; give both or neither"
+            "the engine 'before' and the option --before TREE require each other; pass both "
+            "or neither"
         )
     given.tokenizer = given.tokenizer or given.model
     given.texts = [each == "yes" for each in given.detokenize if each == "no" or given.tokenizer]

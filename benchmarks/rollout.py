@@ -466,7 +466,7 @@ def main() -> None:
     options.add_argument(
         "--parts",
         default="points,trace,validate",
-        help="any of points, trace, validate and profile, separated by commas",
+        help="parts to run, separated by commas: points, trace, validate, profile",
     )
     options.add_argument(
         "--states", type=int, default=16, help="number of strata to divide the trace into"
@@ -479,7 +479,9 @@ def main() -> None:
         help="number of requests in each trace",
     )
     options.add_argument(
-        "--out", required=True, help="the JSON file to write; its results for other parts are kept"
+        "--out",
+        required=True,
+        help="the JSON file to write; results that it contains for other parts are kept",
     )
     measure(options.parse_args())
 

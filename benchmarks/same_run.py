@@ -192,7 +192,7 @@ def main() -> None:
         nargs="+",
         choices=runs,
         default=runs,
-        help="the runs to do; the file's results for other runs are kept",
+        help="runs to do; results for other runs that the file contains are kept",
     )
     arguments = options.parse_args()
     results: dict[str, Any] = (

@@ -234,7 +234,8 @@ def in_own_process(folder: str, case: Case) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
             return found
     raise RuntimeError(
-        f"the process of {case.name!r} exited with status {ended.returncode} and printed no result"
+        f"the process for case {case.name!r} exited with status {ended.returncode} and "
+        "printed no result"
     )
 
 
@@ -265,7 +266,9 @@ def measure(out: Path, words: list[str], jobs: int) -> list[str]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--out", type=Path, help="the JSON file to write; its results for other cases are kept"
+        "--out",
+        type=Path,
+        help="the JSON file to write; results that it contains for other cases are kept",
     )
     options.add_argument(
         "--only",
@@ -275,7 +278,7 @@ def main() -> None:
     )
     options.add_argument("--jobs", type=int, default=4, help="number of cases to run concurrently")
     options.add_argument("--case", help="run only this case, in this process")
-    options.add_argument("--checkpoint", help="with --case: the folder of the model")
+    options.add_argument("--checkpoint", help="folder with the model for --case")
     arguments = options.parse_args()
 
     if arguments.case is not None:

@@ -181,7 +181,9 @@ def watch_host() -> dict[str, float]:
 
     watched(Scheduler, "schedule", SCHEDULER)
     watched(Scheduler, "update_from_output", SCHEDULER)
-    assert "schedule" not in vars(AsyncScheduler), "its time would be counted twice"
+    assert "schedule" not in vars(AsyncScheduler), (
+        "AsyncScheduler overrides schedule, so its time would be counted twice"
+    )
     watched(OutputProcessor, "process_outputs", OUTPUT)
     watched(
         engine, "rollout_of" if hasattr(engine, "rollout_of") else "_rollout", READING
@@ -196,7 +198,7 @@ def main() -> None:
         "--before",
         type=Path,
         metavar="TREE",
-        help="the folder of an earlier source tree to measure as well",
+        help="folder with an earlier source tree to measure too",
     )
     options.add_argument("--rounds", type=int, default=2, help="number of turns per variant")
     arguments = options.parse_args()

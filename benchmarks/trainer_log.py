@@ -37,7 +37,7 @@ def cut(run: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__ or "", "trl_grpo")
-    options.add_argument("run", type=Path, help="the file that a recipe wrote")
+    options.add_argument("run", type=Path, help="file written by the recipe")
     arguments = options.parse_args()
     write(arguments.out, cut(json.loads(arguments.run.read_text(encoding="utf-8"))))
 

@@ -396,7 +396,7 @@ def post(url: str, body: Any) -> Any:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
             return json.loads(response.read() or b"null")
     except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{url} answered {error.code}: {error.read().decode()}") from error
+        raise RuntimeError(f"{url} returned HTTP {error.code}: {error.read().decode()}") from error
 
 
 def prompts(seed: int) -> Batch:
@@ -495,13 +495,13 @@ def failures(mode: str, counts: Mapping[str, int], against_stock: Mapping[str, i
         "lossless": (
             (not counts.get("drafted"), "no drafts were proposed"),
             (not counts.get("accepted"), "no drafts were accepted"),
-            (against_stock["wrong"] > 0, "responses are not those of stock vLLM"),
+            (against_stock["wrong"] > 0, "responses differ from those of stock vLLM"),
         ),
         "lossy": (
             (not counts.get("tokens_held"), "nothing was decoded by Sparrow"),
             (
                 counts.get("tokens_read", 0) >= counts.get("tokens_held", 0),
-                "no fewer tokens were read than held",
+                "as many tokens were read as were held",
             ),
         ),
     }
@@ -632,7 +632,8 @@ def main() -> int:
         os._exit(0)
     if given.modes[0] != "stock":
         options.error(
-            f"--modes starts with {given.modes[0]}; list stock first, because other modes are compared with it"
+            "--modes must start with stock, because other modes are compared with it, got "
+            f"{given.modes[0]}"
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that process groups get killed too
     name = given.trainer.replace("-", "_")
@@ -647,7 +648,9 @@ def main() -> int:
     about = {"versions": stock.get("versions"), "machine": machine(), "dtype": DTYPE}
     write(given.out or RESULTS / f"{name}_rollouts.json", about | results)
     faults = [f"{mode}: {fault}" for mode in given.modes for fault in results[mode]["faults"]]
-    print("\n".join(faults) or f"{given.trainer}: as expected in {', '.join(given.modes)}")
+    print(
+        "\n".join(faults) or f"{given.trainer}: results are as expected in {', '.join(given.modes)}"
+    )
     return 1 if faults else 0
 
 

@@ -203,7 +203,7 @@ def child(arguments: list[str], log: Path, allowed: Sequence[int]) -> str | None
                 cwd=HERE,
             ).returncode
         except subprocess.TimeoutExpired:
-            return f"not done after {PATIENCE_S} s"
+            return f"did not finish within {PATIENCE_S} s"
     return None if code in allowed else last_error(log, code)
 
 
@@ -267,14 +267,14 @@ def main() -> None:
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--mixture", action="store_true", help="check a mixture of experts")
     options.add_argument(
-        "--batch", type=int, default=64, help="number of sequences in the part speed"
+        "--batch", type=int, default=64, help="number of sequences for the part 'speed'"
     )
     options.add_argument("--variant", choices=VARIANTS, help="time this variant, in this process")
     options.add_argument(
         "--out",
         type=Path,
         required=True,
-        help="the JSON file to write; its results for other parts are kept",
+        help="the JSON file to write; results that it contains for other parts are kept",
     )
     arguments = options.parse_args()
 

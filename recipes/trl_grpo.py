@@ -46,7 +46,8 @@ size that the decode kernels support.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--schedule", help="a schedule file, or lossless; by default a schedule for 24 lines"
+        "--schedule",
+        help="a schedule file, or lossless; by default, a schedule for programs of 24 lines",
     )
     parser.add_argument(
         "--server", help="URL of a vLLM server; by default vLLM runs in this process"

@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--benchmark",
         default="aime24",
-        help="the benchmark, as in sparrow eval, such as aime24:path=aime24.jsonl",
+        help="benchmark to sample, in the form that sparrow eval accepts, such as "
+        "aime24:path=aime24.jsonl",
     )
     parser.add_argument("--samples", type=int, default=8, help="responses per problem")
     parser.add_argument("--max-new-tokens", type=int, default=32768)
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.table:
         return print(table([json.loads(path.read_text()) for path in arguments.table]))
     if not (arguments.model and arguments.schedule and arguments.out):
-        parser.error("to measure, give --model, --schedule and --out")
+        parser.error("measuring requires --model, --schedule and --out; pass all three")
     result = measured(arguments)
     arguments.out.write_text(json.dumps(result, indent=1))
     print(table([result]))

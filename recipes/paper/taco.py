@@ -41,7 +41,7 @@ def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
         return "from a badly formatted source"
     text = row["question"]
     if sum(map(str.isalnum, text)) < SHORTEST:
-        return "with too short a question"
+        return "with a question that is too short"
     if "image" in text.lower() or "\n![" in text:
         return "with an image"
     solutions = row.get("solutions") or "[]"

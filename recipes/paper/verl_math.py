@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     problems = rows(arguments.dataset)
     datasets.Dataset.from_list(problems).to_parquet(arguments.out)
-    print(f"{len(problems)} problems to {arguments.out}")
+    print(f"wrote {len(problems)} problems to {arguments.out}")
 
 
 if __name__ == "__main__":

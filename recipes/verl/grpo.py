@@ -182,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("dense", "lossless", "lossy"), default="lossless")
     parser.add_argument(
-        "--gpus", type=int, default=1, help="number of GPUs of this machine to train on"
+        "--gpus", type=int, default=1, help="number of GPUs in this machine to train on"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(

@@ -63,9 +63,7 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     """
     values = check_acceptance(np.ravel(alpha))
     if not 0 < cut <= 1:
-        raise ValueError(
-            f"cut is {cut}; the tail must end in (0, 1] (the published value is 0.999)."
-        )
+        raise ValueError(f"cut is {cut}, but must be in (0, 1] (the published value is 0.999).")
     scaled = np.sort(values[values <= cut]) / cut
     inner = np.clip(scaled, _RESOLUTION, 1 - _RESOLUTION)
     if inner.size < _MIN_TAIL_TOKENS or inner[-1] - inner[0] <= _RESOLUTION:

@@ -128,8 +128,8 @@ class GraphEngine(HFEngine):
         """
         if schedule.head_budgets:
             raise ConfigError(
-                "GraphEngine keeps equally many pages in all kv heads; use a schedule without "
-                "head_budgets"
+                "GraphEngine keeps the same number of pages in all kv heads; use a schedule "
+                "without head_budgets"
             )
         super().set_schedule(schedule)
         self._fill_table()
@@ -437,7 +437,7 @@ class GraphEngine(HFEngine):
         return self._alive[i]
 
     def _check_sparse(self, calls_before: int, decode_steps: int) -> None:
-        raise NotImplementedError("HFEngine's decode loop does not run here")
+        raise NotImplementedError("GraphEngine does not run HFEngine's decode loop")
 
 
 def _first_tokens(rollout: Rollout, count: int) -> Rollout:

@@ -446,7 +446,7 @@ def main() -> None:
         default=[0],
         help="dense layers for selectors, page sizes and reuse",
     )
-    options.add_argument("--show", type=Path, help="only print the tables of a result")
+    options.add_argument("--show", type=Path, help="only print the tables for an existing result")
     arguments = options.parse_args()
     if arguments.show:
         show(json.loads(arguments.show.read_text()))

@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         type=int,
         nargs="+",
         default=[2, 4, 8],
-        help="numbers of steps that share a selection, in addition to 1",
+        help="numbers of steps for which to reuse a selection, in addition to 1",
     )
     parser.add_argument("--reuse-budgets", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument(

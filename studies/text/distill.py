@@ -148,8 +148,8 @@ class Study:
         ]
         if [ids.shape for ids in found] != wanted:
             raise ValueError(
-                f"{args.samples} has arrays of the shapes {[i.shape for i in found]}, not {wanted}; "
-                "name a new file with --samples"
+                f"{args.samples} contains arrays with the shapes {[i.shape for i in found]}, "
+                f"but these settings need {wanted}; pass a new file with --samples"
             )
         return found
 
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--calibration",
         type=int,
         default=16,
-        help="number of training responses to choose the schedule on",
+        help="number of training responses to choose the schedule with",
     )
     parser.add_argument(
         "--pages",
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         default=[4, 6, 8, 10, 12, 14, 16, 18],
         help="page counts to try",
     )
-    parser.add_argument("--target", type=float, default=0.80, help="target p5 of the schedule")
+    parser.add_argument("--target", type=float, default=0.80, help="target p5 for the schedule")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
@@ -364,7 +364,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.out.exists():
         found = json.loads(args.out.read_text())
         if found["settings"] != result["settings"]:
-            raise ValueError(f"{args.out} was made with different settings; name a new file")
+            raise ValueError(
+                f"{args.out} was made with different settings; pass a new file with --out"
+            )
         result = found
         study.schedule = SparsitySchedule.from_dict(found["schedule"])
     else:

@@ -88,7 +88,8 @@ class Cycles:
         most = (self.layout.recent_pages - 1) * self.layout.page_size + 1
         if self.drafts > most:
             raise ValueError(
-                f"cycles of {self.drafts} drafts outgrow the recent pages ({self.layout}); use {most} or fewer"
+                f"cycles of {self.drafts} drafts do not fit in the recent pages "
+                f"({self.layout}); use {most} drafts or fewer"
             )
 
     def attend(

@@ -165,7 +165,10 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     )
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--seconds", type=float, default=150.0, help="seconds of training, without preparation"
+        "--seconds",
+        type=float,
+        default=150.0,
+        help="training time in seconds, excluding preparation",
     )
     parser.add_argument("--size", choices=SIZES, default="28m")
     parser.add_argument("--context", type=int, default=8192)

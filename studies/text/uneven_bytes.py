@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--calibration",
         type=int,
         default=8,
-        help="texts between the measured ones, for calibration",
+        help="number of texts to calibrate on, taken from between the measured texts",
     )
     args = parser.parse_args(argv)
 
@@ -345,7 +345,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         model, between_them[some].to(study.device), study.start[some], args.budgets[0]
     )
     print(
-        f"lost by layer: {calibration.lost_L.round(4).tolist()}, a unit of mass {calibration.weights}",
+        f"acceptance lost by layer: {calibration.lost_L.round(4).tolist()}, and per unit of "
+        f"mass: {calibration.weights}",
         flush=True,
     )
 

@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     parser.add_argument(
         "--drafter-invariant",
         action="store_true",
-        help="decode the same tokens as dense decoding",
+        help="generate the same tokens as dense decoding",
     )
     parser.add_argument(
         "--draft-weights",

@@ -52,7 +52,7 @@ def arm(path: Path) -> dict[str, Any]:
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
     if len(steps) < 2:
-        raise ValueError(f"{path} has {len(steps)} steps; two are needed")
+        raise ValueError(f"{path} has only {len(steps)} steps, but at least two are needed")
     seconds = np.array([row["seconds"] for row in steps])
     clock = np.cumsum(seconds.sum(1))
     at = {0: 0.0} | {row["step"]: end for row, end in zip(steps, clock.tolist(), strict=True)}

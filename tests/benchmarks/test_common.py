@@ -101,7 +101,9 @@ def test_run_is_added_only_to_runs_of_the_same_shape(common, tmp_path):
     )
     common.write(path, {"shape": "qwen3-8b", "runs": [{"gpu": "one"}]})
     assert common.earlier_runs(path, "name", "qwen3-8b")[1]["runs"] == [{"gpu": "one"}]
-    with pytest.raises(ValueError, match="has runs on qwen3-8b, not qwen3-4b; pass another --out"):
+    with pytest.raises(
+        ValueError, match="has runs on qwen3-8b, not qwen3-4b; pass a different --out"
+    ):
         common.earlier_runs(path, "name", "qwen3-4b")
 
 

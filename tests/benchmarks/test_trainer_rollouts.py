@@ -56,7 +56,7 @@ def test_lossless_rollouts_pass_if_drafts_are_accepted_and_tokens_match_stock_vl
     [
         ({}, 0, "no drafts were proposed"),
         ({"drafted": 90, "accepted": 0}, 0, "no drafts were accepted"),
-        (DRAFTED, 1, "responses are not those of stock vLLM"),
+        (DRAFTED, 1, "responses differ from those of stock vLLM"),
     ],
 )
 def test_each_fault_in_lossless_rollouts_is_reported(script, counts, wrong, words):

@@ -65,7 +65,7 @@ def test_row_names_failed_parts_and_omits_parts_that_were_not_run(scripts, tmp_p
     audit = {"status": None, "p": None, "failed": "exit status 2"}
     assert row(scripts, tmp_path, monkeypatch, **{"audit lossless": audit})[10] == "failed"
 
-    slow = {"failed": "not done after 540 s"}
+    slow = {"failed": "did not finish within 540 s"}
     assert row(scripts, tmp_path, monkeypatch, **{"speed lossless": slow})[11:] == ["failed", ""]
 
 

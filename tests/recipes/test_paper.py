@@ -324,7 +324,7 @@ def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
         "left out 1 rows without tests",
         "left out 1 rows from a badly formatted source",
         "left out 1 rows with an image",
-        "left out 1 rows with too short a question",
+        "left out 1 rows with a question that is too short",
         "left out 1 rows where none of the first 8 solutions passes",
         f"2 of 7 problems written to {out}",
     }

@@ -64,7 +64,9 @@ def test_the_graph_engines_log_probs_match_the_reference(top_k):
 
 
 def test_the_graph_engine_refuses_head_budgets():
-    with pytest.raises(ConfigError, match="GraphEngine keeps equally many pages in all kv heads"):
+    with pytest.raises(
+        ConfigError, match="GraphEngine keeps the same number of pages in all kv heads"
+    ):
         engine(SparsitySchedule((2,), **LAYOUT, head_budgets=((1, 1),) * 4))
 
 

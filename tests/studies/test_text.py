@@ -214,7 +214,7 @@ def test_cycle_longer_than_the_recent_pages_raises_an_error(study, sharp):
     start = sharp[2]
     cache = study.drafts.DenseCache([], [], [])
     study.drafts.Cycles(cache, start, 17, study.acceptance.schedule(96))
-    with pytest.raises(ValueError, match=r"cycles of 18 drafts outgrow .*; use 17"):
+    with pytest.raises(ValueError, match=r"cycles of 18 drafts do not fit in .*; use 17"):
         study.drafts.Cycles(cache, start, 18, study.acceptance.schedule(96))
 
 

@@ -123,7 +123,7 @@ def test_finished_losses_are_not_retrained_and_changed_settings_raise_an_error(
     assert again["rows"] == result["rows"]
     with pytest.raises(ValueError, match="made with different settings"):
         study.distill.main(command(folder, rank=4))
-    with pytest.raises(ValueError, match=r"has arrays of the shapes .*, not .*; name a new file"):
+    with pytest.raises(ValueError, match=r"contains arrays with the shapes .*; pass a new file"):
         study.distill.main(command(folder, train=TRAIN + 1))
 
 
