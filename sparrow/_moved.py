@@ -109,7 +109,8 @@ class _Finder(MetaPathFinder, Loader):
 
 def _warn(old: str, new: str, level: int) -> None:
     warnings.warn(
-        f"{old} is now {new}, and the old name will be removed in the next release; use {new}",
+        f"{old} has moved to {new}, and the old name will be removed in the next "
+        f"release; use {new}",
         DeprecationWarning,
         stacklevel=level,
     )

@@ -121,9 +121,7 @@ class Decoding(LosslessSettings):
         for name, least in (("draft_tokens", 1), ("guess_tokens", 0), ("meter_every", 1)):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise ConfigError(
-                    f"{name} must be a whole number of at least {least}, got {count!r}"
-                )
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {count!r}")
         for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
             value = getattr(self, name)
             if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):
@@ -191,7 +189,9 @@ class Decoding(LosslessSettings):
             try:
                 value = json.loads(value, object_pairs_hook=without_duplicates)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"the sparrow setting {value!r} is not JSON: {error}") from error
+                raise ConfigError(
+                    f"the sparrow setting {value!r} is not valid JSON: {error}"
+                ) from error
         if value == "lossless":
             return cls.lossless()
         if not isinstance(value, Mapping) or "mode" not in value:

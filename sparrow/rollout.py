@@ -41,7 +41,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(
-                f"temperature is {self.temperature}, but must be a finite number of at least 0"
+                f"temperature is {self.temperature}, but must be finite and at least 0"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

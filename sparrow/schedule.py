@@ -66,11 +66,11 @@ class SparsitySchedule:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "dense_layers"):
-            listed = _listed(name, getattr(self, name), "whole numbers")
-            numbers = tuple(_whole_number(f"{name}[{i}]", k) for i, k in enumerate(listed))
+            listed = _listed(name, getattr(self, name), "integers")
+            numbers = tuple(_integer(f"{name}[{i}]", k) for i, k in enumerate(listed))
             object.__setattr__(self, name, numbers)
         for name in ("bin_tokens", "page_size", "sink_pages", "recent_pages"):
-            object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if self.landmark_dtype not in (known := get_args(LandmarkDtype)):
             raise ConfigError(
                 f"a schedule's landmark_dtype must be one of {known}, got {self.landmark_dtype!r}"
@@ -98,8 +98,8 @@ class SparsitySchedule:
             )
         if self.recent_pages < 1:
             raise ConfigError(
-                "recent_pages must be at least 1, since the page being written is always read, "
-                f"got {self.recent_pages}"
+                f"recent_pages is {self.recent_pages}, but must be at least 1, because the "
+                "page being written is always read"
             )
 
         mean = float(self.sparse_budget_units.mean()) / BUDGET_UNIT
@@ -209,15 +209,15 @@ class SparsitySchedule:
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
-                f"the schedule keeps layer {beyond[0]} dense but the model has {num_layers} "
+                f"the schedule keeps layer {beyond[0]} dense, but the model has {num_layers} "
                 f"layers (0..{num_layers - 1}); set dense_layers to match the model"
             )
         if self.head_budgets and self.budget_units.shape != (num_layers, kv_heads):
             layers, heads = self.budget_units.shape
             raise ConfigError(
-                f"the schedule's head_budgets are for {layers} layers of {heads} kv heads but the "
-                f"model has {num_layers} of {kv_heads}; use a schedule made for this model, or "
-                "leave head_budgets out"
+                f"the schedule's head_budgets are for {layers} layers with {heads} kv heads, "
+                f"but the model has {num_layers} layers with {kv_heads}; use a schedule made "
+                "for this model, or leave head_budgets out"
             )
 
     def times(self, multiple: float) -> SparsitySchedule:
@@ -412,14 +412,14 @@ def _listed(name: str, values: Any, of: str = "numbers") -> list[Any]:
     return list(values)
 
 
-def _whole_number(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     try:
         number = index(value)
     except TypeError:
         number = -1
     if isinstance(value, bool) or not 0 <= number <= ALL_PAGES:
         raise ConfigError(
-            f"a schedule's {name} must be a whole number in 0..{ALL_PAGES}, got {value!r}"
+            f"a schedule's {name} must be an integer in 0..{ALL_PAGES}, got {value!r}"
         )
     return number
 

@@ -24,7 +24,7 @@ def test_importing_an_old_path_warns_and_returns_the_current_module(old):
     new = _moved.new_name(old)
     today = importlib.import_module(new)
     forget(old)
-    with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+    with pytest.warns(DeprecationWarning, match=f"{old} has moved to {new}"):
         assert importlib.import_module(old) is today
     assert sys.modules[new] is today and today.__name__ == today.__spec__.name == new
 
@@ -40,7 +40,7 @@ def test_importing_an_old_path_warns_and_returns_the_current_module(old):
 )
 def test_importing_a_moved_name_from_its_old_module_warns_and_works(module, home, name):
     today = getattr(importlib.import_module(home), name)
-    with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now {home}.{name}"):
+    with pytest.warns(DeprecationWarning, match=f"{module}.{name} has moved to {home}.{name}"):
         assert getattr(importlib.import_module(module), name) is today
 
 
@@ -86,7 +86,9 @@ def test_warning_points_to_the_importing_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import json\nfrom sparrow.mode import Decoding\n")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert f"{script}:2: DeprecationWarning: sparrow.mode is now sparrow.decoding" in done.stderr
+    assert (
+        f"{script}:2: DeprecationWarning: sparrow.mode has moved to sparrow.decoding" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("module", ["sparrow", "sparrow.cli"])

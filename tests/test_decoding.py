@@ -96,12 +96,12 @@ def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
         ),
         (
             {"mode": "lossless", "draft_tokens": 0},
-            "draft_tokens must be a whole number of at least 1, got 0",
+            "draft_tokens must be an integer of at least 1, got 0",
         ),
         ({"mode": "lossless", "draft_tokens": True}, "draft_tokens must be .* got True"),
         (
             {"mode": "lossless", "meter_every": 0},
-            "meter_every must be a whole number of at least 1, got 0",
+            "meter_every must be an integer of at least 1, got 0",
         ),
         ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
         (
@@ -135,7 +135,7 @@ def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
         ),
         (
             {"mode": "lossless", "guess_tokens": -1},
-            "guess_tokens must be a whole number of at least 0, got -1",
+            "guess_tokens must be an integer of at least 0, got -1",
         ),
         (
             {"mode": "lossy", "schedule": "fixed:9", "draft_weights": "fp8"},
@@ -145,7 +145,7 @@ def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
             {"mode": "lossy", "schedule": "fixed:9", "drafter_invariant": True},
             "'lossy' has no setting 'drafter_inv",
         ),
-        ('{"mode": ', "is not JSON"),
+        ('{"mode": ', "is not valid JSON"),
         ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' occurs twice"),
         ({"mode": ["lossless"]}, r"unknown mode \['lossless'\]"),
         ("loseless", "no schedule 'loseless'"),

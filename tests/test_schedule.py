@@ -277,10 +277,10 @@ def test_json_represents_dense_bins_as_all_and_may_omit_defaults():
     ("fields", "message"),
     [
         (dict(top_k=()), r"needs at least one length bin, got an empty top_k table"),
-        (dict(top_k=(-1,)), r"top_k\[0\] must be a whole number in 0\.\.1073741824, got -1"),
+        (dict(top_k=(-1,)), r"top_k\[0\] must be an integer in 0\.\.1073741824, got -1"),
         (
             dict(top_k=(3, ALL_PAGES + 1)),
-            r"top_k\[1\] must be a whole number in .*, got 1073741825",
+            r"top_k\[1\] must be an integer in .*, got 1073741825",
         ),
         (
             dict(top_k=(29, 45, 44)),
@@ -292,11 +292,11 @@ def test_json_represents_dense_bins_as_all_and_may_omit_defaults():
         ),
         (dict(top_k=(1,), page_size=0), r"page_size <= bin_tokens, got 0 and 2000"),
         (dict(top_k=(1,), bin_tokens=15), r"page_size <= bin_tokens, got 16 and 15"),
-        (dict(top_k=(1,), sink_pages=-1), r"sink_pages must be a whole number .*, got -1"),
-        (dict(top_k=(1,), recent_pages=0), r"recent_pages must be at least 1, .*, got 0"),
+        (dict(top_k=(1,), sink_pages=-1), r"sink_pages must be an integer .*, got -1"),
+        (dict(top_k=(1,), recent_pages=0), r"recent_pages is 0, but must be at least 1"),
         (
             dict(top_k=(1,), dense_layers=(0, -1)),
-            r"dense_layers\[1\] must be a whole number in .*, got -1",
+            r"dense_layers\[1\] must be an integer in .*, got -1",
         ),
     ],
 )
@@ -324,23 +324,23 @@ def test_replacing_schedule_fields_validates_the_copy():
             '{"top_k": [1], "pagesize": 8}',
             r"\[.*'page_size'.*\], of which top_k is required; got unknown fields \['pagesize'\]",
         ),
-        ('{"top_k": 5}', "top_k must be a list of whole numbers, got 5"),
-        ('{"top_k": "all"}', "top_k must be a list of whole numbers, got 'all'"),
-        ('{"top_k": ["12"]}', r"top_k\[0\] must be a whole number in .*, got '12'"),
-        ('{"top_k": [2.5]}', r"top_k\[0\] must be a whole number in .*, got 2\.5"),
-        ('{"top_k": [null]}', r"top_k\[0\] must be a whole number in .*, got None"),
+        ('{"top_k": 5}', "top_k must be a list of integers, got 5"),
+        ('{"top_k": "all"}', "top_k must be a list of integers, got 'all'"),
+        ('{"top_k": ["12"]}', r"top_k\[0\] must be an integer in .*, got '12'"),
+        ('{"top_k": [2.5]}', r"top_k\[0\] must be an integer in .*, got 2\.5"),
+        ('{"top_k": [null]}', r"top_k\[0\] must be an integer in .*, got None"),
         (
             '{"top_k": [1], "bin_tokens": "2000"}',
-            "bin_tokens must be a whole number in .*, got '2000'",
+            "bin_tokens must be an integer in .*, got '2000'",
         ),
-        ('{"top_k": [1], "page_size": 16.5}', r"page_size must be a whole number in .*, got 16\.5"),
+        ('{"top_k": [1], "page_size": 16.5}', r"page_size must be an integer in .*, got 16\.5"),
         (
             '{"top_k": [1], "dense_layers": 2}',
-            "dense_layers must be a list of whole numbers, got 2",
+            "dense_layers must be a list of integers, got 2",
         ),
         (
             '{"top_k": [1], "dense_layers": ["a"]}',
-            r"dense_layers\[0\] must be a whole number in .*, got 'a'",
+            r"dense_layers\[0\] must be an integer in .*, got 'a'",
         ),
         ('{"top_k": [1], "provenance": 3}', "provenance must be a JSON object, got 3"),
         ("[" * 100_000, "the schedule is not valid JSON: "),
@@ -357,7 +357,7 @@ def test_files_without_a_valid_schedule_raise_errors(text, message, tmp_path):
 
 @pytest.mark.parametrize("layers", [{}, "", {"0": 1}])
 def test_dense_layers_must_be_a_list(layers):
-    with pytest.raises(ConfigError, match="dense_layers must be a list of whole numbers, got"):
+    with pytest.raises(ConfigError, match="dense_layers must be a list of integers, got"):
         SparsitySchedule.from_dict({"top_k": [1], "dense_layers": layers})
 
 
@@ -367,7 +367,7 @@ def test_dense_layers_must_be_a_list(layers):
 )
 def test_a_boolean_is_not_accepted_as_a_count(fields):
     with pytest.raises(
-        ConfigError, match=r"must be a whole number in 0\.\.1073741824, got (True|False)"
+        ConfigError, match=r"must be an integer in 0\.\.1073741824, got (True|False)"
     ):
         SparsitySchedule.from_dict({"top_k": [1], **fields})
 
@@ -395,7 +395,7 @@ def test_a_schedule_can_set_the_dtype_of_landmarks():
 @pytest.mark.parametrize("name", ["page_size", "sink_pages", "recent_pages", "bin_tokens"])
 def test_schedule_values_above_the_limits_raise_errors(name):
     with pytest.raises(
-        ConfigError, match=rf"{name} must be a whole number in 0\.\.1073741824, got {2**60}"
+        ConfigError, match=rf"{name} must be an integer in 0\.\.1073741824, got {2**60}"
     ):
         SparsitySchedule.from_dict({"top_k": [1], name: 2**60})
     with pytest.raises(ConfigError, match="page_size must be at most 65536 tokens, got 131072"):
@@ -430,7 +430,7 @@ def test_dense_layer_index_beyond_the_last_layer_raises_an_error():
     schedule = SparsitySchedule(top_k=(1,), dense_layers=(0, 4))
     schedule.check_model(5, kv_heads=2)
     with pytest.raises(
-        ConfigError, match=r"keeps layer 4 dense .* 4 layers \(0\.\.3\); set dense_layers"
+        ConfigError, match=r"keeps layer 4 dense, but .* 4 layers \(0\.\.3\); set dense_layers"
     ):
         schedule.check_model(4, kv_heads=2)
 
@@ -520,7 +520,8 @@ def test_head_budgets_made_for_a_different_model_raise_an_error():
     UNEVEN.check_model(3, kv_heads=2)
     for layers, heads in ((4, 2), (3, 4)):
         with pytest.raises(
-            ConfigError, match=rf"for 3 layers of 2 kv heads but the model has {layers} of {heads}"
+            ConfigError,
+            match=rf"for 3 layers with 2 kv heads, but the model has {layers} layers with {heads}",
         ):
             UNEVEN.check_model(layers, heads)
 

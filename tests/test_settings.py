@@ -147,8 +147,8 @@ def test_advantages_that_compare_samples_require_two_samples_per_prompt(advantag
     with pytest.raises(ConfigError) as error:
         TrainConfig(advantage=advantage, rollout=RolloutConfig(samples=1))
     assert str(error.value) == (
-        "rollout.samples is 1, but must be at least 2, as the responses to a prompt are compared "
-        "with each other"
+        "rollout.samples is 1, but must be at least 2, because the responses to a prompt are "
+        "compared with each other"
     )
 
 

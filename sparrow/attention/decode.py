@@ -144,8 +144,8 @@ def fp8_lacking(
     needed = ".".join(map(str, FP8_CAPABILITY))
     name = torch.cuda.get_device_name(device)
     return (
-        f"{what} in fp8_e4m3 need a GPU with compute capability {needed} or higher, but {name} has "
-        f"less; set {option} to 'auto'"
+        f"{what} in fp8_e4m3 need a GPU with compute capability {needed} or higher, but that "
+        f"of {name} is lower; set {option} to 'auto'"
     )
 
 
@@ -246,8 +246,9 @@ def check_shapes(batch: DecodeBatch) -> None:
     scales = batch.cache_scales
     if (scales is None) == (k.dtype in CACHES_IN_8_BITS) or k.dtype != v.dtype:
         raise ValueError(
-            f"caches in {FP8} or torch.int8 require scales, and other caches must not have them; got "
-            f"keys in {k.dtype}, values in {v.dtype} and {'no scales' if scales is None else 'scales'}"
+            f"caches in {FP8} or torch.int8 require scales, and caches in other dtypes must "
+            f"not have scales; got keys in {k.dtype}, values in {v.dtype} and "
+            f"{'no scales' if scales is None else 'scales'}"
         )
     if scales is not None:
         check_scales(scales.k, k)
@@ -328,8 +329,8 @@ class CachedLayers:
         kinds = {kind(layer) for layer in caches}
         if len(kinds) != 1:
             raise ValueError(
-                f"the {len(caches)} layers have {len(kinds)} different kinds of cache, expected "
-                "just one"
+                f"all layers must have the same kind of cache, but the {len(caches)} layers "
+                f"have {len(kinds)} different kinds"
             )
         self.caches = tuple(caches)
         self.keys, self.landmarks, *scales = caches[0]

@@ -80,7 +80,7 @@ def run_audit(
         other = replace(sampling, seed=derived_seed(sampling.seed, 1))
         theirs, _ = _sampled(dense, prompts, other)
 
-    listener("ranking all tokens densely")
+    listener("ranking all tokens with the dense model")
     beside = None
     with ranker() as made:
         ours = tokens_of(rollouts, made.rank(rollouts, sampling, COMMON), logprobs)
@@ -102,9 +102,9 @@ def check(sampling: Sampling) -> None:
     """Raise ConfigError for greedy sampling, since there's no randomness to test."""
     if sampling.temperature <= 0:
         raise ConfigError(
-            f"temperature is {sampling.temperature:g}, but greedy tokens have no distribution to "
-            "test; compare them with the tokens of dense decoding, or sample at a temperature "
-            "above 0"
+            f"temperature is {sampling.temperature:g}, but greedy decoding leaves no "
+            "distribution to test; compare the tokens with those from dense decoding, or "
+            "sample at a temperature above 0"
         )
 
 
@@ -133,9 +133,10 @@ class ListRanker(Ranker):
         """
         if sampling.top_k is None and sampling.temperature != 1:
             raise ConfigError(
-                f"temperature is {sampling.temperature:g}, but lists of likely tokens give "
-                f"probabilities only at temperature 1; set top_k to at most {self._length}, sample "
-                "at temperature 1, or score with transformers (--scorer hf)"
+                f"temperature is {sampling.temperature:g}, but the probabilities of listed "
+                "tokens are known only at temperature 1; set top_k to at most "
+                f"{self._length}, sample at temperature 1, or score with transformers "
+                "(--scorer hf)"
             )
         if sampling.top_k is not None and sampling.top_k > self._length:
             raise ConfigError(

@@ -240,7 +240,7 @@ def _tests(
         yield _compared(name, "all", unit, _mean(ours[name], tested.sequence), their)
 
     if tested.place is None:
-        notes.append("single positions in the draft cycle (they are unknown)")
+        notes.append("single positions in the draft cycle (the positions are unknown)")
     else:
         for place, where in places(tested.place, tested.sequence).items():
             few = len(np.unique(tested.sequence[where]))
@@ -258,7 +258,7 @@ def _tests(
     if (reported := _reported(tested, dense)) is not None:
         yield reported
     else:
-        notes.append("reported log-probs (there are none)")
+        notes.append("reported log-probs (none were reported)")
 
 
 _SHARES = ("u1 (likely tokens)", "u2 (both ends)", "u3", "u4")

@@ -84,7 +84,7 @@ def parse(argv: list[str]) -> Command:
     while "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
-            raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
+            raise ConfigError("--config needs a TOML file with settings for 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
     # Options from files come first, so that options on the command line override them. Later files
@@ -111,9 +111,9 @@ def parse(argv: list[str]) -> Command:
             args=argv,
             prog="sparrow",
             description=(
-                "RL rollouts with sparse attention, fast, without breaking the training. "
-                "--version prints the version; --tyro-print-completion SHELL prints completions "
-                "for bash, zsh or fish."
+                "Fast RL rollouts with sparse attention, without breaking the training. "
+                "--version prints the version; --tyro-print-completion SHELL prints "
+                "completions for bash, zsh or fish."
             ),
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )

@@ -146,7 +146,9 @@ def print_audit(verdict: Verdict, tokens: int) -> None:
     for reason in verdict.reasons:
         print(f"  {reason}")
     if verdict.status == "exact":
-        print(f"  a bias of {verdict.detectable:.2%} of the tokens would have been detected")
+        print(
+            f"  a bias that affects {verdict.detectable:.2%} of the tokens would have been detected"
+        )
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: float) -> None:
@@ -172,7 +174,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
         ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
         list(map(row, report.bins)),
     )
-    print("mean and interval are those of the lower bound")
+    print("mean and interval refer to the lower bound")
 
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:
@@ -232,8 +234,8 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
     ``Counters.to_dict``.
     """
     for title, measured in (
-        (f"drafts by exact acceptance, {counts['drafted']} drafted", counts),
-        ("meter_schedule by exact acceptance", counts.get("metered")),
+        (f"exact acceptance of {counts['drafted']} drafts", counts),
+        ("exact acceptance under meter_schedule", counts.get("metered")),
     ):
         if measured is not None:
             rows = [
@@ -243,8 +245,8 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
             _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
         f"{counts['tokens_per_cycle']:.2f} tokens per cycle, {counts['drafts_per_token']:.2f} "
-        "drafts per token; drafts follow densely decoded tokens, whereas a lossy actor's tokens "
-        "follow its own"
+        "drafts per token; drafts continue text that was decoded densely, whereas a lossy "
+        "actor continues text of its own"
     )
 
 
@@ -267,14 +269,14 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
             f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}",
         )
 
-    headings = ("mode", "log p off by", "KV read", "tokens per cycle", "kept")
+    headings = ("mode", "log p error", "KV read", "tokens per cycle", "kept")
     _print_columns(
         title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows]
     )
     Console().print(
-        "log p off by: the mean difference between tokens' log-probs and the dense policy's. If "
-        "only rounding differs, samples follow the policy exactly. "
-        "kept: the share of drafts that verification kept.",
+        "log p error: the mean difference between the log-probs of sampled tokens and those "
+        "of the dense policy. If rounding is its only cause, samples follow the policy "
+        "exactly. kept: the share of drafts that verification kept.",
         highlight=False,
     )
 

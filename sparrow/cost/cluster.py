@@ -158,8 +158,9 @@ def fit(
             remedy = "use more GPUs or fewer tokens"
         raise ConfigError(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
-            f"{needed / 2**30:.0f} GiB per GPU, {activations / 2**30:.0f} of them for "
-            f"activations, but only {MEMORY_FRACTION * memory / 2**30:.0f} are available; {remedy}"
+            f"{needed / 2**30:.0f} GiB per GPU, including {activations / 2**30:.0f} GiB for "
+            f"activations, but only {MEMORY_FRACTION * memory / 2**30:.0f} GiB are available; "
+            f"{remedy}"
         )
 
     reserved = _reserved(cluster, state, colocated, engine_share)
@@ -173,10 +174,11 @@ def fit(
     held = roofline.kv_capacity(cached, engine_machine(cluster, reserved))
     if held < longest:
         raise ConfigError(
-            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for {held:,} "
-            f"tokens alongside {shape.name}{' and its training state' if colocated else ''}, but a "
-            f"sequence may have {longest:,}; raise tensor_parallel, or use more GPUs or shorter "
-            "responses"
+            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for "
+            f"{held:,} tokens alongside "
+            f"{shape.name}{' and its training state' if colocated else ''}, but a sequence "
+            f"may be {longest:,} tokens long; raise tensor_parallel, or use more GPUs or "
+            "shorter responses"
         )
     kv = held * cached.kv_width * cached.kv_bytes / cluster.tensor_parallel
     weights = parameters * shape.weight_bytes / cluster.tensor_parallel
@@ -215,8 +217,9 @@ def engine_shape(shape: ModelShape, cluster: Cluster) -> ModelShape:
     n = cluster.tensor_parallel
     if shape.heads % n or (shape.kv_heads % n and n % shape.kv_heads):
         raise ConfigError(
-            f"the {shape.heads} query heads and {shape.kv_heads} kv heads of {shape.name} cannot be "
-            f"divided among the {n} GPUs of an engine; choose a tensor_parallel that divides them"
+            f"the {shape.heads} query heads and {shape.kv_heads} kv heads of {shape.name} "
+            f"cannot be divided among the {n} GPUs of an engine; choose a tensor_parallel "
+            "that divides both"
         )
     return replace(shape, kv_copies=max(1, n // shape.kv_heads))
 

@@ -296,7 +296,7 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
     """Recommend a mode in one or two sentences; see ``rows``."""
     lossy_pays = lossy.speedup >= WORTHWHILE
     if lossless is None:
-        gain = f"{lossy.speedup:.2f}x lossy; lossless mode refuses models with linear attention"
+        gain = f"{lossy.speedup:.2f}x lossy; lossless mode does not support linear attention"
         if lossy_pays:
             return f"Sparse rollouts pay off ({gain}), but need a schedule that keeps p5 on target."
         return f"Sparse rollouts do not pay off ({gain}): decode densely. {_limit(lossy)}"
@@ -305,7 +305,7 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
     if not lossy_pays and not lossless_pays:
         return f"Neither pays off ({both}): decode densely. {_limit(lossy)}"
     if lossless.speedup >= lossy.speedup:
-        return f"Lossless rollouts gain most ({both}), and leave nothing to correct."
+        return f"Lossless rollouts gain the most ({both}), and need no correction."
     if not lossless_pays:
         return (
             "Lossy rollouts pay off and lossless ones do not "
@@ -319,8 +319,11 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
 
 def _limit(lossy: Prediction) -> str:
     _, limit = max(
-        (lossy.dense.attention_s, "the cache, but drafts and kept pages read about as much of it"),
-        (lossy.dense.weight_s, "weights: the model is large for this batch"),
+        (
+            lossy.dense.attention_s,
+            "reading the cache, but drafts and kept pages read about as much of it",
+        ),
+        (lossy.dense.weight_s, "reading weights: the model is large for this batch"),
         (lossy.dense.overhead_s, "fixed overheads: the batch is small"),
     )
     return f"Most of a dense rollout's time goes to {limit}."

@@ -112,7 +112,8 @@ def decode_step(
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     if length.size == 0 or length.min() < 1:
         raise ValueError(
-            f"lengths must be one or more counts of at least 1 token, got {length.tolist()[:8]}"
+            "lengths must contain at least one length, and every length must be at least 1 "
+            f"token, got {length.tolist()[:8]}"
         )
     schedule = schedule or SparsitySchedule.dense(dense_layers=())
     schedule.check_model(shape.layers, shape.kv_heads)
@@ -219,12 +220,13 @@ def simulate_rollout(
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if final.size == 0 or final.min() < 1:
         raise ValueError(
-            f"responses must be one or more lengths of at least 1 token, got {final.tolist()[:8]}"
+            "responses must contain at least one length, and every length must be at least 1 "
+            f"token, got {final.tolist()[:8]}"
         )
     capacity = kv_capacity(shape, machine)
     if prompt + final.max() > capacity:
         need = (
-            f"{prompt + final.max()} tokens do not fit next to {shape.name} on one {machine.name}"
+            f"{prompt + final.max()} tokens do not fit alongside {shape.name} on one {machine.name}"
         )
         raise ConfigError(
             f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"

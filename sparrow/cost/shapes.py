@@ -172,9 +172,9 @@ def _check(config: Mapping[str, Any]) -> None:
     quantized = bool(get("quantization_config"))
     if kind not in MODEL_TYPES or windowed or quantized:
         raise UnsupportedModel(
-            f"the cost model supports {', '.join(MODEL_TYPES)} without sliding "
-            f"windows or quantization, got model_type {kind!r}, {windowed=}, {quantized=}; "
-            "describe this model with a ModelShape of your own"
+            f"the cost model supports {', '.join(MODEL_TYPES)} without sliding windows or "
+            f"quantization, got model_type {kind!r}, {windowed=}, {quantized=}; describe this "
+            "model with your own ModelShape"
         )
     required = SIZES + _expert_sizes(config)
     for key in (*required, "num_key_value_heads", "head_dim"):
@@ -184,7 +184,7 @@ def _check(config: Mapping[str, Any]) -> None:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not is_whole or value < 1):
             raise ConfigError(
-                f"the model config's {key!r} is {value!r}, but must be a whole number of at least 1"
+                f"the model config's {key!r} is {value!r}, but must be an integer of at least 1"
             )
 
 

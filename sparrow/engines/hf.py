@@ -106,8 +106,8 @@ class HFEngine(Engine, Scorer, Ranker):
             )
         if self.decoding.guess_head is not None:
             raise ConfigError(
-                f"guess_head is {self.decoding.guess_head!r}, but with transformers only history "
-                "guesses tokens; leave guess_head out, or use engine vllm"
+                f"guess_head is {self.decoding.guess_head!r}, but engine hf takes guesses "
+                "only from history; leave guess_head out, or use engine vllm"
             )
 
         self._eos = torch.tensor(list(eos_ids), device=model.device)

@@ -50,7 +50,8 @@ def measured(
     """
     if not len(prompts):
         raise ConfigError(
-            "there are no prompts to measure with; pass the token ids of at least one prompt"
+            "measuring acceptance needs at least one prompt, got none; pass the token ids of "
+            "a prompt"
         )
     if not temperature > 0:
         raise ConfigError(

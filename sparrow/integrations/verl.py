@@ -227,8 +227,8 @@ def requested(config: Mapping[str, Any]) -> Decoding:
         )
     if (config["algorithm"].get("rollout_correction") or {}).get("bypass_mode"):
         raise ConfigError(
-            "bypass_mode uses the actor's log-probs in place of the policy's, which leaves nothing "
-            "to compare; set algorithm.rollout_correction.bypass_mode=False"
+            "bypass_mode uses the actor's log-probs in place of the policy's, so there is "
+            "nothing to compare; set algorithm.rollout_correction.bypass_mode=False"
         )
 
     engine_options = (rollout.get("engine_kwargs") or {}).get("vllm") or {}

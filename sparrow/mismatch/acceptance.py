@@ -93,8 +93,8 @@ def acceptance_bounds(
         listed, p_ids, p_known = _read_list("policy", policy_ids, policy_logprobs)
         if listed.shape[:-1] != q.shape[:-1]:
             raise ValueError(
-                f"The lists have shapes {q.shape} and {listed.shape}; pass lists that agree on all "
-                "axes except the last."
+                f"The lists have shapes {q.shape} and {listed.shape}; pass lists whose shapes "
+                "agree on all axes except the last."
             )
         p = np.zeros_like(q)
         matched = np.zeros_like(known)

@@ -92,8 +92,8 @@ class _TeacherForcing:
         prompt = self.prompt_lengths
         if len(prompt) != len(length_B):
             raise ConfigError(
-                f"teacher_forced got prompt lengths for {len(prompt)} sequences, but the pass has "
-                f"{len(length_B)}; pass one prompt length per row"
+                f"teacher_forced got {len(prompt)} prompt lengths for a pass over "
+                f"{len(length_B)} sequences; pass one prompt length per row"
             )
         for b in (prompt.to(length_B.device) > length_B).nonzero()[:1, 0].tolist():
             raise ConfigError(
@@ -192,8 +192,8 @@ def _check_prefill(module: Any, query: Tensor) -> None:
     actor: Actor | None = getattr(module, NAME, None)
     if actor is not None and actor.is_generating and not actor.schedule.is_dense:
         raise ConfigError(
-            f"generate computes {query.shape[2]} tokens in one pass after its prompt, and such a "
-            "pass would be dense; remove the cause (for example, prompt tuning with a version of "
+            f"after the prompt, generate computes {query.shape[2]} tokens in one pass, which "
+            "would be dense; remove the cause (for example, prompt tuning with a version of "
             "peft that does not support this version of transformers), or set "
             "SparsitySchedule.dense() first"
         )
@@ -308,8 +308,8 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
     if schedule.head_budgets:
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
-                f"{type(model).__name__} has layers without attention, which the mean of "
-                "head_budgets would include; use a schedule without head_budgets"
+                f"{type(model).__name__} has layers without attention, but the mean of "
+                "head_budgets would include these layers; use a schedule without head_budgets"
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)
@@ -489,7 +489,7 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
     is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
     if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):
         raise ConfigError(
-            "prompt_lengths must contain a whole number of at least 0 for each row, got "
+            "prompt_lengths must contain an integer of at least 0 for each row, got "
             f"{prompt_lengths!r}; count the prompt tokens of each row"
         )
     return lengths

@@ -130,8 +130,8 @@ def _check_options(model: Any, given: dict[str, Any]) -> None:
 
     if several := [name for name in SEVERAL if option(name)]:
         raise ConfigError(
-            f"generate with {several[0]} verifies several tokens in one pass, and such a pass "
-            f"would be dense; leave {several[0]} out, or set SparsitySchedule.dense() first"
+            f"generate with {several[0]} verifies several tokens in one pass, which would be "
+            f"dense; leave {several[0]} out, or set SparsitySchedule.dense() first"
         )
     if option("use_cache") is False:
         raise ConfigError(

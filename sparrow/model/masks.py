@@ -69,10 +69,10 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
     if bool(other.any()):
         b, t = other.any(-1).nonzero()[0].tolist()
         raise ConfigError(
-            "teacher_forced requires plain causal attention (no packed sequences or custom masks), "
-            f"but the token in column {t} of row {b} does not attend to exactly itself and the "
-            "tokens before it; put every sequence in a row of its own, and pass an attention_mask "
-            "[B, T] that marks the padding"
+            "teacher_forced requires plain causal attention (no packed sequences or custom "
+            f"masks), but the token in column {t} of row {b} does not attend to exactly the "
+            "tokens up to its own position; put every sequence in a row of its own, and pass "
+            "an attention_mask [B, T] that marks the padding"
         )
     return _rows(real_BS)
 

@@ -93,8 +93,9 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     windowed = kinds <= {"sliding_attention", "chunked_attention"}
     size = f" (window {window})" if windowed else ""
     sentence = (
-        f"{name} has layers of the kind {', '.join(sorted(kinds))}{size}, but Sparrow selects "
-        "pages only in full attention; choose a model with full attention in every layer"
+        f"{name} has layers of the kind {', '.join(sorted(kinds))}{size}, but Sparrow only "
+        "selects pages in layers with full attention; choose a model with full attention in "
+        "every layer"
     )
     if not windowed or not window or not _computes_same(model, change, window):
         raise UnsupportedModel(sentence)
@@ -154,8 +155,8 @@ class Windows:
             if mask is windowed:
                 raise UnsupportedModel(
                     f"{type(module).__name__} has a sliding window of {size} tokens in layer "
-                    f"{module.layer_idx}, but Sparrow selects pages only in full attention; choose "
-                    "a model with full attention in every layer"
+                    f"{module.layer_idx}, but Sparrow only selects pages in layers with full "
+                    "attention; choose a model with full attention in every layer"
                 )
 
 

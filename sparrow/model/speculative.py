@@ -68,8 +68,8 @@ class Shape:
         """
         if not torch.isfinite(logits.amax(-1)).all():  # ``amax`` propagates NaN
             raise TrainingDiverged(
-                "the model's logits are not finite, so no token can be sampled; return to weights "
-                "with finite logits, or use precision fp32 if the logits overflow"
+                "the model's logits are not finite, so no token can be sampled; go back to "
+                "weights with finite logits, or use precision fp32 if the logits overflow"
             )
         if self.temperature == 0:
             return one_hot(logits.argmax(-1), logits.shape[-1]).double()

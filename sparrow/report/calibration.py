@@ -23,8 +23,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     evidence = schedule.provenance
     if "curves" not in evidence:
         raise ConfigError(
-            f"{schedule_file} contains no measurements; "
-            "choose a schedule that was written by sparrow calibrate"
+            f"{schedule_file} contains no measurements; pass a schedule that was written by "
+            "sparrow calibrate"
         )
     import matplotlib
     from matplotlib.figure import Figure

@@ -124,7 +124,7 @@ PANELS: dict[str, list[Panel]] = {
             "%",
             of(100, prompts_without_advantage="advantage.zero_variance_fraction"),
             0,
-            meaning="such prompts teach nothing, as no response is better than another",
+            meaning="such prompts teach nothing, because no response is better than another",
         ),
     ],
     "Evaluation": [

@@ -84,7 +84,8 @@ class RunConfig:
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(
-                f"{run_dir} is not a run directory, because it has no {CONFIG}; pass the run_dir of a run"
+                f"{run_dir} is not a run directory, because it has no {CONFIG}; pass the "
+                "directory of a run"
             )
         record = parse(path.read_bytes(), str(path), "restore it from a copy")
         if missing := {"train", "schedule"} - set(record):
@@ -188,7 +189,7 @@ class RunDir:
             )
         if self._resume and not can_resume:
             raise ConfigError(
-                f"{self.path} has no checkpoint to resume from; start it without --resume"
+                f"{self.path} has no checkpoint to resume from; start the run without --resume"
             )
 
     def lock(self) -> None:
@@ -343,8 +344,8 @@ class RunDir:
         except OSError as error:
             shutil.rmtree(self._partial(kind, step), ignore_errors=True)
             raise CheckpointError(
-                f"could not write the {kind[:-1]} of step {step} under {self.path} ({error}); "
-                f"{self._remedy()}"
+                f"could not write the {kind[:-1]} for step {step} under {self.path} "
+                f"({error}); {self._remedy()}"
             ) from error
 
     def _folder(self, kind: Kind, step: int) -> Path:

@@ -106,7 +106,7 @@ class Mixture:
         valid = all(type(weight) is int and weight >= 1 for weight in self.weights)
         if not self.tasks or len(self.tasks) != len(self.weights) or not valid:
             raise ConfigError(
-                "a mixture needs at least one task, and a whole-number weight of at least 1 for each "
+                "a mixture needs at least one task, and an integer weight of at least 1 for each "
                 f"task, got {len(self.tasks)} tasks and "
                 f"weights {', '.join(map(str, self.weights)) or 'none'}"
             )

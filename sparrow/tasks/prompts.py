@@ -146,13 +146,13 @@ class ChatTemplate:
         rendered = self(_PROBE)
         if _PROBE not in rendered:
             raise ConfigError(
-                "the chat template omits the user's message; set another chat.template"
+                "the chat template omits the user's message; set a different chat.template"
                 + ("" if self._config.system is None else ", or leave out chat.system")
             )
         if (self._config.system or "").strip() not in rendered:
             raise ConfigError(
-                "the chat template omits the system prompt; set another chat.template, or "
-                "leave out chat.system"
+                "the chat template omits the system prompt; set a different chat.template, "
+                "or leave out chat.system"
             )
 
 
@@ -222,9 +222,10 @@ def check_read(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) ->
         return
     worst = max(range(len(prompts)), key=shares.__getitem__)
     sentence = (
-        f"the tokenizer cannot read {mean:.0%} of the prompts' characters, which reach the model "
-        f"as {tokenizer.unk_token or 'nothing'} ({prompts[worst].name}: {shares[worst]:.0%}); "
-        "check that it is the model's tokenizer, and that the model supports the prompts' language"
+        f"the tokenizer cannot encode {mean:.0%} of the prompts' characters, which reach the "
+        f"model as {tokenizer.unk_token or 'nothing'} ({prompts[worst].name}: "
+        f"{shares[worst]:.0%}); check that it is the model's tokenizer, and that the model "
+        "supports the prompts' language"
     )
     if mean >= UNREAD:
         raise ConfigError(sentence)

@@ -113,9 +113,9 @@ class ModeOptions(Settings):
 class DecodingOptions(LosslessSettings, ModeOptions):
     """How an engine decodes."""
 
-    # Lossless in vLLM: a second schedule. Every meter_every cycles, its acceptance is measured at
-    # the first draft. The measurement doesn't change the samples. A lossy run under this schedule
-    # would start with this acceptance.
+    # Lossless in vLLM: a second schedule. In one of every meter_every cycles, its acceptance is
+    # measured on the first draft, without changing the samples. This is the acceptance with which a
+    # lossy run under this schedule would start.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
@@ -129,15 +129,15 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         if self.mode == "lossless":
             if start:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but with mode lossless there is no p5 to adjust pages "
-                    "to, because samples follow the dense policy; "
-                    "leave schedule out"
+                    f"schedule is {schedule!r}, but mode lossless has no p5 by which to "
+                    "adjust the pages, because samples follow the dense policy; leave "
+                    "schedule out"
                 )
             if chosen:
                 raise ConfigError(
-                    f"schedule is {schedule!r}, but with mode lossless the samples follow the dense "
-                    "policy under any schedule; leave schedule out, or set draft_schedule "
-                    "to use it for drafts"
+                    f"schedule is {schedule!r}, but with mode lossless, samples follow the "
+                    "dense policy under any schedule; leave schedule out, or set "
+                    "draft_schedule to use it for drafts"
                 )
             return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
@@ -146,13 +146,13 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 self,
                 "mode",
                 is_rollout,
-                "dense, lossless or lossy, as only sparrow train supports auto",
+                "dense, lossless or lossy, because only sparrow train supports auto",
             )
             require(
                 self,
                 "draft_schedule",
                 self.draft_schedule is None,
-                "left out with mode auto, whose drafts use schedule",
+                "left out with mode auto, because drafts then use schedule",
             )
             require(
                 self,
@@ -218,17 +218,16 @@ class RolloutConfig(DecodingOptions):
     samples: Many = 8  # Responses per prompt.
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
-    # How many of the likeliest tokens to record at each position. They give bounds on the
-    # acceptance rate.
+    # Number of likeliest tokens to record at each position, for bounds on the acceptance rate.
     top_n: Count = 20
-    # Replace prompts whose responses all have the same reward with new ones, in up to this many
-    # rounds. Any that are left after the last round are kept.
+    # Maximum number of rounds in which to replace prompts whose responses all have the same reward.
+    # Such prompts are kept if they remain after the last round.
     resample: CountOrZero = 0
 
 
 @dataclass(frozen=True)
 class RewardConfig(Settings):
-    """The verifier, and the terms that a reward adds to the verdict (sparrow.train.reward)."""
+    """The verifier, and the bonuses and penalties added to its verdict (sparrow.train.reward)."""
 
     # Your own reward function, as module:function, in place of the dataset's verifier. It is called
     # as function(response, answer=...) and returns a number, usually in 0..1. Functions written for
@@ -236,7 +235,7 @@ class RewardConfig(Settings):
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
     # Seconds without a verdict after which a verifier is assumed to have hung.
     time_limit: Positive = 300.0
-    # Bonus for a response that gives an answer in the requested form, right or wrong.
+    # Bonus for a response with an answer in the requested form, whether or not the answer is right.
     format: NotNegative = 0.0
     # How to treat responses that are cut at max_new_tokens. keep: like other responses. mask: count
     # them in their group's baseline but not in the policy loss (the KL of loss.beta still includes
@@ -276,7 +275,7 @@ class LoraConfig(Settings):
     # Rank of the LoRA. If unset, there is no LoRA and all weights are trained.
     r: Count | None = None
     alpha: Count = 32  # The LoRA's scale alpha, which is divided by the rank.
-    # Linear layers that get the LoRA, by the last part of their name.
+    # Linear layers to add the LoRA to, given by the last part of their names.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
 
 
@@ -288,22 +287,22 @@ class DistillConfig(Settings):
 
     enabled: bool = False  # Train the adapter and sample with it.
     rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
-    # Linear layers that get the adapter, by the last part of their name.
+    # Linear layers to add the adapter to, given by the last part of their names.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
     learning_rate: Positive = 1e-4  # Constant learning rate of the adapter.
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
     # Add the policy loss on the sparse log-probs; without it, the adapter is trained with the KL
     # alone.
     policy_loss: bool = True
-    # Share of responses to train on. Responses with the lowest p5 of acceptance are taken first. A
-    # smaller share costs less.
+    # Share of the responses to train on, starting with those that have the lowest p5 of acceptance.
+    # A smaller share costs less.
     responses: Share = 0.5
     adapter: str | None = None  # Folder of a PEFT adapter to start from.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss"
+            self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 if policy_loss is off"
         )
 
 
@@ -316,8 +315,8 @@ class EvalConfig(Settings):
     every: Count | None = None
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: tuple[str, ...] = ()
-    # Evaluate only this many problems of each benchmark, from its beginning. If unset, evaluate all
-    # problems of a dataset; a task is endless and needs a limit.
+    # Number of problems to evaluate from the start of each benchmark. If unset, all problems of a
+    # dataset are evaluated. Tasks are endless, so they need a limit.
     limit: Many | None = None
     k: Many = 1  # Responses per problem.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
@@ -342,7 +341,7 @@ class ExportConfig(Settings):
 
     every: Count | None = None  # Steps between exports. If unset, none are made.
     keep: Count = 2  # Number of exports to keep; older ones are deleted.
-    # Also keep the policy that evaluates best, by mean@k averaged over benchmarks.
+    # Also keep the policy with the highest mean@k, averaged over benchmarks.
     best: bool = False
 
 
@@ -385,7 +384,7 @@ class TrainConfig(Settings):
     # With rollout.mode auto: the GPU for which to predict vLLM's speed. Lossy mode is used only at
     # lengths where it is predicted to be faster.
     machine: Literal["a100", "h100", "h200", "b200"] = "h200"
-    # Trackers that also receive the metrics, through accelerate.
+    # Trackers to which accelerate also sends the metrics.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     # How advantages are computed. grpo: subtract the group's mean reward and divide by its std.
     # dr_grpo: only subtract the mean. rloo: subtract the mean of the other responses.
@@ -412,7 +411,7 @@ class TrainConfig(Settings):
             self,
             "tau",
             target,
-            "set in rollout.mode auto (or relative_tau must be), as the target for unverified tokens",
+            "set in rollout.mode auto, unless relative_tau is, as the target for unverified tokens",
         )
         choose(self, "tau", "relative_tau", 0.86)
         lossless = self.rollout.mode in ("lossless", "auto")
@@ -421,21 +420,21 @@ class TrainConfig(Settings):
             self.distill,
             "enabled",
             compatible,
-            "off with lossless rollouts, whose verification would also use the actor's adapter",
+            "off with lossless rollouts, because verification would also use the adapter",
         )
         plain = not (self.lora.r and self.distill.enabled)
         require(
             self.distill,
             "enabled",
             plain,
-            "off with lora.r, as the actor's adapter needs a policy without a LoRA",
+            "off if lora.r is set, because the adapter needs a policy without a LoRA",
         )
         useful = not (lossless and self.guard.action == "raise")
         require(
             self.guard,
             "action",
             useful,
-            "warn or stop with lossless rollouts, whose samples do not depend on the pages",
+            "warn or stop with lossless rollouts, because their samples do not depend on the pages",
         )
         require(
             self.export,
@@ -449,7 +448,8 @@ class TrainConfig(Settings):
             self.eval,
             "top_p",
             valid,
-            "1 (and top_k left out) with lossless rollouts, whose drafts cannot be truncated",
+            "1, and top_k left out, with lossless rollouts, because their drafts cannot be "
+            "truncated",
         )
         rollout = self.rollout
         window = self.reward.overlong_window
@@ -458,14 +458,14 @@ class TrainConfig(Settings):
             self.reward,
             "overlong_window",
             fits,
-            f"at most rollout.max_new_tokens, {rollout.max_new_tokens}",
+            f"at most {rollout.max_new_tokens}, the value of rollout.max_new_tokens",
         )
         batch = rollout.prompts * rollout.samples
         require(
             rollout,
             "samples",
             rollout.samples > 1,
-            "at least 2, as the responses to a prompt are compared with each other",
+            "at least 2, because the responses to a prompt are compared with each other",
         )
         enough = self.optimizer.minibatches <= batch
         require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")

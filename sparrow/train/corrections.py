@@ -53,7 +53,8 @@ def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
     if log_p_BT.ndim != 2 or not log_p_BT.shape == log_q_BT.shape == mask_BT.shape:
         shapes = tuple(log_p_BT.shape), tuple(log_q_BT.shape), tuple(mask_BT.shape)
         raise ValueError(
-            f"log p, log q and mask have shapes {shapes}; pass three tensors of one shape [B, T]."
+            f"log p, log q and mask have shapes {shapes}; pass three tensors of the same "
+            "shape [B, T]."
         )
     if mask_BT.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask_BT.dtype}; pass a bool tensor.")
@@ -197,7 +198,8 @@ def obrs(
     for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
         if value_BT.shape != mask_BT.shape:
             raise ValueError(
-                f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}."
+                f"{name} has shape {tuple(value_BT.shape)}, but mask has "
+                f"{tuple(mask_BT.shape)}; pass tensors of the same shape."
             )
         # The sum of a float32 softmax may be slightly above 1.
         is_probability_BT = (value_BT >= 0) & (value_BT <= 1 + 1e-4)

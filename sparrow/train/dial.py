@@ -125,7 +125,7 @@ class Dial:
             why = f"{measured} may be below {self._tau}"
         elif b.bin in self._waits:
             verdict = "waits"
-            why = f"the bin failed before, and is tried again in {self._waits[b.bin]} steps"
+            why = f"the bin failed before and will be tried again in {self._waits[b.bin]} steps"
         elif speedup < FASTER:
             verdict = "even" if speedup >= 1 else "waits"
             why = f"lossy would be {speedup:.2f}x as fast as lossless"

@@ -59,7 +59,8 @@ class Adapter:
     ) -> None:
         if schedule.is_dense:
             raise ConfigError(
-                "the schedule is dense already, so there is nothing to distil; set a sparser one"
+                "the schedule is already dense, so there is nothing to distil; set a sparse "
+                "schedule"
             )
         self.model = model
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -120,9 +121,9 @@ class Adapter:
         shapes = {k: v.shape for k, v in get_peft_model_state_dict(self.model).items()}
         if {k: v.shape for k, v in weights.items()} != shapes:
             raise ConfigError(
-                f"the adapter in {folder} was made for "
-                f"{saved.base_model_name_or_path!r} or another rank: its {len(weights)} tensors do "
-                f"not match the {len(shapes)} of this model's adapter; choose another adapter"
+                f"the adapter in {folder} was made for {saved.base_model_name_or_path!r}, and "
+                f"its {len(weights)} tensors do not match the {len(shapes)} of this model's "
+                "adapter; choose an adapter for this model with the same rank and layers"
             )
         if (base := _saved_base(folder)) is not None:
             cosine = 0.0

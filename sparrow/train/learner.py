@@ -200,8 +200,9 @@ class Learner:
             scores = self.plain_scorer(tensors, self.config.rollout.temperature)
             if not bool(scores.logprobs.isfinite().all()):
                 raise TrainingDiverged(
-                    "the policy's log-probs of a response are not finite; go back to the last "
-                    "checkpoint and lower the learning rate, or use optimizer.precision fp32"
+                    "the policy's log-probs for a response are not finite; go back to the "
+                    "last checkpoint and lower the learning rate, or use optimizer.precision "
+                    "fp32"
                 )
             lengths = [len(r) for r in batch]
             columns = (split(x.cpu().numpy(), lengths) for x in scores)

@@ -236,8 +236,8 @@ def mixed_precision(precision: str) -> str:
         before = "fp32" if kept == "no" else kept
         raise ConfigError(
             f"optimizer.precision is {precision!r}, but this process has already trained in "
-            f"{before!r}, and accelerate uses one precision for all runs of a process; start this "
-            "run in a new process"
+            f"{before!r}, and accelerate uses one precision for all runs in a process; start "
+            "this run in a new process"
         )
     return wanted
 

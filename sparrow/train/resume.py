@@ -69,8 +69,8 @@ def resumed(
     if gone:
         raise ConfigError(
             f"the run in {config.run_dir} was started with {gone[0]} "
-            f"{json.dumps(recorded_settings[gone[0]])}, a setting that no longer exists; continue "
-            "with the version that started the run, or start another run"
+            f"{json.dumps(recorded_settings[gone[0]])}, a setting that no longer exists; "
+            "continue with the version of Sparrow that started the run, or start a new run"
         )
 
     now = flat(json.loads(json.dumps(asdict(config))), ".")

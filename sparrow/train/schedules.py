@@ -251,9 +251,9 @@ class Guard:
         prefix = f"{symptom}, or p1 below half of its best value, for "
         if self._reads_all:
             return (
-                f"{prefix}{self.steps_below} steps, although samples read the whole cache: the cause "
-                "is not sparsity, but weights that did not reach the engine, or a difference "
-                "between engine and policy in precision, temperature or the model"
+                f"{prefix}{self.steps_below} steps, although samples read the whole cache; "
+                "sparsity is not the cause, so check that new weights reach the engine, and "
+                "that engine and policy agree in precision, temperature and model"
             )
         return (
             f"{prefix}{self.steps_below} steps, so training "

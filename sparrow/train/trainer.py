@@ -185,8 +185,8 @@ class Trainer:
                 if self.movers.guard.stops:
                     guard = self.movers.guard
                     raise TrainingDiverged(
-                        f"{guard.reason}; the checkpoint of step "
-                        f"{self.step} is saved, and {guard.remedy}"
+                        f"{guard.reason}; a checkpoint was saved at step {self.step}, and "
+                        f"{guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Sampling and scoring don't change any state, and updates can't be interrupted, so we
@@ -445,7 +445,7 @@ class Trainer:
         if the files are damaged or the model has a different size.
         """
         checkpoint = self.run_dir.last_checkpoint()
-        assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"
+        assert checkpoint is not None, "RunDir must not resume without a checkpoint"
         self.step, folder = checkpoint
         before = RunConfig.load(self.run_dir.path)
         changes = resumed(before, self.config, given.schedule, self.step)

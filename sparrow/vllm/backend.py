@@ -512,8 +512,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         )
     if getattr(spec, "page_size_padded", None) is not None:
         raise ConfigError(
-            "vLLM pads this model's KV blocks itself, so Sparrow cannot store landmarks in the "
-            "padding; choose another model, or start vLLM without a schedule"
+            "vLLM already pads this model's KV blocks, so Sparrow cannot store landmarks in "
+            "the padding; choose a different model, or start vLLM without a schedule"
         )
     runtime = find(vllm_config)
     if getattr(layer, "is_draft_layer", False):

@@ -191,8 +191,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
 
         if model.get_head_size() not in HEAD_DIMS:
             raise UnsupportedModel(
-                f"{name} has heads of size {model.get_head_size()}, but the decode kernels support "
-                f"only the sizes {HEAD_DIMS}; choose another model"
+                f"{name} has heads of size {model.get_head_size()}, but the decode kernels "
+                f"support only the head sizes {HEAD_DIMS}; choose a different model"
             )
     if is_lossless:
         setup.check_supported(vllm_config)

@@ -160,8 +160,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     cache = runtime.cache.fp8
     if runtime.cache.in_8_bits == torch.int8:
         raise ConfigError(
-            f"kv_cache_dtype={kv_cache.INT8!r} has separate scales for every token, so there are "
-            "none to renew; remove the call"
+            f"with kv_cache_dtype={kv_cache.INT8!r}, every token has scales of its own, so "
+            "there are none to renew; remove the call"
         )
     if cache is None:
         raise ConfigError(
@@ -304,10 +304,10 @@ def check(vllm_config: Any) -> None:
         )
     if (copies := drafting.weights) is not None:
         logger.info(
-            f"Drafts use an fp8 copy of the weights of {len(copies)} linear layers "
+            f"Drafts use fp8 copies of {len(copies)} linear layers "
             f"({copies.bytes / 2**30:.2f} GiB); {copies.kept_layers} other linear layers "
-            f"({copies.kept_bytes / 2**30:.2f} GiB), the embedding and the output layer are not "
-            "copied"
+            f"({copies.kept_bytes / 2**30:.2f} GiB), the embedding and the output layer are "
+            "not copied"
         )
     tokens = (
         f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
@@ -324,14 +324,14 @@ def check(vllm_config: Any) -> None:
         source = "history" if decoding.guess_head is None else f"the head {decoding.guess_head!r}"
         guesses = f"{decoding.guess_tokens} guesses from {source} ({model.pass_kernels})"
         steps = (
-            f"sparse steps, or sparse passes over {guesses}, one per {DRAFTS_PER_PASS} drafts,"
+            f"sparse steps, or one sparse pass over {guesses} for every {DRAFTS_PER_PASS} drafts,"
             if decoding.adapt_draft_tokens
             else f"{passes_of(decoding.draft_tokens)} sparse passes over {guesses}"
         )
     logger.info(
         f"Sparrow is lossless: {steps} draft {tokens} tokens ({model.backend}, "
-        f"{model.kernels}; dense layers: {model.dense_layers or 'none'}; {pages}{budgets}), and "
-        f"vLLM's dense attention verifies them{drawn}{cache}. Draft logits take "
-        f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take up to "
-        f"{decoding.draft_tokens} tokens of it per sequence"
+        f"{model.kernels}; dense layers: {model.dense_layers or 'none'}; {pages}{budgets}), "
+        f"and vLLM's dense attention verifies them{drawn}{cache}. Draft logits take "
+        f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take cache space "
+        f"for up to {decoding.draft_tokens} tokens per sequence"
     )

@@ -103,8 +103,8 @@ class CudaBackend(FlashAttentionBackend):
     def get_impl_cls() -> type:
         if not is_requested():
             raise ConfigError(
-                "attention_backend='CUSTOM' is Sparrow's, but no schedule was given; "
-                "pass additional_config={'sparrow': 'qwen3-4b-0.86'} or set SPARROW_SCHEDULE"
+                "attention_backend='CUSTOM' selects Sparrow, but no schedule was given; pass "
+                "additional_config={'sparrow': 'qwen3-4b-0.86'} or set SPARROW_SCHEDULE"
             )
         patches.apply(patches.ATTENTION)
         return CudaImpl

@@ -110,8 +110,8 @@ class Fp8Cache:
         """
         if one_token_prefills and self.is_serving and not self.is_set:
             raise ConfigError(
-                "the scales of an fp8 KV cache are set from the first prompts, and one of these "
-                "has only one token; start with prompts of two tokens or more"
+                "the scales of an fp8 KV cache are set from the first prompts, but one of "
+                "these prompts has only one token; start with prompts of two tokens or more"
             )
         self._cached = (table, computed, block_tokens)
 

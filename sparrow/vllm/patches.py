@@ -379,8 +379,8 @@ ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         ">=0.24",
-        "Refuse unsupported versions and models before memory is allocated; a backend sees only "
-        "single layers. Watch the worker: vLLM counts preemptions only with statistics that "
+        "Refuse unsupported versions and models before memory is allocated, because a backend sees "
+        "only single layers. Watch the worker: vLLM counts preemptions only with statistics that "
         "take host time for every token, versions before 0.32 do not tell a speculator how many "
         "tokens to draft, and no version passes on what Sparrow's scheduler adds to a step. Keep "
         "warm-up prompts from setting the scales of an fp8 KV cache, and renew the 8-bit copy of "
@@ -417,9 +417,9 @@ ALWAYS = (
     Patch(
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         versions.SUPPORTED,
-        "Refuse what lossless mode cannot serve at the point where vLLM checks a request against "
-        "the limits of its own speculative decoding. Allow min_p and logit_bias, which vLLM "
-        "refuses although its V2 model runner verifies them.",
+        "Refuse requests that lossless mode cannot serve, at the point where vLLM checks requests "
+        "against the limits of its own speculative decoding. Allow min_p and logit_bias, which "
+        "vLLM refuses although its V2 model runner verifies them.",
         _checking_by_name,
         ("speculative_config",),
     ),

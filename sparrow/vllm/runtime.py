@@ -276,13 +276,15 @@ class Runtime:
         for name in PAGE_LAYOUT:
             if getattr(schedule, name) != getattr(ours, name):
                 raise ConfigError(
-                    f"meter_schedule has {name} {getattr(schedule, name)!r} but draft_schedule has "
-                    f"{getattr(ours, name)!r}; both read the same cache, so make them equal"
+                    f"meter_schedule has {name} {getattr(schedule, name)!r}, but "
+                    f"draft_schedule has {getattr(ours, name)!r}; both read the same cache, "
+                    "so these values must be equal"
                 )
         if schedule.head_budgets != ours.head_budgets:
             raise ConfigError(
                 f"meter_schedule has {'different' if schedule.head_budgets else 'no'} "
-                "head_budgets, but all steps of a layer use those of draft_schedule; make them equal"
+                "head_budgets, but every step of a layer uses the head_budgets of "
+                "draft_schedule; make them equal"
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(

@@ -271,8 +271,9 @@ def _refusal(what: str) -> ConfigError:
     import vllm
 
     return ConfigError(
-        f"Sparrow's self-check fails in vLLM {vllm.__version__} with torch {torch.__version__}: "
-        f"{what}; install vllm {', '.join(versions.PROVEN)}, or start vLLM without Sparrow"
+        f"Sparrow's self-check failed in vLLM {vllm.__version__} with torch "
+        f"{torch.__version__}: {what}; install vllm {', '.join(versions.PROVEN)}, or start "
+        "vLLM without Sparrow"
     )
 
 

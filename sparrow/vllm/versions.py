@@ -51,7 +51,7 @@ def check(on_cpu: bool) -> None:
         )
     if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
         raise ConfigError(
-            f"Sparrow runs on CPUs only in vLLM {OLDEST_ON_CPU} or later, got {vllm.__version__}; "
+            f"on CPUs, Sparrow needs vLLM {OLDEST_ON_CPU} or later, got {vllm.__version__}; "
             "install a later version, or use a GPU"
         )
 

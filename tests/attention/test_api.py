@@ -78,8 +78,8 @@ def test_cuda_kernel_decodes_as_many_tokens_per_launch_as_fit_in_registers(
     assert choose(None, **model, device=GPU, tokens=most) == choose(None, **model, device=GPU)
     assert choose(None, **model, device=GPU, tokens=most + 1) == Choice("triton")
     reason = (
-        f"with head dim {head_dim} and group {group}, the CUDA kernel decodes up to {most} new "
-        f"tokens of a sequence at a time, got {most + 1}; use the Triton kernels"
+        f"with head dim {head_dim} and group {group}, the CUDA kernel decodes at most {most} new "
+        f"tokens per sequence at a time, got {most + 1}; use the Triton kernels"
     )
     with pytest.raises(ConfigError, match=reason):
         choose("cuda", **model, device=GPU, tokens=most + 1)
@@ -96,7 +96,7 @@ def test_fp8_landmarks_and_caches_require_a_gpu_that_can_convert_fp8(hopper, mon
     for asked in (None, "triton"):
         with pytest.raises(
             ConfigError,
-            match=r"compute capability 8\.9 or higher, but A100 has less; set landmark_dtype to",
+            match=r"capability 8\.9 or higher, but that of A100 is lower; set landmark_dtype to",
         ):
             choose(asked, **MODEL, **stored, device=GPU)
         with pytest.raises(

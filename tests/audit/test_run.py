@@ -82,7 +82,7 @@ def test_ranks_are_computed_from_top_lists_that_contain_every_sampled_token(mode
 
 def test_sampling_is_rejected_if_top_lists_may_omit_its_tokens(model):
     ranker = ListRanker(Lists(model), 10)
-    with pytest.raises(ConfigError, match=r"temperature is 0.7, but lists .* set top_k to at most"):
+    with pytest.raises(ConfigError, match=r"temperature is 0.7, but the .* set top_k to at most"):
         ranker.rank([], Sampling(4, temperature=0.7), COMMON)
     with pytest.raises(ConfigError, match="top_k is 11, but the lists contain only 10 tokens"):
         ranker.rank([], Sampling(4, top_k=11), COMMON)
@@ -153,7 +153,7 @@ def test_greedy_sampling_is_refused_before_an_engine_starts():
     def never():
         raise AssertionError("an engine was made")
 
-    with pytest.raises(ConfigError, match="greedy tokens have no distribution"):
+    with pytest.raises(ConfigError, match="greedy decoding leaves no distribution"):
         run_audit(never, None, never, [[1]], Sampling(4, temperature=0.0))
 
 

@@ -128,7 +128,7 @@ def test_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path, pa
     main(["measure", "--mode", "lossless", "--draft-schedule", "fixed:0", *sampled])
     assert passes == [(20, False)]
     printed = " ".join(capsys.readouterr().out.split())
-    assert "drafts by exact acceptance" in printed and "sparse actor" not in printed
+    assert "exact acceptance of" in printed and "sparse actor" not in printed
     assert not any(word in printed for word in ("tau", "ceiling", "undecided"))
     counted = json.loads(out.read_text())["drafts"]
     assert counted["accepted"] + counted["cycles"] <= 4 * 24, (
@@ -343,7 +343,9 @@ def test_every_command_rejects_prompts_that_the_tokenizer_cannot_represent(
     for command in COMMANDS_THAT_SAMPLE:
         option = "--benchmark" if command == "eval" else "--dataset"
         assert sent_by(command, option, str(strange)) == []
-        assert "the tokenizer cannot read 99% of the prompts' characters" in capsys.readouterr().err
+        assert (
+            "the tokenizer cannot encode 99% of the prompts' characters" in capsys.readouterr().err
+        )
 
 
 def test_top_lists_grow_until_the_verdict_is_decided(checkpoint, tmp_path, capsys):
@@ -417,7 +419,7 @@ def test_bad_input_is_reported_in_one_sentence(checkpoint, tmp_path, capsys):
     shrinking = tmp_path / "shrinking.json"
     shrinking.write_text('{"top_k": [5, 3]}')
     assert "must not shrink" in fails(capsys, "train", *base, *task, "--schedule", str(shrinking))
-    assert "keeps layer 7 dense but the model has 4 layers" in fails(
+    assert "keeps layer 7 dense, but the model has 4 layers" in fails(
         capsys, "train", *base, *task, "--schedule", _schedule(tmp_path, dense_layers=[7])
     )
     assert "cannot load model '/nowhere'" in fails(capsys, "train", "--model", "/nowhere", *task)
@@ -504,7 +506,7 @@ def test_count_below_the_minimum_is_refused_before_sampling(capsys, tmp_path):
         "--out",
         str(tmp_path / "out.json"),
     ]
-    assert "count is 19, but must be at least 20, as p5 has no interval" in fails(
+    assert "count is 19, but must be at least 20, because p5 has no confidence interval" in fails(
         capsys, "calibrate", *options, code=2
     )
     assert not list(tmp_path.rglob("rollouts-*"))

@@ -192,7 +192,7 @@ def test_each_row_recommends_the_fastest_mode():
     both = table["verdict"]
     assert both.startswith("Both pay off (") and "lossy mode gains more" in both
     surer = dict(rows(*predicted("qwen3-1.7b", LONG, 0.99)))["verdict"]
-    assert surer.startswith("Lossless rollouts gain most (") and "nothing to correct" in surer
+    assert surer.startswith("Lossless rollouts gain the most (") and "need no correction" in surer
     wrong = dict(rows(*predicted("qwen3-8b", LONG, 0.1)))["verdict"]
     assert wrong.startswith("Lossy rollouts pay off and lossless ones do not (")
     short = dict(rows(*predicted("qwen3-14b", np.full(16, 500))))["verdict"]
@@ -205,5 +205,5 @@ def test_each_row_recommends_the_fastest_mode():
 def test_lossless_decoding_is_not_predicted_for_unsupported_models(capsys):
     main(["cost", "--model", "qwen3-next-80b-a3b", "--schedule", "fixed:256", "--gpu", "b200"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "lossless mode refuses models with linear attention" in printed
+    assert "lossless mode does not support linear attention" in printed
     assert "lossless rollout" not in printed and "drafts" not in printed

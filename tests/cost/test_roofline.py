@@ -177,7 +177,9 @@ def test_step_bytes_match_a_hand_calculation():
     budgets = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in one layer, and 4 in the others
     uneven = decode_step(shape, H200, [100, 40], schedule.replace(head_budgets=budgets))
     assert uneven.kv_bytes == 2 * (2 * 4 * 2) * (140 + 2 * (64 + 40) + (48 + 80) / 2 + 40)
-    with pytest.raises(ConfigError, match="for 4 layers of 1 kv heads but the model has 4 of 2"):
+    with pytest.raises(
+        ConfigError, match="for 4 layers with 1 kv heads, but the model has 4 layers with 2"
+    ):
         decode_step(shape, H200, [100], schedule.replace(head_budgets=((1,),) * 4))
     overheads = Overheads(
         layer_s=0.1, sparse_layer_s=0.01, row_s=0.3, lists_s=0.2, read_fraction=0.5
@@ -283,7 +285,7 @@ def test_invalid_steps_raise_an_error():
     for lengths in ([], [3, 0]):
         with pytest.raises(ValueError, match="at least 1 token"):
             decode_step(SHAPES["qwen3-4b"], H200, lengths)
-    with pytest.raises(ConfigError, match="keeps layer 30 dense but the model has 28"):
+    with pytest.raises(ConfigError, match="keeps layer 30 dense, but the model has 28"):
         decode_step(SHAPES["qwen3-1.7b"], H200, 10, SparsitySchedule.fixed(9, dense_layers=(30,)))
 
 
@@ -353,7 +355,7 @@ def test_memory_limits_the_batch_and_preempted_requests_are_recomputed():
     assert (roomy.preemptions, roomy.mean_batch) == (0, 4.0)
     with pytest.raises(
         ConfigError,
-        match="1010 tokens do not fit next to tiny on one slow, which has room for 1009",
+        match="1010 tokens do not fit alongside tiny on one slow, which has room for 1009",
     ):
         cost.simulate_rollout(TINY, small(1009), [1000], prompt=10)
     with pytest.raises(ConfigError, match="which has room for 0"):

@@ -127,7 +127,9 @@ def test_engine_applies_budgets_per_layer_and_kv_head():
 
 
 def test_head_budgets_for_a_different_model_raise_an_error():
-    with pytest.raises(ConfigError, match="for 4 layers of 2 kv heads but the model has 4 of 4"):
+    with pytest.raises(
+        ConfigError, match="for 4 layers with 2 kv heads, but the model has 4 layers with 4"
+    ):
         HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
 
 
@@ -288,7 +290,7 @@ def test_unsupported_models_raise_an_error_with_the_cause():
             BloomForCausalLM(BloomConfig(n_layer=2, n_head=2, hidden_size=32, vocab_size=9)),
             SparsitySchedule.fixed(1),
         )
-    with pytest.raises(ConfigError, match=r"keeps layer 9 dense but the model has 4 layers"):
+    with pytest.raises(ConfigError, match=r"keeps layer 9 dense, but the model has 4 layers"):
         set_schedule(tiny_model(), SparsitySchedule.fixed(1, dense_layers=(9,)))
     model = tiny_model()
     model.set_attn_implementation("sparrow")

@@ -40,7 +40,7 @@ def test_measuring_in_a_loop_matches_measure_and_restores_the_model():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"prompts": []}, "no prompts to measure with"),
+        ({"prompts": []}, "at least one prompt, got none"),
         ({"temperature": 0.0}, "a greedy actor has no acceptance rate"),
         ({"schedule": "lossless"}, "no mismatch to measure"),
         ({"schedule": "fixed:x"}, "no schedule 'fixed:x'"),

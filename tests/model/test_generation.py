@@ -168,7 +168,7 @@ def test_pass_over_several_tokens_after_the_prompt_raises_an_error(model, monkey
     monkeypatch.setattr(model, "prepare_inputs_for_generation", last_token_twice)
     with pytest.raises(
         ConfigError,
-        match=r"generate computes 2 tokens in one pass after its prompt.*dense\(\) first",
+        match=r"after the prompt, generate computes 2 tokens in one pass.*dense\(\) first",
     ):
         generate(model, tokens(1, 43))
     set_schedule(model, SparsitySchedule.dense())

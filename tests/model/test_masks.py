@@ -174,7 +174,7 @@ def test_rows_with_virtual_tokens_before_padding_decode_as_they_would_alone(mode
         # ``past_key_values``.
         set_schedule(peft_model, SPARSE)
         with pytest.raises(
-            ConfigError, match="generate computes 7 tokens in one pass after its prompt"
+            ConfigError, match="after the prompt, generate computes 7 tokens in one pass"
         ):
             peft_model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, pad_token_id=0

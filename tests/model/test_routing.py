@@ -365,7 +365,7 @@ def test_teacher_forcing_rejects_a_schedule_that_does_not_match_the_model():
     model = tiny_model()
     set_schedule(model, SPARSE)
     with (
-        pytest.raises(ConfigError, match="keeps layer 9 dense but the model has 4 layers"),
+        pytest.raises(ConfigError, match="keeps layer 9 dense, but the model has 4 layers"),
         teacher_forced(model, [1], SPARSE.replace(dense_layers=(9,))),
     ):
         pass
@@ -380,7 +380,7 @@ def test_prompt_lengths_must_be_one_integer_per_row(lengths):
     with (
         pytest.raises(
             ConfigError,
-            match="prompt_lengths must contain a whole number of at least 0 for each row, got ",
+            match="prompt_lengths must contain an integer of at least 0 for each row, got ",
         ),
         teacher_forced(model, lengths),
     ):
@@ -391,8 +391,8 @@ def test_prompt_lengths_that_do_not_match_the_rows_raise_an_error():
     model = tiny_model()
     set_schedule(model, SPARSE)
     for lengths, message in [
-        ([3], "prompt lengths for 1 sequences, but the pass has 2"),
-        ([3, 3, 3], "prompt lengths for 3 sequences, but the pass has 2"),
+        ([3], "got 1 prompt lengths for a pass over 2 sequences"),
+        ([3, 3, 3], "got 3 prompt lengths for a pass over 2 sequences"),
         ([3, 41], "row 1 has 40 tokens, but prompt_lengths specifies 41 prompt tokens"),
     ]:
         with pytest.raises(ConfigError, match=message), teacher_forced(model, lengths):

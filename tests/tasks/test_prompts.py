@@ -151,9 +151,9 @@ def test_mostly_unreadable_prompts_raise_an_error(caplog):
         assert not caplog.messages
         check_read(tokenizer, [read, read, half])
     (warning,) = caplog.messages
-    assert "cannot read 17% of the prompts' characters" in warning
+    assert "cannot encode 17% of the prompts' characters" in warning
     assert "(line 2: 50%)" in warning and "<unk>" in warning
-    with pytest.raises(ConfigError, match="cannot read 75% of the prompts' characters"):
+    with pytest.raises(ConfigError, match="cannot encode 75% of the prompts' characters"):
         check_read(tokenizer, [lost, half])
 
 

@@ -103,7 +103,7 @@ def test_a_mixture_draws_from_each_task_in_order_and_in_proportion_to_its_weight
 @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, 0.5), ()])
 def test_a_mixture_requires_one_integer_weight_per_task(weights):
     with pytest.raises(
-        ConfigError, match="a whole-number weight of at least 1 for each task, got 2 tasks"
+        ConfigError, match="an integer weight of at least 1 for each task, got 2 tasks"
     ):
         Mixture([Named("a"), Named("b")], weights)
 

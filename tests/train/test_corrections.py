@@ -378,7 +378,10 @@ def test_no_gradient_flows_through_corrections(kind):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1][:1], EXAMPLE[2]), r"one shape \[B, T\]"),
+        (
+            lambda: correct("none", EXAMPLE[0], EXAMPLE[1][:1], EXAMPLE[2]),
+            r"the same shape \[B, T\]",
+        ),
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2].float()), "pass a bool tensor"),
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2] & False), "no response token"),
         (

@@ -291,7 +291,7 @@ def test_excluded_responses_are_not_scored(tmp_path, monkeypatch):
 
 
 def test_invalid_distillation_settings_raise_errors(tmp_path):
-    with pytest.raises(ConfigError, match="schedule is dense already"):
+    with pytest.raises(ConfigError, match="schedule is already dense"):
         Adapter(model_(), ON, SparsitySchedule.dense())
     for targets in (("warp_proj",), ("q_proj", "warp_proj")):
         with pytest.raises(

@@ -169,7 +169,7 @@ def test_an_interrupted_run_has_each_evaluation_and_export_exactly_once(
                 rollout=lambda: RolloutConfig(mode="lossless"),
                 eval=lambda: EvalConfig(every=2, benchmark=("aime24",), top_p=0.7),
             ),
-            r"eval.top_p is 0.7, but must be 1 \(and top_k left out\) with lossless rollouts",
+            r"eval.top_p is 0.7, but must be 1, and top_k left out, with lossless rollouts",
         ),
     ],
 )

@@ -143,7 +143,9 @@ def test_a_lora_requires_existing_layers_and_cannot_be_combined_with_distillatio
         match=r"cannot add a LoRA to lm_head; choose from the linear layers of this model:",
     ):
         trainer_of(tmp_path, lora=LoraConfig(r=4, target_modules=("lm_head",)))
-    with pytest.raises(ConfigError, match=r"distill.enabled is True, but must be off with lora.r"):
+    with pytest.raises(
+        ConfigError, match=r"distill.enabled is True, but must be off if lora.r is set"
+    ):
         TrainConfig(lora=LoraConfig(r=4), distill=DistillConfig(enabled=True))
 
 

@@ -167,7 +167,7 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
     assert told[1] == [unequal, reward, disk], "all processes must report the same errors"
     assert unequal.startswith("ConfigError: the processes of this run start from different weights")
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
-    assert disk.startswith("CheckpointError: could not write the checkpoint of step 2")
+    assert disk.startswith("CheckpointError: could not write the checkpoint for step 2")
     assert "No space left" in disk and "resume the run from step 1" in disk
     assert lost.startswith("ProcessLost: a process of this run died") and "with --resume" in lost
     for run, step in (("reward", 2), ("disk", 1), ("killed", 2)):

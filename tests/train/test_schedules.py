@@ -294,7 +294,7 @@ def test_the_guard_does_not_suggest_more_pages_for_a_dense_actor():
         and "more pages" not in watching.remedy
     )
     assert (
-        "although samples read the whole cache: the cause is not sparsity, but weights"
+        "although samples read the whole cache; sparsity is not the cause, so check that new"
         in watching.reason
     )
     short = SparsitySchedule((122, 130))  # dense up to 2,000 tokens: 122 + 3 pages of 16
@@ -579,7 +579,7 @@ def test_the_guard_raises_the_schedule(tmp_path):
 def test_the_guard_stops_the_run_with_a_resumable_checkpoint(tmp_path):
     guard = GuardConfig("stop", threshold=0.999, patience=3)
     with pytest.raises(
-        TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"
+        TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint was saved at step 3"
     ):
         make_trainer(tmp_path, rollout=EXACT, guard=guard, save_every=100).train()
     resumed = make_trainer(

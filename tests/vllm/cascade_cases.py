@@ -203,8 +203,8 @@ def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeyp
         described = llm.collective_rpc("sparrow_describe")[0]
     assert chooser.choices == (0, 2, 4, 6, Guessed(2), Guessed(4), Guessed(6))
     [line] = [each for each in said if "Sparrow is lossless" in each]
-    assert ": sparse steps, or sparse passes over 3 guesses from history (" in line
-    assert "), one per 2.5 drafts, draft 0 to 6 tokens (" in line
+    assert ": sparse steps, or one sparse pass over 3 guesses from history (" in line
+    assert ") for every 2.5 drafts, draft 0 to 6 tokens (" in line
     assert any(each.startswith("numbers of drafts in use") for each in said)
     assert described["drafts_have_guesses"] in (True, False)
     timed = set().union(*(case.seconds for case in chooser.measured.cases.values()))

@@ -192,7 +192,7 @@ def test_the_size_of_the_weight_copy_is_logged(tmp_path, monkeypatch):
     assert told["draft_weights"] == "fp8" and told["draft_weight_bytes"] == size
     assert (told["draft_layers"], told["draft_layers_in_16_bits"]) == (4, 4)
     assert said[0] == (
-        "Drafts use an fp8 copy of the weights of 4 linear layers (0.00 GiB); 4 other linear "
+        "Drafts use fp8 copies of 4 linear layers (0.00 GiB); 4 other linear "
         "layers (0.00 GiB), the embedding and the output layer are not copied"
     )
 

@@ -272,7 +272,8 @@ def test_memory_use_is_logged_at_start(old_and_new, monkeypatch):
     line, other = (each for each in said if "lossless" in each)
     assert "landmarks (fp8_e4m3) take 0.8% of the KV cache" in other
     assert line.endswith(
-        "landmarks (auto) take 3.0% of the KV cache, and drafts take up to 2 tokens of it per sequence"
+        "landmarks (auto) take 3.0% of the KV cache, and drafts take cache space for up to 2 "
+        "tokens per sequence"
     )
 
 

@@ -146,7 +146,7 @@ def test_an_int8_cache_works_with_new_weights_without_new_scales(tmp_path, folde
         sparrow.update_weights(louder.named_parameters())
         assert logprob_gap(sparrow.generate(PROMPTS, SAMPLED), expected) < 1e-5
         with pytest.raises(
-            ConfigError, match="has separate scales for every token, so there are none to renew"
+            ConfigError, match="every token has scales of its own, so there are none to renew"
         ):
             sparrow.rpc("sparrow_renew_kv_scales")
 

@@ -181,7 +181,7 @@ def test_fixed_draft_count_works_with_any_scheduler():
     ("version", "on_cpu", "message"),
     [
         ("0.24.0", False, "does not run in vLLM 0.24.0; install 'vllm>="),
-        ("0.31.0", True, "on CPUs only in vLLM 0.32 or later, got 0.31.0"),
+        ("0.31.0", True, "on CPUs, Sparrow needs vLLM 0.32 or later, got 0.31.0"),
     ],
 )
 def test_unsupported_vllm_versions_raise_errors(version, on_cpu, message, monkeypatch):

@@ -57,11 +57,11 @@ def step(
     [
         (
             dict(page_size=8),
-            "meter_schedule has page_size 8 but draft_schedule has 16; both read the same cache",
+            "meter_schedule has page_size 8, but draft_schedule has 16; both read the same cache",
         ),
         (
             dict(landmark_dtype="fp8_e4m3"),
-            "has landmark_dtype 'fp8_e4m3' but draft_schedule has 'auto'",
+            "has landmark_dtype 'fp8_e4m3', but draft_schedule has 'auto'",
         ),
         (
             dict(dense_layers=(1, 2)),
@@ -69,7 +69,7 @@ def step(
         ),
         (
             dict(head_budgets=((1,),) * 4),
-            "meter_schedule has different head_budgets, but all steps of a layer",
+            "meter_schedule has different head_budgets, but every step of a layer",
         ),
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
@@ -510,7 +510,7 @@ def vllm_config(model=None, **parts):
         (dict(model=dict(runner_type="pooling")), "the runner 'pooling'"),
         (
             dict(model=dict(get_total_num_hidden_layers=lambda: 0)),
-            "layer 0 dense but the model has 0 layers",
+            "layer 0 dense, but the model has 0 layers",
         ),
         (
             dict(speculative_config=SimpleNamespace(method="eagle3")),
@@ -580,7 +580,7 @@ def guessing(adapt_draft_tokens=False, **changes):
         (guessing(), dict(cache_dtype="fp8"), "kv_cache_dtype 'fp8' has not been tested"),
         (guessing(), dict(method="block"), "rejection_sample_method 'block' has not been tested"),
         (guessing(guess_tokens=16), {}, "set guess_tokens to 15 or less"),
-        (guessing(guess_tokens=7), dict(heads=64), "each token has 16; set guess_tokens to 3"),
+        (guessing(guess_tokens=7), dict(heads=64), "each token takes 16; set guess_tokens to 3"),
         (guessing(), dict(max_num_seqs=512), "reads 2048 tokens, more than .* lower max_num_seqs"),
     ],
 )
@@ -682,7 +682,7 @@ def test_int8_cache_has_no_scales_to_report_or_renew():
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(
         ConfigError,
-        match=r"'int8_per_token_head' has separate scales .* none to renew; remove the call",
+        match=r"'int8_per_token_head', every token has scales .* none to renew; remove the call",
     ):
         control.sparrow_renew_kv_scales(worker)
 

@@ -106,7 +106,7 @@ def test_landmarks_in_the_wrong_block_fail_the_self_check(worker, monkeypatch):
 
     monkeypatch.setattr(backend.attention, "update_landmarks", one_block_off)
     with pytest.raises(
-        ConfigError, match=r"self-check fails in vLLM .*layers\.\d.* the best pages kept\), but "
+        ConfigError, match=r"self-check failed in vLLM .*layers\.\d.* the best pages kept\), but "
     ):
         check(worker)
 

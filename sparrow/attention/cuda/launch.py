@@ -167,8 +167,8 @@ def unsupported_reason(
     most = min(PAGE_SIZE, MAX_QUERIES[head_dim] // group)
     if tokens > most:
         return (
-            f"with head dim {head_dim} and group {group}, the CUDA kernel decodes up to {most} new "
-            f"tokens of a sequence at a time, got {tokens}; use the Triton kernels"
+            f"with head dim {head_dim} and group {group}, the CUDA kernel decodes at most "
+            f"{most} new tokens per sequence at a time, got {tokens}; use the Triton kernels"
         )
     return None
 

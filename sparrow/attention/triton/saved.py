@@ -157,7 +157,7 @@ class Choices:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"{path} is not a file from sparrow tune ({reason}); {remedy}"
+                f"{path} was not written by sparrow tune ({reason}); {remedy}"
             ) from error
         if written != target:
             ours = asdict(target)
@@ -173,7 +173,7 @@ def _cell(record: Mapping[str, Any]) -> Cell:
     """Parse a cell. Raises ValueError, KeyError or TypeError if it's malformed."""
     batch = record["batch"]
     if type(batch) is not int or batch < 1:
-        raise ValueError(f"batch is {batch!r}, expected a whole number of at least 1")
+        raise ValueError(f"batch is {batch!r}, expected an integer of at least 1")
     measured = tuple(Measurement(**row) for row in record["measured"])
     return Cell(batch, _variant(record["variant"]), measured)
 

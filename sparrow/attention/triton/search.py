@@ -88,9 +88,10 @@ def check_target(target: Target, grid: Grid, device: torch.device) -> None:
     most = pages - layout.sink_pages - layout.recent_pages - 1
     if pages >= MAX_PAGES or max(grid.pages) > most:
         raise ConfigError(
-            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} tokens, but "
-            f"must have fewer than {MAX_PAGES} pages and keep at most {most} by score (got "
-            f"{max(grid.pages)}); change --tokens or --pages"
+            f"sequences of {grid.tokens} tokens have {pages} pages of {target.page_size} "
+            f"tokens, but at most {MAX_PAGES - 1} pages are supported, and at most {most} of "
+            f"these {pages} can be kept by score (got {max(grid.pages)}); change --tokens or "
+            "--pages"
         )
 
 

@@ -23,7 +23,7 @@ def from_toml(path: Path) -> list[str]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: not UTF-8
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from error
 
 
 def recorded(run_dir: Path, settings: type) -> list[str]:

@@ -159,9 +159,9 @@ class Audit(DecodingOptions, FromPrompts):
         engine = parse_engine(self.engine)
         if engine.kind.takes == "address":
             raise ConfigError(
-                f"{self.engine} is a server and cannot also decode densely; set --dense-engine to a "
-                "second server that runs the same model without drafts, or to none, which counts "
-                "rounding as bias"
+                f"{self.engine} is a server and cannot also decode densely; set "
+                "--dense-engine to a second server that runs the same model without drafts, "
+                "or to none (rounding then counts as bias)"
             )
         if engine.kind.is_stock:
             return "stock:" + without_option(engine.rest, "speculative_config")

@@ -39,8 +39,8 @@ class Calibrate(WithLists):
         253,
         509,
     )
-    # Maximum number of passes after the first budgets. Each pass tries another budget in every
-    # length bin that is not yet settled.
+    # Maximum number of refinement passes after the first budgets have been tried. Each pass tries
+    # another budget in every length bin that is not yet settled.
     refine: CountOrZero = 3
     # Number of rounds that sample under the schedule found so far and then search again. Only the
     # last round uses all prompts.
@@ -61,7 +61,7 @@ class Calibrate(WithLists):
             self,
             "count",
             self.count >= MIN_SEQUENCES,
-            f"at least {MIN_SEQUENCES}, as p5 has no interval with fewer responses",
+            f"at least {MIN_SEQUENCES}, because p5 has no confidence interval with fewer responses",
         )
         if self.head_budgets and not parse_engine(self.engine).kind.shares_model:
             raise ConfigError(

@@ -34,8 +34,8 @@ class Demo(Command):
     seed: Seed = 0  # Seed for the problems and the samples.
     steps: Count = 7  # Training steps.
     prompts: Many = 24  # Problems per step, with 8 responses each.
-    # How to train. lossy: under the schedule that comes with the reasoner. lossless: with drafts
-    # under that schedule.
+    # How rollouts are sampled. lossy: under the schedule that comes with the reasoner. lossless:
+    # with drafts under that schedule.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class Demo(Command):
         from sparrow.tasks.prompts import encode
 
         training = self.training()
-        assert training.task is not None, "demo.toml names a task"
+        assert training.task is not None, "demo.toml must name a task"
         model, tokenizer = load_model(str(Path(self.run_dir, "model")))
         task = load_task_spec(training.task)
         problems = [task.problem(i, seed=HELD_OUT) for i in range(COMPARED)]

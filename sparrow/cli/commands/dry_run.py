@@ -96,13 +96,13 @@ def dry_run(command: TrainOptions) -> None:
         rows.append(
             (
                 "context",
-                f"{command.rollout.max_new_tokens:,} tokens of response, "
-                f"{room:,} left for the prompt",
+                f"{command.rollout.max_new_tokens:,} tokens for the response, {room:,} left "
+                "for the prompt",
             )
         )
     if is_known(command.model):  # only the model's shape is known, not the names of its layers
         if command.lora.r is not None or command.distill.enabled:
-            rows.append(("LoRA", "its rank and layers are checked when the run starts"))
+            rows.append(("LoRA", "rank and layers are checked when the run starts"))
     else:
         with noting():
             command.check_loras()
@@ -134,8 +134,8 @@ def dry_run(command: TrainOptions) -> None:
             rows += [
                 (
                     "evaluation",
-                    f"{name}: {len(asked):,} problems x {command.eval.k}; "
-                    "its hours are not predicted",
+                    f"{name}: {len(asked)} problems x {command.eval.k}; the time for this is "
+                    "not predicted",
                 )
                 for name, asked in held.items()
             ]
@@ -158,8 +158,8 @@ def _check_launch(command: TrainOptions, cluster: Cluster) -> None:
     """
     if cluster.gpus > cluster.host:
         raise ConfigError(
-            f"{cluster.gpus} GPUs need several machines, but this trainer runs on one machine with "
-            f"at most {cluster.host} GPUs; use verl with Sparrow in its rollouts"
+            f"{cluster.gpus} GPUs need several machines, but this trainer runs on one machine "
+            f"with at most {cluster.host} GPUs; use verl, with Sparrow for its rollouts"
         )
     if not parse_engine(command.engine).kind.predicted:
         raise ConfigError(

@@ -36,8 +36,8 @@ class Eval(DecodingOptions, Sampled):
     # Sample only from this many of the likeliest tokens. If unset, sample from all.
     top_k: Count | None = None
     k: Many = 16  # Responses per problem.
-    # Evaluate only the first problems of each benchmark, up to this number. If unset, evaluate all
-    # problems of a dataset. Tasks are endless, so they need a limit.
+    # Number of problems to evaluate from the start of each benchmark. If unset, all problems of a
+    # dataset are evaluated. Tasks are endless, so they need a limit.
     limit: Many | None = None
 
     def run(self) -> None:
@@ -55,13 +55,13 @@ class Eval(DecodingOptions, Sampled):
 
         if self.reward is not None and all(map(is_task, self.benchmark)):
             raise ConfigError(
-                f"--reward {self.reward} applies to datasets only; "
-                f"leave it out, as the task {self.benchmark[0]} has its own verifier"
+                f"--reward {self.reward} applies to datasets only; leave it out, because the "
+                f"task {self.benchmark[0]} has its own verifier"
             )
         if self.chat.is_set and all(map(is_task, self.benchmark)):
             raise ConfigError(
-                "the chat settings apply to datasets only; leave them out, because the task "
-                f"{self.benchmark[0]} sends its prompts unchanged"
+                "the chat settings apply to datasets only; leave them out, because prompts "
+                f"for the task {self.benchmark[0]} are sent unchanged"
             )
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}

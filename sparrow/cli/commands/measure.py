@@ -96,13 +96,13 @@ class Measure(DecodingOptions, WithLists):
                 print_own_samples(mismatch, found.off_policy)
             print(f"share of the KV cache read: {counters.read_fraction:.1%}")
             if counters.rows:
-                print(f"tokens for which no page was left out: {counters.dense_fraction:.1%}")
+                print(f"tokens decoded with every page: {counters.dense_fraction:.1%}")
             if drafts:
                 print_drafts(drafts)
             self._write(mismatch.to_dict() | extra)
             longer = None if self.top_n else lengthened(sampling, sparse, tau.value)
         if sparse:
-            note("sampling densely for the ceiling of p5")
+            note("sampling densely to measure the ceiling of p5")
             mismatch = measure_ceiling(engine, scorer, prompts, sampling, schedule).on(mismatch)
             sparse = [b for b in mismatch.bins if b.end > dense_up_to]
             print_ceiling(sparse)

@@ -23,7 +23,7 @@ class Report(Command):
     path: Annotated[Path, tyro.conf.Positional]
     # A second run to show next to the first.
     other: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="OTHER")] = None
-    # Steps whose responses are shown. Defaults to up to 40 steps spread over the run.
+    # Steps whose responses are shown. By default, up to 40 steps spread over the run.
     steps: tuple[Count, ...] = ()
 
     def run(self) -> None:

@@ -35,7 +35,7 @@ class Sampled(Command):
     # The engine to sample with: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or
     # http://host:port.
     engine: str = "hf"
-    seed: Seed = 0  # Seeds the samples.
+    seed: Seed = 0  # Seed for the samples.
     chat: ChatConfig = NO_CHAT
 
 
@@ -66,8 +66,8 @@ class FromPrompts(Sampled):
             )
         if self.prompts is not None and self.chat.is_set:
             raise ConfigError(
-                "the chat settings apply to --dataset only; leave them out, as "
-                f"the prompts of {self.prompts} are sent unchanged"
+                "the chat settings apply to --dataset only; leave them out, because prompts "
+                f"from {self.prompts} are sent unchanged"
             )
 
     def load_prompts(
@@ -91,9 +91,9 @@ class FromPrompts(Sampled):
 class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
-    # Number of the actor's likeliest tokens that are used at each position to bound the acceptance
-    # rate. Defaults to 20, or to more if 20 are too few to tell whether p5 is high enough, as with
-    # flat distributions.
+    # Number of the actor's likeliest tokens used at each position to bound the acceptance rate.
+    # Defaults to 20, or to more if 20 are too few to tell whether p5 is high enough, for example
+    # because distributions are flat.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:

@@ -104,7 +104,7 @@ class Train(TrainOptions):
             PartialState().destroy_process_group()
         if main_process:
             print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
-            print(f"figures: sparrow report {self.run_dir}")
+            print(f"to draw figures, run sparrow report {self.run_dir}")
 
     def _start_engine(self, model: Any, tokenizer: Any, decoding: Decoding) -> Engine:
         from sparrow.cli.loading import load_engine

@@ -32,9 +32,9 @@ class TrainOptions(TrainConfig, Command):
     # (vllm:gpu_memory_utilization=0.5), or one or more of http://host:port, separated by commas.
     engine: str = "hf"
     # Do not train. Only check settings, data and the model's config.json, and predict memory and
-    # hours on this machine. The machine is a100, h100, h200 or b200, with options as in
-    # h200:gpus=8,median=9000. Options: gpus, median (median response length; 0.43 of
-    # rollout.max-new-tokens by default) and acceptance (of lossless drafts).
+    # hours on the given GPU: a100, h100, h200 or b200, with options as in h200:gpus=8,median=9000.
+    # Options: gpus, median (median response length; 0.43 of rollout.max-new-tokens by default) and
+    # acceptance (of lossless drafts).
     dry_run: str | None = None
 
     def __post_init__(self) -> None:

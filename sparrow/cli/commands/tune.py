@@ -54,7 +54,7 @@ class Tune(Command):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [self.model, self.shape].count(None) == 1
-        require(self, "shape", given, "given if model is not, and left out if model is")
+        require(self, "shape", given, "given if and only if model is left out")
         if self.shape is not None:
             parts = self.shape.split(",")
             is_shape = len(parts) == 3 and all(

@@ -69,13 +69,13 @@ def load_problems(
     if task is not None:
         if reward is not None:
             raise ConfigError(
-                f"--reward {reward} applies to --dataset only; leave it out, as the task {task} has "
-                "its own verifier"
+                f"--reward {reward} applies to --dataset only; leave it out, because the task "
+                f"{task} has its own verifier"
             )
         if chat.is_set:
             raise ConfigError(
-                f"the chat settings apply to --dataset only; leave them out, as the prompts of the "
-                f"task {task} are sent unchanged"
+                "the chat settings apply to --dataset only; leave them out, because prompts "
+                f"for the task {task} are sent unchanged"
             )
         return load_task_spec(task)
     judge = None if reward is None else Judge.of(load_object(reward, "reward"), reward)

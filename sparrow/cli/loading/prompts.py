@@ -100,8 +100,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise ConfigError(f"cannot read prompts from {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
             raise ConfigError(
-                f"{path} is not text, as it contains zero bytes; "
-                "pass a text file with one prompt per line, or a .jsonl file"
+                f"{path} contains zero bytes, so it is not a text file; pass a text file with "
+                "one prompt per line, or a .jsonl file"
             )
         named = [
             Prompt(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()

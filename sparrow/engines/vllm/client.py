@@ -216,9 +216,10 @@ def rollout(
     """
     if end not in ("stop", "length"):
         raise EngineError(
-            f"vLLM ended a response after {len(tokens)} tokens with {end!r} instead of 'stop' or "
-            "'length', so the response is not a sample from the actor; continue with --resume, and "
-            "do not abort requests or pause or stop vLLM during a run"
+            f"vLLM ended a response after {len(tokens)} tokens with {end!r} instead of 'stop' "
+            "or 'length', so the response is not a sample from the actor; continue with "
+            "--resume, and while a run is in progress, do not abort its requests and do not "
+            "pause or stop vLLM"
         )
     return Rollout(
         prompt_ids=prompt,

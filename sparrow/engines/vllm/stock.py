@@ -174,7 +174,7 @@ def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Rollout:
     tokens = choice.get("token_ids")
     if tokens is None:
         raise EngineError(
-            "the server answered without token ids; use a server with vLLM 0.10.2 or newer"
+            "the server's response contains no token ids; use a server with vLLM 0.10.2 or newer"
         )
     logprobs = np.array(choice["logprobs"]["token_logprobs"], dtype=np.float32)[:, None]
     ids = np.array(tokens, dtype=np.int32)[:, None]

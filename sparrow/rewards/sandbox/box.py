@@ -49,8 +49,8 @@ def _fault(wall: Wall) -> str | None:
         return "bubblewrap is not installed"
     if wall.held == "session" and (version := landlock_version()) < LANDLOCK_NEEDED:
         return (
-            f"this kernel has version {version} of Landlock, "
-            f"but version {LANDLOCK_NEEDED} (Linux 6.2) is needed"
+            f"this kernel has version {version} of Landlock, but Sparrow needs version "
+            f"{LANDLOCK_NEEDED} (Linux 6.2) or later"
         )
     program = (
         "import threading\nthread = threading.Thread(target=print, args=(6 * "
@@ -130,9 +130,7 @@ def choose_isolation(isolation: Isolation = "auto") -> Held:
             "(no protection)"
         )
     if held == "session":
-        raise RewardError(
-            f"generated programs cannot be confined by Landlock here: {fault}; {_INSTALL}"
-        )
+        raise RewardError(f"Landlock cannot confine generated programs here: {fault}; {_INSTALL}")
     raise RewardError(
         f"the limits on generated programs cannot be enforced here: {fault}; use another machine"
     )

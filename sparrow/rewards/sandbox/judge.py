@@ -312,7 +312,8 @@ class _Run:
                 if spent:
                     result = (
                         "timeout",
-                        f"{self.limits.program_s:g} s were not enough for {len(results) + 1} tests",
+                        f"the first {len(results) + 1} tests took more than "
+                        f"{self.limits.program_s:g} s",
                     )
                 results.append(result)
                 if result[0] != "pass" and (stop_early or spent):
@@ -400,7 +401,7 @@ class _Run:
                     if "verdict" in said:
                         return said["verdict"], said["detail"]
                 except ChildTimeoutError:
-                    return "timeout", f"{self.limits.program_s:g} s were not enough for the tests"
+                    return "timeout", f"the tests did not finish within {self.limits.program_s:g} s"
                 except ChildEndedError as error:
                     return "error", f"in the tests: {error}"
                 try:

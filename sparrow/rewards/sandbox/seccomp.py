@@ -222,7 +222,8 @@ def program_filter() -> list[Instruction]:
     machine = platform.machine()
     if machine not in _ARCHES:
         raise RewardError(
-            f"programs can be judged only on x86_64 and aarch64, not on {machine!r}; use one of these"
+            f"programs can be judged only on x86_64 and aarch64, not on {machine!r}; use a "
+            "machine with one of these architectures"
         )
     column, arch = _ARCHES[machine]
     refuse = _errno(_EPERM)

@@ -256,13 +256,13 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
         ),
         (
             tokens > page_size,
-            f"a pass reads at most one page of a sequence ({page_size} tokens); set guess_tokens to "
-            f"{page_size - 1} or less",
+            f"a pass reads at most one page per sequence ({page_size} tokens); set "
+            f"guess_tokens to {page_size - 1} or less",
         ),
         (
             tokens * group > MAX_COLUMNS,
-            f"a pass has at most {MAX_COLUMNS} queries per kv head, and each token has {group}; set "
-            f"guess_tokens to {MAX_COLUMNS // group - 1} or less",
+            f"a pass has at most {MAX_COLUMNS} queries per kv head, of which each token takes "
+            f"{group}; set guess_tokens to {MAX_COLUMNS // group - 1} or less",
         ),
         (
             read > scheduler.max_num_batched_tokens,

@@ -1441,10 +1441,12 @@ def test_unsupported_inputs_raise_an_error():
     )
     fp8, int8 = make_case([100], [2], cache_dtype=E4M3), make_case([100], [2], cache_dtype=INT8)
     refuse(
-        "require scales, and other caches must not have them; got .* no scales", fp8, scales=None
+        "require scales, and caches in other dtypes must not have scales; got .* no scales",
+        fp8,
+        scales=None,
     )
     refuse(
-        "require scales, and other caches must not have them; got .* and scales",
+        "require scales, and caches in other dtypes must not have scales; got .* and scales",
         case,
         scales=fp8.scales,
     )

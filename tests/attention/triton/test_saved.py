@@ -172,7 +172,7 @@ def damaged(change) -> str:
     "text", ["", "{", "[]", "null", '"text"', "{}", '{"format": 1}', "[" * 100_000]
 )
 def test_tuned_file_without_a_valid_record_is_rejected(text):
-    assert "is not a file from sparrow tune" in damaged(lambda record: text or " ")
+    assert "was not written by sparrow tune" in damaged(lambda record: text or " ")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_tuned_file_without_a_valid_record_is_rejected(text):
 )
 def test_damaged_cell_is_rejected(field, value):
     message = damaged(lambda record: record["cells"][0].update({field: value}))
-    assert "is not a file from sparrow tune" in message
+    assert "was not written by sparrow tune" in message
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_dense_arm_uses_the_same_engine_without_drafts(options, dense):
 
 
 def test_audit_of_a_server_requires_the_dense_engine_option():
-    with pytest.raises(ConfigError, match="or to none, which counts rounding as bias"):
+    with pytest.raises(ConfigError, match=r"or to none \(rounding then counts as bias\)"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 

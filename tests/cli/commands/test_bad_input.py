@@ -34,7 +34,7 @@ TRAIN = ["train", *PROMPTS]
         (
             TRAIN,
             "--rollout.samples 1",
-            "rollout.samples is 1, but must be at least 2, as the responses",
+            "rollout.samples is 1, but must be at least 2, because the responses",
         ),
         (TRAIN, "--bin-tokens 0", "bin_tokens is 0, but must be greater than or equal to 1"),
         (TRAIN, "--seed -1", "seed is -1, but must be greater than or equal to 0"),
@@ -147,7 +147,9 @@ def test_output_path_of_the_wrong_kind_is_reported(command, kind, capsys, tmp_pa
 def test_train_refuses_a_directory_that_already_contains_a_run(capsys, tmp_path, no_work):
     there = ["--run-dir", str(tmp_path)]
     RunConfig({}, SparsitySchedule.dense()).save(tmp_path)
-    assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
+    assert "has no checkpoint to resume from; start the run" in fails(
+        capsys, *TRAIN, *there, "--resume"
+    )
     # Without a checkpoint, neither resuming nor starting again would work.
     (tmp_path / "metrics.jsonl").touch()
     stuck = "ended before its first checkpoint and cannot be resumed; remove this folder or choose"
@@ -276,11 +278,11 @@ def test_measure_runs_in_bf16_on_a_cpu(checkpoint, tmp_path, capsys):
         ('{"model_type": "qwen3"}', "the model config has no 'hidden_size'"),
         (
             '{"model_type": "qwen3", "hidden_size": "x"}',
-            "'hidden_size' is 'x', but must be a whole number of at least",
+            "'hidden_size' is 'x', but must be an integer of at least",
         ),
         (
             '{"model_type": "qwen3", "hidden_size": -64}',
-            "'hidden_size' is -64, but must be a whole number of at least",
+            "'hidden_size' is -64, but must be an integer of at least",
         ),
     ],
 )
@@ -308,7 +310,7 @@ def test_cost_reports_a_broken_config(config, message, tmp_path, capsys):
             'row 1 of {path}: every row needs a "prompt" that is text, got none',
         ),
         ("latin.txt", b"caf\xe9\n", "cannot read prompts from {path}: 'utf-8' codec can't decode"),
-        ("zeros.bin", b"\0\0\0\0", "{path} is not text, as it contains zero bytes"),
+        ("zeros.bin", b"\0\0\0\0", "{path} contains zero bytes, so it is not a text file"),
         ("empty.txt", b"\n \n", "{path} contains no prompts"),
     ],
 )
@@ -481,8 +483,8 @@ def test_custom_reward_can_be_specified_by_module_and_function(own, checkpoint, 
     assert step["reward"]["mean"] == 0.25  # half of the problems have the answer 1
     refused = fails(capsys, *EVAL, "--limit", "1", "--reward", f"{own}:judge")
     assert (
-        f"--reward {own}:judge applies to datasets only; leave it out, as the task trace:lines=4 has its own"
-        in refused
+        f"--reward {own}:judge applies to datasets only; leave it out, because the task "
+        "trace:lines=4 has its own" in refused
     )
 
 
@@ -514,7 +516,7 @@ def test_custom_reward_can_be_specified_by_module_and_function(own, checkpoint, 
         ),
         (
             "--task trace:lines=4 --reward OWN:judge",
-            "applies to --dataset only; leave it out, as the task trace:lines=4 has its own",
+            "applies to --dataset only; leave it out, because the task trace:lines=4 has its own",
         ),
         ("--task trace:lines", "the option 'lines' in 'trace:lines' should read name=value"),
     ],

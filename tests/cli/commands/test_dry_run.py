@@ -57,7 +57,9 @@ def test_dry_run_prints_the_memory_and_time_predicted_by_the_cluster_model(tmp_p
     for step in (found.dense, found.sparse):
         assert f"{step.seconds:.0f} s: rollout {step.rollout:.0f}" in printed
         assert f"{800 * step.seconds / 3600:.0f} h per run" in printed
-    assert "14.77B parameters" in printed and "16,384 tokens of response, 24,576 left" in printed
+    assert (
+        "14.77B parameters" in printed and "16,384 tokens for the response, 24,576 left" in printed
+    )
     assert "800 steps, 6,400 prompts" in printed and "lossless" not in printed
     assert not (tmp_path / "run").exists()
 

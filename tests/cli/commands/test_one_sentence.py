@@ -50,7 +50,8 @@ TASK = ["--task", "trace:lines=4"]
         ),
         (
             ["calibrate", *MODEL, *TASK, "--out", "s.json", "--count", "19"],
-            "count is 19, but must be at least 20, as p5 has no interval with fewer responses",
+            "count is 19, but must be at least 20, because p5 has no confidence interval with "
+            "fewer responses",
         ),
         (["audit", *MODEL, *TASK, "--out", ""], "out is '', but must have at least 1"),
         (
@@ -172,7 +173,7 @@ def test_missing_models_and_lengths_are_reported_in_one_sentence():
         pass
     for lengths in (None, "ab", [1, None], {}):
         with (
-            pytest.raises(ConfigError, match="a whole number of at least 0 for each row"),
+            pytest.raises(ConfigError, match="an integer of at least 0 for each row"),
             teacher_forced(model, lengths),
         ):
             pass

@@ -490,7 +490,7 @@ def test_unsupported_models_and_options_raise_an_error(tmp_path, folder, monkeyp
     ):
         pass
     with (
-        pytest.raises(ConfigError, match="layer 4 dense but the model has 4"),
+        pytest.raises(ConfigError, match="layer 4 dense, but the model has 4"),
         engine(folder, SMALL.replace(dense_layers=(4,))),
     ):
         pass

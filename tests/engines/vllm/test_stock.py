@@ -109,7 +109,7 @@ def test_top_lists_shorter_than_requested_raise_an_error(served):
 
 def test_response_without_token_ids_raises_an_error(served):
     served.knows_ids = False
-    with pytest.raises(EngineError, match="without token ids"):
+    with pytest.raises(EngineError, match="contains no token ids"):
         connected(served).generate([[1]], Sampling(3, top_n=0))
 
 

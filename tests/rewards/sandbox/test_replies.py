@@ -152,7 +152,10 @@ def test_a_reply_may_arrive_in_pieces_of_any_size(body, size, most):
             b'{"value": [' + b'"",' * (1 << 18) + b'""]}',
             r"it has 262146 strings, over the limit of 262144",
         ),
-        (b'{"value": ' + b"[" * 200 + b"]" * 200 + b"}", "nested 201 deep, over the limit of 200"),
+        (
+            b'{"value": ' + b"[" * 200 + b"]" * 200 + b"}",
+            "nested 201 levels deep, over the limit of 200",
+        ),
         (b'{"value": ' + b"9" * 4301 + b"}", "Exceeds the limit|a number has 4301 digits"),
         (b'{"value": 1', "not JSON"),
         (b"[1]", "not an object"),

@@ -455,7 +455,8 @@ def test_session_isolation_requires_landlock_version_3(forgetful, monkeypatch):
     monkeypatch.setattr(box, "landlock_version", lambda: 2)
     with pytest.raises(
         RewardError,
-        match=r"confined by Landlock here: .* version 2 of Landlock, but version 3 .* is needed; install",
+        match=r"Landlock cannot confine .* version 2 of Landlock, but Sparrow needs version 3 .* "
+        "or later; install",
     ):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
@@ -520,7 +521,7 @@ def test_invalid_replies_from_a_sandbox_raise_errors(monkeypatch):
         (b"{\n", "not JSON"),
         (b"\xff\n", "not JSON"),
         (b"[]\n", "not an object"),
-        (b"[" * 900 + b"\n", "nested 900 deep, over the limit of 200"),
+        (b"[" * 900 + b"\n", "nested 900 levels deep, over the limit of 200"),
         (b"{}", "ended with status"),
     ):
         held = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, LIMITS, "session")

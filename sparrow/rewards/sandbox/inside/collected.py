@@ -73,7 +73,7 @@ def guard_numpy() -> None:
         return compare
 
     def unequal() -> None:
-        raise AssertionError("an empty array was compared with one that is not empty")
+        raise AssertionError("an empty array was compared with a non-empty one")
 
     numpy.allclose = guarded(numpy.allclose, lambda: False)
     numpy.array_equiv = guarded(numpy.array_equiv, lambda: False)

@@ -285,7 +285,7 @@ class Exchange:
         elif "next" in header:
             value = self._next(*header["next"])
         else:
-            raise ValueError(f"no request has the fields {', '.join(map(str, header))}")
+            raise ValueError(f"unknown request with the fields {', '.join(map(str, header))}")
         self._settle()
         return {"value": self._crossing(value)}
 
@@ -330,7 +330,7 @@ class Exchange:
         owner = self._named(key)
         if type(owner).__module__ not in _OWN or isinstance(owner, type):
             raise AttributeError(
-                f"attributes of a {type(owner).__name__} cannot be set from another process"
+                f"attributes of {type(owner).__name__} objects cannot be set from another process"
             )
         if name.startswith("_") or callable(getattr(type(owner), name, None)):
             raise AttributeError(f"{name} cannot be set from another process")
@@ -429,7 +429,7 @@ class Exchange:
                 return value
         module, _, name = kind.partition(".")
         if (module, name) not in _KINDS:
-            raise ValueError(f"no type {kind!r} in the wire format")
+            raise ValueError(f"the wire format has no type {kind!r}")
         return _KINDS[module, name][1](self._unpack(content))
 
     def _stand_in(self, number: int, make: Callable[[int], Any]) -> Any:

@@ -158,8 +158,8 @@ class Remote:
         if self._exchange.strict and way is not None:
             if self._way not in (None, way):
                 raise CannotCrossError(
-                    "the tests read an object of the program's own class both by index and by "
-                    "iteration, and its class may answer differently each way; return a list"
+                    "the tests read an object of the program's own class both by index and "
+                    "by iteration, and the two may disagree; return a list"
                 )
             self.__dict__["_way"] = way
         if self._read_at != self._exchange.changes:
@@ -251,8 +251,8 @@ class Remote:
             return int(self._do("hash", self))
         if self._compares:
             raise CannotCrossError(
-                "an object cannot be an element of a set or a key of a dict if its class is from the "
-                "program and defines equality"
+                "an object whose class the program defines cannot be in a set or be a key of "
+                "a dict if that class defines equality"
             )
         return hash(self._identity)
 
@@ -300,9 +300,9 @@ def _binary(name: str, reverse: bool) -> Callable[[Remote, Any], Any]:
     def apply(self: Remote, other: Any) -> Any:
         if self._exchange.strict and not isinstance(other, Remote):
             raise CannotCrossError(
-                f"cannot apply {name} to an instance of a class from the program and a value of type "
-                f"{type(other).__name__} from the tests, because the class would then see the "
-                "expected value"
+                f"cannot apply {name} to an object whose class the program defines and a "
+                f"value of type {type(other).__name__} from the tests, because that class "
+                "would then see the expected value"
             )
         return self._do(name, *((other, self) if reverse else (self, other)))
 

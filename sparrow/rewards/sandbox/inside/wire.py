@@ -95,7 +95,7 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
     if kind not in ("tuple", "set", "frozenset"):
         if other is not None:
             return other(kind, content)
-        raise ValueError(f"no type {kind!r} in the wire format")
+        raise ValueError(f"the wire format has no type {kind!r}")
     items = [unpack(item, other) for item in content]
     if kind == "tuple":
         return tuple(items)
@@ -135,7 +135,7 @@ def parse(line: bytes) -> dict[str, Any]:
             depth += 1 if bracket in b"[{" else -1
             deepest = max(deepest, depth)
         if deepest > MOST_DEPTH:
-            raise ValueError(f"it is nested {deepest} deep, over the limit of {MOST_DEPTH}")
+            raise ValueError(f"it is nested {deepest} levels deep, over the limit of {MOST_DEPTH}")
 
     # If the interpreter's own digit limit is strict enough, rely on that, as it's cheaper.
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS
