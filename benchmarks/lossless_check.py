@@ -408,7 +408,7 @@ def main() -> None:
     command.add_argument(
         "--vary",
         action="store_true",
-        help="change the number of drafts, and whether to guess, at random from cycle to cycle "
+        help="change the number of drafts, and how guesses are used, at random from cycle to cycle "
         "(for equal and samples)",
     )
     command.add_argument("--count", type=int, default=1_000_000)
