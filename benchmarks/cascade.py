@@ -59,7 +59,7 @@ and with pages selected once for four tokens.
 """
 YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
 STEPS = 12
-SECONDS = 0.5
+SECONDS = 1.0
 """A point is timed for at least ``STEPS`` cycles and at least ``SECONDS``."""
 REPLAYS = 30
 TRIALS = 20_000  # simulated cycles

@@ -85,6 +85,13 @@ def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list
     return differences
 
 
+def drafting(engine: VLLMEngine) -> dict[str, Any]:
+    """Return the engine's counters without the long list of all choices it has made."""
+    counters = engine.counters().to_dict()
+    counters["drafts"].pop("choices", None)
+    return counters
+
+
 def random_head(arguments: argparse.Namespace, model: Path) -> str | None:
     """Write a random head for the model in this folder, and return the head's folder. Return None
     without ``--head``.
@@ -162,7 +169,7 @@ def equal(arguments: argparse.Namespace) -> None:
         note("partings from stock", partings(truths[0], greedy, stock))
         engine.drop_prefixes()  # a cached prompt is rounded differently from a prefilled one
         first = engine.generate(prompts(), SAMPLED)
-        note("counters", engine.counters().to_dict())
+        note("counters", drafting(engine))
         judge("sampled", first)
         engine.drop_prefixes()
         again = engine.generate(prompts(), SAMPLED)
@@ -185,7 +192,7 @@ def equal(arguments: argparse.Namespace) -> None:
             engine.llm.wake_up()
             engine.update_weights(model.named_parameters())
             judge("sampled after sleep at level 2", engine.generate(prompts(), SAMPLED))
-        note("counters after", engine.counters().to_dict())
+        note("counters after", drafting(engine))
         engine.close()
         variants = VARIANTS | {"compiled": dict(compilation_config=None)}
         for label, more in variants.items() if alone else ():

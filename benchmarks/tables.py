@@ -13,6 +13,7 @@ from collections.abc import Callable
 import calibration_cost
 import tables_cost as cost
 import tables_distill as distill
+import tables_drafters
 import tables_fp8 as fp8
 import tables_guesses
 import tables_lossless as lossless
@@ -55,6 +56,7 @@ MODULES = (
     tables_mixture,
     tables_never_slower,
     tables_guesses,
+    tables_drafters,
 )
 TABLES: dict[str, Callable[[], str]] = {
     name: write for module in MODULES for name, write in module.TABLES.items()

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from common import RESULTS, SHAPES, Row, table
 
 PASS_TOKENS = (1, 2, 4, 8)
+REAL = "cascade_real_smollm2"
+REAL_ARMS = {
+    "ngram": "stock, n-gram",
+    "eagle3": "stock, head",
+    "adaptive": "lossless",
+    "guess3": "history guesses in every cycle",
+    "head_guess3": "head guesses in every cycle",
+    "adaptive_guess3": "lossless, may guess from history",
+}
+"""Arms of ``cascade.py real`` beside stock vLLM, with their names in the tables."""
+YIELDS = {
+    "adaptive": ("acceptance", "tokens_per_cycle"),
+    "guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
+    "head_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
+}
+"""What the tables say about each arm's drafts."""
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -43,7 +60,7 @@ def passes() -> str:
     """
     rows = []
     for name, engines in runs():
-        for state, by_tokens in pass_ms(engines.get("cascade", {})).items():
+        for state, by_tokens in pass_ms(engines["lossless"]).items():
             one, *several = (by_tokens[tokens] for tokens in PASS_TOKENS)
             cells = [f"{ms / one:.2f}x" for ms in several]
             rows.append([name, state_name(state), f"{one:.2f}", *cells])
@@ -84,13 +101,12 @@ def speed() -> str:
     for name, engines in runs():
         for stock in engines["stock"]["points"]:
             state = at(stock)
-            for arm in ("lossless", "cascade"):
-                engine = engines.get(arm, {"points": ()})
-                points = [row for row in engine["points"] if at(row) == state]
-                for asked in sorted({row.get("asked_per_pass", 1) for row in points}):
-                    best = fastest(row for row in points if row.get("asked_per_pass", 1) == asked)
-                    one_pass = pass_ms(engine)[state][best.get("guesses", 0) + 1]
-                    rows.append(speed_row(name, stock, best, one_pass))
+            engine = engines["lossless"]
+            points = [row for row in engine["points"] if at(row) == state]
+            for asked in sorted({row.get("asked_per_pass", 1) for row in points}):
+                best = fastest(row for row in points if row.get("asked_per_pass", 1) == asked)
+                one_pass = pass_ms(engine)[state][best.get("guesses", 0) + 1]
+                rows.append(speed_row(name, stock, best, one_pass))
     head = [
         "shape",
         "sequences x tokens",
@@ -106,4 +122,74 @@ def speed() -> str:
     return table(head, rows)
 
 
-TABLES = {"guesses passes": passes, "guesses speed": speed}
+# --- real guesses ---
+
+
+def real_run() -> dict[str, list[Row]]:
+    """Return the points of each arm, in the last run with real guesses."""
+    path = RESULTS / f"{REAL}.json"
+    if not path.exists():
+        return {}
+    engines = json.loads(path.read_text())["runs"][-1]["engines"]
+    return {arm: engine["points"] for arm, engine in engines.items() if engine["points"]}
+
+
+def texts(points: Iterable[Row]) -> list[tuple[str, float]]:
+    """Return each text's file and temperature, in the order in which they were sampled."""
+    return list(dict.fromkeys((row["text"], row["temperature"]) for row in points))
+
+
+def sampled_from(points: Iterable[Row], text: tuple[str, float]) -> list[Row]:
+    """Return the repeats of a text at a temperature."""
+    return [row for row in points if (row["text"], row["temperature"]) == text]
+
+
+def tokens_per_s(rows: Sequence[Row]) -> float:
+    """Return the speed over all repeats."""
+    return sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
+
+
+def average(rows: Sequence[Row], name: str) -> str:
+    """Format the mean of a value over all repeats, or return an empty cell if it wasn't
+    measured.
+    """
+    if not all(name in row for row in rows):
+        return ""
+    digits = 3 if name == "acceptance" else 2
+    return f"{sum(row[name] for row in rows) / len(rows):.{digits}f}"
+
+
+def real_speed() -> str:
+    """One row per text and temperature: each arm's speed relative to stock vLLM."""
+    run = real_run()
+    arms = [arm for arm in REAL_ARMS if arm in run]
+    rows = []
+    for text in texts(run.get("stock", ())):
+        stock = tokens_per_s(sampled_from(run["stock"], text))
+        cells = []
+        for arm in arms:
+            found = sampled_from(run[arm], text)
+            cells.append(f"{tokens_per_s(found) / stock:.2f}x" if found else "")
+        rows.append([Path(text[0]).stem, f"{text[1]:g}", f"{stock:,.0f}", *cells])
+    head = ["text", "temperature", "stock: tokens/s", *(REAL_ARMS[arm] for arm in arms)]
+    return table(head, rows)
+
+
+def real_yields() -> str:
+    """One row per text and temperature: acceptance, drafts per pass and tokens per cycle."""
+    run = real_run()
+    columns = [(arm, name) for arm in REAL_ARMS for name in YIELDS.get(arm, ()) if run.get(arm)]
+    rows = []
+    for text in texts(run.get("stock", ())):
+        cells = [average(sampled_from(run[arm], text), name) for arm, name in columns]
+        rows.append([Path(text[0]).stem, f"{text[1]:g}", *cells])
+    named = [f"{REAL_ARMS[arm]}: {name.replace('_', ' ')}" for arm, name in columns]
+    return table(["text", "temperature", *named], rows)
+
+
+TABLES = {
+    "guesses passes": passes,
+    "guesses speed": speed,
+    "guesses real speed": real_speed,
+    "guesses real yields": real_yields,
+}

@@ -189,9 +189,39 @@ def lossless_exact_draft_weights() -> str:
 
 
 def lossless_exact_guesses() -> str:
-    """Return sentences about tokens and log-probs when drafts are made from guesses."""
-    result = load("lossless_equal_guess3")
-    return f"{beside_stock(result)} {beside_float32(result)}\n"
+    """One row per source of guesses: greedy tokens, errors of log-probs, and the chi-square test."""
+    rows = []
+    for source, name in (("history", "guess"), ("head", "head")):
+        result = load(f"lossless_equal_{name}3_vary")
+        samples = load(f"lossless_samples_{name}2")
+        same, _, total = result["greedy tokens before the first that is not stock's"].partition(
+            " of "
+        )
+        gaps = [row["gap"] for row in result["partings from stock"]]
+        sampled = [row for label, row in result.items() if label.startswith("sampled")]
+        errors = [
+            f"{min(means):.4f} to {max(means):.4f}"
+            for of in ("missed", "yardstick")
+            if (means := [row[of]["mean"] for row in sampled])
+        ]
+        rows.append(
+            [
+                source,
+                f"{int(same):,} of {int(total):,}",
+                f"{min(gaps):.3f} to {max(gaps):.3f}",
+                *errors,
+                f"p = {samples['p']:.2f} ({samples['samples']:,} samples)",
+            ]
+        )
+    head = [
+        "guesses from",
+        "greedy tokens before the first difference",
+        "difference in log-prob there, nats",
+        "error of log-probs",
+        "yardstick",
+        "chi-square test",
+    ]
+    return table(head, rows)
 
 
 def rollout_seconds(name: str) -> tuple[Row, float]:

@@ -1,4 +1,6 @@
-"""Tiny random models for the whole test suite, and ``--all``, which also runs the slow tests."""
+"""Fixtures with tiny random models for all tests, and the option ``--all``, which also runs slow
+tests.
+"""
 
 import os
 from pathlib import Path
@@ -65,8 +67,8 @@ ARCHITECTURES = {
 
 
 ONE_THREAD = "PYTEST_XDIST_WORKER" in os.environ
-"""Use few threads, because with ``-n``, several processes share the machine, and more threads would
-only wait for each other.
+"""With ``-n``, several processes share the machine. Use one thread in each, because more threads
+would only wait for each other.
 """
 
 if ONE_THREAD:
@@ -89,9 +91,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test that should be marked slow. We measure its processor time (including child
-    processes), because that doesn't depend on how busy the machine is, unless threads busy-wait for
-    each other.
+    """Fail any test that should be marked slow but isn't. The limit applies to processor time,
+    including that of child processes, because it doesn't depend on how busy the machine is, unless
+    threads busy-wait for each other.
     """
     before = sum(os.times()[:4])
     result = yield
@@ -104,7 +106,7 @@ def pytest_runtest_call(item):
 
 
 def tiny_model(name: str = "qwen3-gqa", seed: int = 0, **changes) -> PreTrainedModel:
-    """Return a random float32 model with attention sharp enough that leaving out pages changes its
+    """Return a random float32 model whose attention is sharp enough that skipping pages changes the
     output.
     """
     model_class, config_class, own = ARCHITECTURES[name]
@@ -130,7 +132,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def save_bytewise(folder: Path, initializer_range: float) -> str:
-    """Save a tiny random model with a tokenizer that reads any text, one token per byte."""
+    """Save a tiny random model with a byte-level tokenizer, which can read any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -153,16 +155,16 @@ def save_bytewise(folder: Path, initializer_range: float) -> str:
 
 @pytest.fixture(scope="session")
 def reading_checkpoint(tmp_path_factory) -> str:
-    """Return the folder of a model that reads any text and has nearly flat distributions, so that
-    most drafts are accepted.
+    """Return the folder of a byte-level model whose distributions are nearly flat, so that most
+    drafts are accepted.
     """
     return save_bytewise(tmp_path_factory.mktemp("reading"), initializer_range=0.02)
 
 
 @pytest.fixture(scope="session")
 def peaked_checkpoint(tmp_path_factory) -> str:
-    """Return the folder of a model that reads any text and whose token lists contain nearly all
-    probability mass.
+    """Return the folder of a byte-level model whose token lists contain nearly all the probability
+    mass.
     """
     return save_bytewise(tmp_path_factory.mktemp("peaked"), initializer_range=0.3)
 

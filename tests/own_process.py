@@ -35,8 +35,8 @@ def run(*arguments: str, **environment: str) -> Done:
 def side_by_side(
     request: pytest.FixtureRequest, parameter: str, start: Callable[[str], Done]
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Start a run for each value of ``parameter`` that this module's selected tests need, and yield
-    the runs by value.
+    """Start one run for each value of ``parameter`` used by the selected tests of this module.
+    Yield a dictionary from values to runs.
     """
     wanted = [
         item.callspec.params[parameter]

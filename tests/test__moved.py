@@ -14,7 +14,7 @@ SUBMODULES = ("sparrow.commands.train", "sparrow.commands.dry_run", "sparrow.com
 
 
 def forget(name: str) -> None:
-    """Act as if no old name had been imported yet."""
+    """Make Python forget that this module and its submodules have been imported."""
     for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
         del sys.modules[module]
 
@@ -59,17 +59,17 @@ def test_a_package_exports_all_public_names_of_its_old_module(package, home_name
         elsewhere = getattr(value, "__module__", home.__name__) != home.__name__
         if name.startswith("_") or name in imported or elsewhere or isinstance(value, type(sys)):
             continue
-        if name == "ALL_PAGES":  # of sparrow.schedule
+        if name == "ALL_PAGES":  # defined in sparrow.schedule
             continue
         assert getattr(importlib.import_module(package), name) is value
 
 
-def test_an_unknown_attribute_of_a_package_is_an_error():
+def test_unknown_package_attribute_raises_an_error():
     with pytest.raises(AttributeError, match=r"'sparrow\.cost' has no attribute 'nothing'"):
         importlib.import_module("sparrow.cost").nothing  # noqa: B018
 
 
-def test_objects_pickled_under_old_names_can_be_read():
+def test_objects_pickled_under_old_names_can_be_unpickled():
     now = pickle.dumps(Decoding, protocol=0)
     forget("sparrow.mode")
     with pytest.warns(DeprecationWarning):
@@ -82,7 +82,7 @@ def test_names_that_only_share_a_prefix_are_not_redirected():
     assert _moved.new_name("sparrow.commands.train") == "sparrow.cli.commands.train"
 
 
-def test_the_warning_points_to_the_line_of_the_import(tmp_path):
+def test_warning_points_to_the_importing_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import json\nfrom sparrow.mode import Decoding\n")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from sparrow.errors import ConfigError
 TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 
-def test_a_mode_name_selects_that_modes_defaults():
+def test_mode_name_alone_selects_the_defaults_of_that_mode():
     lossless = Decoding.load("lossless")
     assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == (
         "lossless",
@@ -71,7 +71,7 @@ def test_a_mode_name_selects_that_modes_defaults():
         ),
     ],
 )
-def test_decoding_settings_survive_a_round_trip(value, expected):
+def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
     assert Decoding.load(value) == expected
     assert Decoding.load(expected) is expected
     assert (
@@ -151,7 +151,7 @@ def test_decoding_settings_survive_a_round_trip(value, expected):
         ("loseless", "no schedule 'loseless'"),
     ],
 )
-def test_contradictory_settings_are_refused(value, message):
+def test_invalid_decoding_settings_raise_errors(value, message):
     with pytest.raises(ConfigError, match=message):
         Decoding.load(value)
 
@@ -164,20 +164,20 @@ def test_contradictory_settings_are_refused(value, message):
         (
             {"adapt_draft_tokens": False},
             False,
-        ),  # a fixed number of drafts makes drafts reproducible
+        ),  # fixing the number of drafts keeps samples reproducible
         ({"guess_tokens": 3}, False),
         ({"draft_schedule": "fixed:9"}, False),  # explicit values are kept
         ({"draft_schedule": "fixed:9", "adapt_draft_budget": True}, True),
     ],
 )
-def test_the_draft_budget_is_adaptive_unless_drafts_are_set_otherwise(setting, adapts):
+def test_draft_budget_adapts_unless_draft_settings_rule_it_out(setting, adapts):
     decoding = Decoding.load({"mode": "lossless", **setting})
     assert decoding.draft_budgets == (DRAFT_BUDGETS if adapts else (1.0,))
     assert Decoding.load(decoding.to_dict()).draft_budgets == decoding.draft_budgets
     assert Decoding.load("fixed:9").draft_budgets == Decoding.load("dense").draft_budgets == (1.0,)
 
 
-def test_acceptance_at_other_budgets_matches_a_hand_calculation():
+def test_acceptance_predicted_for_another_budget_matches_a_hand_calculation():
     assert acceptance_at(0.9, 1) == pytest.approx(0.9)
     assert acceptance_at(0.9, 2) == pytest.approx(1 - 0.1 / 2**0.7)
     assert acceptance_at(0.2, 0.5) == 0 and acceptance_at(1.0, 0.5) == 1

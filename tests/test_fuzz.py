@@ -112,8 +112,8 @@ def finished(checkpoint, tmp_path_factory) -> Path:
 
 
 def outcome(*argv: str) -> tuple[int, str]:
-    """Run a command, and return its exit code and stderr. Any exception other than SystemExit is
-    raised.
+    """Run a command, and return its exit code and stderr. Exceptions other than SystemExit
+    propagate.
     """
     out, err = io.StringIO(), io.StringIO()
     code = 0
@@ -126,7 +126,7 @@ def outcome(*argv: str) -> tuple[int, str]:
         assert out.getvalue().strip(), "the command succeeded but printed nothing"
     else:
         said = [line for line in err.getvalue().splitlines() if line.startswith("sparrow: ")]
-        # tyro's messages take several lines
+        # tyro's messages span several lines
         boxed = code == 2 and "For full helptext" in err.getvalue()
         assert code in (1, 2) and (len(said) == 1 or boxed), (
             f"exit code {code}, stderr {err.getvalue()!r}"
@@ -167,8 +167,8 @@ def test_random_settings_never_cause_a_traceback(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(entry.COMMANDS)}
-        # these are excluded, because runs of any length are valid, and requests to the hub take a
-        # minute to fail
+        # left out, because runs of any length are valid, and requests to the hub take a minute to
+        # fail
         left_out = ("--steps", "--prompts", "--model", "--engine")
         commands = {
             kind: [name for name in names if name not in left_out]
@@ -277,7 +277,7 @@ def test_damaged_files_never_cause_a_traceback(place, finished):
 
 
 def test_failing_writes_never_cause_a_traceback(place, monkeypatch):
-    """The disk becomes full when the n-th file is flushed or renamed into place."""
+    """Simulate a disk that fills up when the n-th file is flushed or renamed into place."""
 
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/writes")

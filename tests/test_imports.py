@@ -16,9 +16,9 @@ import sparrow
 PACKAGE = Path(sparrow.__file__).parent
 EVERYTHING = "everything"
 
-# What each part may import from other parts. Every part may also import ``errors`` and the package
-# itself. A module belongs to the part with the longest matching name, and may import anything
-# within that part.
+# For each part, the other parts that it may import. Every part may also import ``errors`` and the
+# top-level package. A module belongs to the part with the longest matching name, and may import
+# anything within that part.
 ALLOWED = {
     "audit": ["audit.statistics", "engines.base", "mismatch", "rollout", "schedule"],
     "audit.statistics": [],
@@ -215,8 +215,8 @@ ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm"
 
 
 def modules() -> dict[str, Path]:
-    """Return all source files by their dotted names without ``sparrow.`` (empty for the package
-    itself).
+    """Return all source files by module name, without the prefix ``sparrow.``. The name of the
+    package itself is empty.
     """
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -226,16 +226,16 @@ def modules() -> dict[str, Path]:
 
 
 def part_of(module: str) -> str:
-    """Return the longest name in the table that contains ``module``."""
+    """Return the part that ``module`` belongs to: the longest matching name in the table."""
     fits = [name for name in ALLOWED if f"{module}.".startswith(f"{name}.")]
     assert fits, f"sparrow.{module} is not in the table of imports; add it to ALLOWED"
     return max(fits, key=len)
 
 
 def imports(source: str, module: str, is_package: bool, running: bool = False) -> Iterator[str]:
-    """Return the full names of everything that ``source`` imports. With ``running``, imports that
-    are only for types are left out. Each name has the form ``module.name``, and may itself be a
-    module.
+    """Return the full name of everything that ``source`` imports, in the form ``module.name``. A
+    name may itself be a module. With ``running``, imports used only for type annotations are left
+    out.
     """
     tree = ast.parse(source)
     for node in without_type_checking(tree) if running else ast.walk(tree):
@@ -315,7 +315,7 @@ def test_each_package_imports_only_its_permitted_third_party_libraries():
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_imports_anywhere_in_a_module_are_found():
+def test_imports_are_found_anywhere_in_a_module():
     source = """
 import torch.nn as nn, sparrow.cost
 from sparrow import attention, SparsitySchedule
@@ -354,7 +354,7 @@ class A:
     }
 
 
-def test_a_module_belongs_to_the_longest_matching_name():
+def test_module_belongs_to_the_part_with_the_longest_matching_name():
     assert (
         part_of("mismatch.tail") == "mismatch"
         and part_of("attention.triton.launch") == "attention.triton"
@@ -404,7 +404,7 @@ def test_there_are_no_import_cycles():
     assert (found := circle(arrows)) is None, " imports ".join(found or [])
 
 
-def test_an_import_cycle_through_imports_inside_functions_is_found():
+def test_import_cycles_through_function_level_imports_are_detected():
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
     source = """
@@ -454,7 +454,7 @@ print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
     assert fresh(code) == []
 
 
-def test_the_plugin_loads_neither_a_client_nor_a_trainer():
+def test_vllm_plugin_loads_no_http_or_training_libraries():
     code = """
 import importlib, json, sys
 import torch, vllm, vllm.plugins, vllm.model_executor.layers.attention, vllm.v1.attention.backends.cpu_attn

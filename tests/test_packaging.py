@@ -62,7 +62,7 @@ def test_the_installed_wheel_runs_outside_the_repository(tmp_path):
     sources, built, env, away = (tmp_path / name for name in ("sources", "built", "env", "away"))
     built.mkdir()
     away.mkdir()
-    # a copy, because the build writes to its folder
+    # Build from a copy, because the build writes to its source folder.
     shutil.copytree(
         ROOT / "sparrow", sources / "sparrow", ignore=shutil.ignore_patterns("__pycache__")
     )

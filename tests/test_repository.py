@@ -14,7 +14,7 @@ from tests import conftest
 from tests.conftest import ROOT
 
 LARGE = 50
-"""Modules with more lines than this need a test at their path or an entry in ``ELSEWHERE``."""
+"""Modules with more lines need a test at the matching path or an entry in ``ELSEWHERE``."""
 ELSEWHERE = {
     "attention/cuda/launch.py": "attention/cuda/test_compile.py",
     "attention/decode.py": "attention/test_reference.py",
@@ -72,8 +72,8 @@ def read(name: str) -> str:
 
 
 def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
-    """Return modules with more than ``LARGE`` lines and without a test at their path, unless they
-    or their folder are listed.
+    """Return modules that have more than ``LARGE`` lines but no test at the matching path. Modules
+    are left out if they or their folder are listed in ``elsewhere``.
     """
     missing = []
     for path in sorted(package.rglob("*.py")):
@@ -88,7 +88,7 @@ def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]
     return missing
 
 
-def test_every_module_has_a_test_at_its_path_or_a_listed_test():
+def test_every_large_module_has_a_test_at_the_matching_path_or_a_listed_test():
     package, tests = ROOT / "sparrow", ROOT / "tests"
     assert untested(package, tests, ELSEWHERE) == []
     for module, test in ELSEWHERE.items():
@@ -137,7 +137,7 @@ def test_ci_runs_the_test_command_from_the_readme(script):
 
 
 @pytest.mark.parametrize("script", [".github/workflows/test.yml", ".ci/run"])
-def test_ci_runs_the_remaining_tests_after_the_command_from_the_readme(script):
+def test_ci_runs_slow_tests_after_the_test_command_from_the_readme(script):
     if not (ROOT / script).exists():
         pytest.skip("not in the source distribution")
     command, rest = (
@@ -156,7 +156,7 @@ def test_ci_runs_the_remaining_tests_after_the_command_from_the_readme(script):
     ],
     ids=["by default", "with --all", "named by its id"],
 )
-def test_slow_tests_run_only_if_named_or_with_the_option_all(everything, arguments, run):
+def test_slow_tests_run_only_if_named_or_with_the_all_option(everything, arguments, run):
     items = [
         SimpleNamespace(name="quick", get_closest_marker=lambda mark: None),
         SimpleNamespace(name="slow", get_closest_marker=lambda mark: mark == "slow"),
@@ -175,7 +175,7 @@ def test_slow_tests_run_only_if_named_or_with_the_option_all(everything, argumen
 @pytest.mark.parametrize(
     ("used", "mark", "fails"), [(29, None, False), (31, None, True), (99, "slow", False)]
 )
-def test_a_slow_test_fails_unless_it_is_marked(used, mark, fails):
+def test_slow_test_fails_unless_marked_slow(used, mark, fails):
     times = iter([(0, 0, 0, 0, 0), (1, 1, used - 3, 1, 0)])
     call = conftest.pytest_runtest_call(SimpleNamespace(get_closest_marker=lambda name: mark))
     with pytest.MonkeyPatch.context() as patch:
@@ -213,5 +213,5 @@ NAMED = re.compile(
     "page",
     [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))],
 )
-def test_files_mentioned_on_a_page_exist(page):
+def test_source_files_mentioned_in_the_docs_exist(page):
     assert [name for name in NAMED.findall(read(page)) if not (ROOT / name).exists()] == []

@@ -158,7 +158,7 @@ def test_page_end_rounds_lengths_up_to_full_pages():
     assert SparsitySchedule.fixed(1, page_size=1).page_end(7) == 7
 
 
-def test_page_counts_have_the_shape_of_the_lengths():
+def test_page_counts_have_the_same_shape_as_the_lengths():
     schedule = SparsitySchedule(top_k=(3, 5), bin_tokens=64)
     many = schedule.pages([[1, 48], [49, 500]])
     assert many.dtype == np.int64 and many.tolist() == [[3, 3], [5, 5]]
@@ -171,10 +171,10 @@ def test_page_counts_never_decrease_with_length(schedule, some):
     assert (np.diff(schedule.pages(sorted(some))) >= 0).all()
 
 
-def test_multiplying_a_schedule_scales_its_total_number_of_pages():
+def test_multiplying_a_schedule_scales_each_bins_total_page_count():
     table = SparsitySchedule(
         top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64
-    )  # besides a sink page and two recent pages
+    )  # in addition to a sink page and two recent pages
     assert table.times(1) == table
     assert table.times(2).top_k == (3, 5, 125, ALL_PAGES)
     assert table.times(0.5).top_k == (0, 1, 29, ALL_PAGES)
@@ -215,7 +215,7 @@ def test_all_entries_of_two_presets_match_the_published_tables():
     assert list(SparsitySchedule.preset("Qwen3-14B", 0.86).top_k) == QWEN3_14B_086
 
 
-def test_the_error_about_an_unknown_preset_lists_the_published_ones():
+def test_error_for_an_unknown_preset_lists_the_published_ones():
     with pytest.raises(
         ConfigError, match=r"no published schedule for 'Qwen3-32B' and 0\.86; published ones: "
     ) as error:
@@ -226,7 +226,7 @@ def test_the_error_about_an_unknown_preset_lists_the_published_ones():
 # --- load and JSON ---
 
 
-def test_schedules_can_be_loaded_in_every_accepted_form(tmp_path):
+def test_schedules_load_from_every_accepted_form(tmp_path):
     assert SparsitySchedule.load("dense").is_dense
     assert SparsitySchedule.load("fixed:29") == SparsitySchedule(top_k=(29,))
     assert not SparsitySchedule.load("fixed:29").is_dense
@@ -245,7 +245,7 @@ def test_schedules_can_be_loaded_in_every_accepted_form(tmp_path):
     "spec",
     ["dens", "fixed:", "fixed:-1", "fixed:2.5", "fixed:²", "qwen3-4b", "fixed:" + "9" * 5000],
 )
-def test_other_forms_of_schedules_are_refused_with_a_list_of_accepted_forms(spec):
+def test_error_for_an_invalid_schedule_name_lists_the_accepted_forms(spec):
     with pytest.raises(ConfigError) as error:
         SparsitySchedule.load(spec)
     message = str(error.value)
@@ -263,14 +263,14 @@ def test_schedules_survive_a_json_round_trip(schedule):
     assert SparsitySchedule.from_dict(schedule.to_dict()) == schedule
 
 
-def test_dense_bins_are_written_as_all_in_json_and_defaults_may_be_omitted():
+def test_json_represents_dense_bins_as_all_and_may_omit_defaults():
     assert json.loads(SparsitySchedule(top_k=(3, ALL_PAGES)).to_json())["top_k"] == [3, "all"]
     assert SparsitySchedule.from_json('{"top_k": [3, "all"]}') == SparsitySchedule(
         top_k=(3, ALL_PAGES)
     )
 
 
-# --- refusals ---
+# --- invalid schedules ---
 
 
 @pytest.mark.parametrize(
@@ -300,14 +300,14 @@ def test_dense_bins_are_written_as_all_in_json_and_defaults_may_be_omitted():
         ),
     ],
 )
-def test_invalid_schedule_values_are_refused(fields, message):
+def test_invalid_schedule_values_raise_errors(fields, message):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule(**fields)
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule.from_dict(fields)
 
 
-def test_a_changed_copy_of_a_schedule_is_validated_too():
+def test_replacing_schedule_fields_validates_the_copy():
     schedule = SparsitySchedule(top_k=(1, 2))
     assert schedule.replace(page_size=8).page_size == 8 and schedule.page_size == 16
     with pytest.raises(ConfigError, match="falls from 2 in bin 0 to 1 in bin 1"):
@@ -346,7 +346,7 @@ def test_a_changed_copy_of_a_schedule_is_validated_too():
         ("[" * 100_000, "the schedule is not valid JSON: "),
     ],
 )
-def test_files_that_are_not_schedules_are_refused(text, message, tmp_path):
+def test_files_without_a_valid_schedule_raise_errors(text, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule.from_json(text)
     path = tmp_path / "schedule.json"
@@ -356,7 +356,7 @@ def test_files_that_are_not_schedules_are_refused(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("layers", [{}, "", {"0": 1}])
-def test_a_mapping_or_text_is_not_accepted_as_dense_layers(layers):
+def test_dense_layers_must_be_a_list(layers):
     with pytest.raises(ConfigError, match="dense_layers must be a list of whole numbers, got"):
         SparsitySchedule.from_dict({"top_k": [1], "dense_layers": layers})
 
@@ -372,7 +372,7 @@ def test_a_boolean_is_not_accepted_as_a_count(fields):
         SparsitySchedule.from_dict({"top_k": [1], **fields})
 
 
-def test_a_schedule_with_duplicate_keys_is_refused():
+def test_duplicate_keys_in_a_schedule_raise_an_error():
     with pytest.raises(ConfigError, match="the key 'top_k' occurs twice"):
         SparsitySchedule.from_json('{"top_k": [1], "page_size": 8, "top_k": [2]}')
 
@@ -393,7 +393,7 @@ def test_a_schedule_can_set_the_dtype_of_landmarks():
 
 
 @pytest.mark.parametrize("name", ["page_size", "sink_pages", "recent_pages", "bin_tokens"])
-def test_schedules_with_enormous_numbers_are_refused(name):
+def test_schedule_values_above_the_limits_raise_errors(name):
     with pytest.raises(
         ConfigError, match=rf"{name} must be a whole number in 0\.\.1073741824, got {2**60}"
     ):
@@ -410,7 +410,7 @@ def test_schedules_with_enormous_numbers_are_refused(name):
     assert largest.tokens_read(2**62) == (3 * ALL_PAGES - 1) * 2**16  # in 64 bits
 
 
-def test_a_schedule_file_that_is_not_utf_8_is_refused(tmp_path):
+def test_schedule_file_that_is_not_utf_8_raises_an_error(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_bytes(b'{"top_k": [1], "provenance": {"by": "Andr\xe9"}}')
     with pytest.raises(
@@ -419,14 +419,14 @@ def test_a_schedule_file_that_is_not_utf_8_is_refused(tmp_path):
         SparsitySchedule.load(path)
 
 
-def test_a_missing_schedule_file_is_reported_without_listing_presets(tmp_path):
+def test_error_for_a_missing_schedule_file_does_not_list_presets(tmp_path):
     for missing in ("missing.json", str(tmp_path / "schedules" / "mine"), str(tmp_path)):
         with pytest.raises(ConfigError, match="cannot read the schedule file") as error:
             SparsitySchedule.load(missing)
         assert missing in str(error.value) and "qwen3" not in str(error.value)
 
 
-def test_a_dense_layer_beyond_the_model_is_refused():
+def test_dense_layer_index_beyond_the_last_layer_raises_an_error():
     schedule = SparsitySchedule(top_k=(1,), dense_layers=(0, 4))
     schedule.check_model(5, kv_heads=2)
     with pytest.raises(
@@ -442,7 +442,7 @@ UNEVEN = SparsitySchedule(
 )
 
 
-def test_head_budgets_are_rounded_to_multiples_of_1_256th():
+def test_head_budgets_are_rounded_to_multiples_of_one_256th():
     third = SparsitySchedule((1,), dense_layers=(), head_budgets=((1 / 3, 5 / 3), (1, 1)))
     assert third.head_budgets == ((85 / 256, 427 / 256), (1.0, 1.0))
     assert (
@@ -455,7 +455,7 @@ def test_head_budgets_are_rounded_to_multiples_of_1_256th():
 
 def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
     # By score, the heads read 0, 5, 15 and 20 pages, which is 10 on average. Each head also reads
-    # three more pages. No head reads more pages than the sequence has.
+    # the three pages that are always kept. No head reads more pages than the sequence has.
     assert UNEVEN.tokens_read(600) == (3 + 8 + 18 + 23) / 4 * 16
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
     assert UNEVEN.pages_read([600, 300, 41]).tolist() == [13, (3 + 8 + 18 + 19) / 4, 3]
@@ -472,7 +472,7 @@ def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
     )  # all layers are dense
 
 
-def test_the_dense_length_depends_on_the_head_with_the_smallest_budget():
+def test_dense_length_is_limited_by_the_smallest_head_budget():
     layout = SparsitySchedule((6, 13, 20), bin_tokens=64, page_size=8, dense_layers=())
     assert layout.replace(head_budgets=((1, 1),)).dense_up_to == layout.dense_up_to == 128
     assert layout.replace(head_budgets=((0.9, 1.1),)).dense_up_to == 64  # 13 pages become 12
@@ -504,7 +504,7 @@ def test_the_dense_length_depends_on_the_head_with_the_smallest_budget():
         ),
     ],
 )
-def test_invalid_head_budgets_are_refused(rows, message):
+def test_invalid_head_budgets_raise_errors(rows, message):
     with pytest.raises(ConfigError, match=message):
         SparsitySchedule((1,), dense_layers=(), head_budgets=rows)
 
@@ -516,7 +516,7 @@ def test_head_budgets_are_written_only_if_set():
     assert "head_budgets" not in UNEVEN.replace(head_budgets=()).to_dict()
 
 
-def test_head_budgets_for_a_different_model_are_refused():
+def test_head_budgets_made_for_a_different_model_raise_an_error():
     UNEVEN.check_model(3, kv_heads=2)
     for layers, heads in ((4, 2), (3, 4)):
         with pytest.raises(
@@ -566,7 +566,7 @@ def test_the_dense_length_matches_a_hand_calculation():
     )  # a dense bin after a sparse one contains keys computed with sparse reads
     assert (
         layout(5, 13, 20).dense_up_to == 128
-    )  # 8 pages of 8 are in bin 0, 16 in bin 1, and 23 are fewer than 24
+    )  # bin 0 reads 8 pages of 8 and bin 1 16 of 16, but bin 2 only 23 of 24
     assert layout(5, 12, 20).dense_up_to == 64
     assert layout(13).dense_up_to == 128 and layout(4).dense_up_to == 0
     assert layout(13, ALL_PAGES).dense_up_to == inf

@@ -136,14 +136,14 @@ def test_ranges_are_checked_for_every_style_of_annotation(spelling, monkeypatch)
         ),
     ],
 )
-def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(settings, name, value, message):
+def test_setting_of_the_wrong_type_or_out_of_range_raises_an_error(settings, name, value, message):
     with pytest.raises(ConfigError) as error:
         settings(**{name: value})
     assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_one_sample_per_prompt_is_refused_if_samples_are_compared(advantage):
+def test_advantages_that_compare_samples_require_two_samples_per_prompt(advantage):
     with pytest.raises(ConfigError) as error:
         TrainConfig(advantage=advantage, rollout=RolloutConfig(samples=1))
     assert str(error.value) == (

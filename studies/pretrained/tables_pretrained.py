@@ -111,17 +111,6 @@ def reading() -> str:
     )
 
 
-def caches() -> str:
-    """Tabulate the acceptance of lossy actors with 8-bit caches."""
-    rows = []
-    for row in load("pretrained_reading")["caches"]:
-        read = f"{row['budget']:,}" if row["budget"] else "all"
-        cells = [read, row["cache"].replace("nothing", "as the policy's")]
-        change = interval(row["change"]["p5"], 3) if "change" in row else ""
-        rows.append([*cells, interval(row["mean"], 3), interval(row["p5"], 3), change])
-    return table(["tokens read", "cache", "mean", "p5", "change in p5"], rows)
-
-
 def calibrated() -> str:
     """Tabulate the pages chosen by calibration on each domain, by length."""
     result = load("pretrained_schedules")
@@ -149,11 +138,26 @@ def schedules() -> str:
     return table(["calibrated on", "tokens read", *domains], rows)
 
 
+def training() -> str:
+    """Tabulate the training runs: reward, and the held-out score before and after."""
+    result = load("pretrained_training_story")
+    rows = []
+    for row in result["rows"]:
+        scores = [run["held_out"] for run in result["runs"] if run["arm"] == row["arm"]]
+        before, after = (interval(scores[0][i][1:], 2) for i in (0, -1))
+        cells = [row["arm"], f"{len(row['seeds'])}", ", ".join(map(str, row["steps"]))]
+        rows.append([*cells, f"{row['reward_end'][0]:.2f}", before, after])
+    head = ["rollouts", "seeds", "steps", "reward at the end"]
+    return table([*head, "held-out score before", "after"], rows)
+
+
 TABLES = {
     "pretrained acceptance": acceptance,
     "pretrained lossy": lossy,
     "pretrained tail": tail,
     "pretrained temperatures": temperatures,
+    "pretrained reading": reading,
     "pretrained calibrated": calibrated,
     "pretrained schedules": schedules,
+    "pretrained training": training,
 }

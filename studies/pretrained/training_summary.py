@@ -39,6 +39,7 @@ class Options:
 
     runs: tyro.conf.Positional[Path]  # The folder of run directories.
     out: Path  # The JSON file of results.
+    trained_on: str | None = None  # The machine that performed the runs, if not this one.
 
 
 def read(folder: Path) -> Run:
@@ -141,7 +142,8 @@ def shown(value: list[float | None] | None) -> str:
 def main(options: Options) -> None:
     """Write the summary, and print the table."""
     found = summary(options.runs)
-    save(options.out, found)
+    where = {"machine": options.trained_on} if options.trained_on else {}
+    save(options.out, {**where, **found})
     values = ("reward_end", "reward_minus_dense", "held_out_end", "lowest_p5")
     cells = [
         [r["arm"], len(r["seeds"]), max(r["steps"]), *(shown(r[name]) for name in values)]

@@ -29,7 +29,7 @@ def hopper(monkeypatch, tmp_path):
     saved.read.cache_clear()
 
 
-def test_the_default_choice_combines_two_kernels_and_names_both(hopper):
+def test_default_implementation_combines_two_kernels_and_names_both(hopper):
     chosen = choose(None, **MODEL, device=GPU)
     assert str(chosen) == "cuda, triton for up to 4 rows"
     assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]
@@ -40,7 +40,7 @@ def test_the_default_choice_combines_two_kernels_and_names_both(hopper):
 
 
 @pytest.mark.parametrize("asked", ["cuda", "triton", "reference"])
-def test_an_explicitly_requested_implementation_is_used_for_any_number_of_rows(hopper, asked):
+def test_explicitly_requested_implementation_is_used_for_any_number_of_rows(hopper, asked):
     chosen = choose(asked, **MODEL, device=GPU)
     assert str(chosen) == asked
     assert {chosen.of(rows) for rows in range(1, 300)} == {asked}
@@ -64,14 +64,14 @@ def test_triton_replaces_an_unsupported_cuda_kernel_unless_cuda_was_requested(
 
 
 @pytest.mark.parametrize("change", [dict(head_dim=256), dict(group=16)])
-def test_the_default_kernels_support_large_heads_and_groups(hopper, change):
+def test_default_kernels_support_large_heads_and_groups(hopper, change):
     assert choose(None, **MODEL | change, device=GPU) == choose(None, **MODEL, device=GPU)
 
 
 @pytest.mark.parametrize(
     "head_dim, group, most", [(64, 8, 4), (128, 2, 16), (128, 5, 6), (128, 16, 2), (256, 8, 2)]
 )
-def test_the_cuda_kernel_decodes_as_many_tokens_at_a_time_as_fit_in_registers(
+def test_cuda_kernel_decodes_as_many_tokens_per_launch_as_fit_in_registers(
     hopper, head_dim, group, most
 ):
     model = MODEL | dict(head_dim=head_dim, group=group)
@@ -109,11 +109,11 @@ def test_fp8_landmarks_and_caches_require_a_gpu_that_can_convert_fp8(hopper, mon
     )  # any GPU can convert int8
 
 
-def test_the_cuda_kernel_supports_an_int8_cache(hopper):
+def test_cuda_kernel_supports_an_int8_cache(hopper):
     assert str(choose("cuda", **MODEL | dict(dtype=torch.int8), device=GPU)) == "cuda"
 
 
-def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
+def test_blackwell_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
     with pytest.raises(ConfigError, match="needs a Hopper GPU"):
@@ -125,13 +125,13 @@ def test_other_gpus_use_triton_and_cpus_use_the_reference(hopper, monkeypatch):
         choose("flash", **MODEL, device=GPU)
 
 
-def test_the_threshold_for_few_rows_decreases_with_the_number_of_kv_heads():
-    # Without a GPU, the limit is an H200's: 0.3 x 132 items. Each kv head of a row is an item.
+def test_triton_row_limit_decreases_with_the_number_of_kv_heads():
+    # Without a GPU, the limit is the H200's, 0.3 x 132 items. Each kv head of a row is one item.
     assert cuda.few_rows(8, torch.device("cpu")) == 4
     assert cuda.few_rows(1, torch.device("cpu")) == 39
 
 
-def test_the_choice_says_whether_the_triton_kernels_are_tuned(hopper):
+def test_chosen_implementation_says_whether_triton_was_tuned(hopper):
     sizes = {name: x for name, x in MODEL.items() if name != "page_size"}
     target = saved.Target.on(GPU, page_size=16, **sizes)
     saved.Choices(target, (saved.Cell(4, Variant(), ()),)).save()

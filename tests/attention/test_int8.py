@@ -9,7 +9,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 
 
 @DTYPES
-def test_scales_are_the_smallest_powers_of_two_and_codes_are_rounded_to_nearest(dtype):
+def test_scales_are_minimal_powers_of_two_and_codes_round_to_nearest(dtype):
     torch.manual_seed(0)
     low = 8 if dtype == torch.float16 else 40
     x = (torch.randn(2000, 8) * 2.0 ** torch.randint(-low, low // 2, (2000, 1))).to(dtype)
@@ -25,8 +25,8 @@ def test_scales_are_the_smallest_powers_of_two_and_codes_are_rounded_to_nearest(
 
 
 @DTYPES
-def test_codes_are_dequantised_exactly_in_the_models_dtype(dtype):
-    """Check every code with every possible scale. Storing the result again must change nothing."""
+def test_int8_codes_are_dequantised_without_rounding(dtype):
+    """Check every code with every possible scale. Quantising the result must return both."""
     least, most = exponent_limits(dtype)
     exponent = torch.arange(least + 127, most + 128, dtype=torch.uint8)
     codes = torch.arange(-127, 128).expand(len(exponent), -1).to(torch.int8)
@@ -46,9 +46,9 @@ def test_rounding_and_scales_are_correct_in_edge_cases(dtype):
             [0.0, -0.0],
             [0, 0],
             least,
-        ),  # the smallest scale: zeros never outweigh another token's exponent
+        ),  # zeros get the smallest scale
         ([127.0, -127.0], [127, -127], 127),
-        ([127.5, 1.0], [64, 0], 128),  # 63.75 and 0.5, to even
+        ([127.5, 1.0], [64, 0], 128),  # 0.5 rounds to even
         ([2.5, 127.0], [2, 127], 127),
         ([3.5, -2.5 - 125], [2, -64], 128),
         ([2.0**-24, 0.0], [1, 0], least)
@@ -58,7 +58,7 @@ def test_rounding_and_scales_are_correct_in_edge_cases(dtype):
             [largest, -largest],
             [127, -127],
             most,
-        ),  # beyond the largest scale, where values are clipped
+        ),  # beyond the largest scale, values are clipped
         ([inf, 1.0], None, 255),
         ([nan, 1.0], None, 255),
     ]

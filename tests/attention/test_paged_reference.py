@@ -1,5 +1,5 @@
-"""Test the paged reference, which specifies the kernels, against the contiguous reference and hand
-calculations.
+"""Compare the paged reference, which defines what the kernels compute, with the contiguous reference
+and with hand calculations.
 """
 
 import pytest
@@ -87,7 +87,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_an_int8_cache_gives_the_same_results_as_its_dequantised_copy(dtype, landmark_dtype):
+def test_int8_cache_gives_the_same_results_as_its_dequantised_copy(dtype, landmark_dtype):
     """Compare an int8 cache with a cache that holds the dequantised values in the model's dtype.
     The stored tokens, the landmarks and the decoded outputs must be equal.
     """
@@ -167,7 +167,7 @@ def test_rows_of_length_zero_yield_zeros():
     assert out[1].eq(0.0).all()
 
 
-def test_a_landmark_is_written_only_when_the_last_slot_of_its_page_is_filled():
+def test_landmark_is_written_only_when_the_last_slot_of_its_page_is_filled():
     layout = PageLayout(4)
     k = torch.arange(2 * 8.0).view(2, 1, 8, 1).expand(2, 1, 8, 2).contiguous()
     marks = torch.full((2, 2, 1, 2), -1.0)
@@ -189,7 +189,7 @@ def test_a_landmark_is_written_only_when_the_last_slot_of_its_page_is_filled():
     assert torch.equal(marks[0, 1], landmarks(k[:1, :, 4:].unflatten(2, (1, 4)))[0, :, 0])
 
 
-def test_layers_with_different_cache_layouts_are_refused():
+def test_layers_with_different_cache_layouts_raise_an_error():
     memory = torch.zeros(64)
     layers = [
         (memory[at : at + 16].view(1, 1, 4, 4), memory[:4].view(1, 1, 1, 4)) for at in (0, 8, 16)
@@ -201,7 +201,7 @@ def test_layers_with_different_cache_layouts_are_refused():
     assert CachedLayers(layers[::2]).distance_L3.tolist() == [[0, 0, 0], [16, 0, 0]]
 
 
-def test_an_unknown_implementation_is_refused():
+def test_unknown_implementation_raises_an_error():
     k = torch.zeros(1, 1, 4, 2)
     with pytest.raises(ValueError, match="unknown implementation 'flash'"):
         update_landmarks(
@@ -212,7 +212,7 @@ def test_an_unknown_implementation_is_refused():
         )
 
 
-def test_inconsistent_shapes_are_refused():
+def test_inconsistent_shapes_raise_an_error():
     k, marks, q = torch.ones(1, 2, 4, 2), torch.zeros(1, 1, 2, 2), torch.ones(1, 4, 2)
     rows = (torch.zeros(1, 1, dtype=torch.int32), *(torch.ones(1, dtype=torch.int32),) * 2)
     options = dict(layout=PageLayout(4), implementation="reference")

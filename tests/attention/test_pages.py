@@ -31,8 +31,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_pages(scores: list[float], length: int, top_k: int, layout: PageLayout) -> set[int]:
-    """Select pages for one query token and kv head as the definition says: the sink and recent
-    pages, and those of the others with the best scores. Of two equal pages, the earlier one wins.
+    """Select pages for one query token and kv head as the definition says: the sink pages, the
+    recent pages, and the ``top_k`` best of all others. If two scores tie, the earlier page wins.
     """
     pages = -(-length // layout.page_size)
     sink = set(range(min(layout.sink_pages, pages)))
@@ -56,7 +56,7 @@ def select(scores: list[float], length: int, top_k: int, layout: PageLayout) -> 
 
 
 @pytest.mark.parametrize("field", [dict(page_size=0), dict(sink_pages=-1), dict(recent_pages=0)])
-def test_page_layouts_with_counts_out_of_range_are_refused(field):
+def test_page_layout_rejects_counts_out_of_range(field):
     with pytest.raises(
         ValueError,
         match=r"at least 1, sink_pages at least 0 and recent_pages at least 1, got PageLayout\(",
@@ -64,7 +64,7 @@ def test_page_layouts_with_counts_out_of_range_are_refused(field):
         PageLayout(**field)
 
 
-def test_the_page_count_includes_a_partly_filled_page():
+def test_page_count_includes_a_partly_filled_page():
     assert page_count(torch.tensor([0, 1, 15, 16, 17, 32, 33]), 16).tolist() == [
         0,
         1,
@@ -84,7 +84,7 @@ def test_landmarks_match_a_hand_calculation():
     assert landmarks(k_BKNPD).tolist() == [[[[2.0, 2.0], [-2.0, 4.0]]]]
 
 
-def test_the_mean_key_is_computed_in_float32_and_stored_in_the_key_dtype():
+def test_mean_key_is_computed_in_float32_and_stored_in_the_key_dtype():
     # A sum in bfloat16 would be 258 / 4, because adding 1 to 256 has no effect.
     marks = landmarks(torch.tensor([256.0, 1.0, 1.0, 2.0]).bfloat16().view(1, 1, 1, 4, 1))
     assert marks.dtype == torch.bfloat16 and marks.item() == 65.0
@@ -136,9 +136,9 @@ SCORES = [9.0, 1, 5, 3, 5, 2, 9, 9]
         (30, 5, {}, set(range(8))),
         (30, 6, {}, set(range(8))),
         (30, ALL_PAGES, {}, set(range(8))),
-        (32, 1, {}, {0, 2, 6, 7}),  # the last page full: nothing changes
-        (29, 1, {}, {0, 2, 6, 7}),  # one token in it: it still counts as a recent page
-        (28, 1, {}, {0, 2, 5, 6}),  # seven pages: page 7 does not exist, page 5 becomes recent
+        (32, 1, {}, {0, 2, 6, 7}),  # a full last page makes no difference
+        (29, 1, {}, {0, 2, 6, 7}),  # a last page with one token is still recent
+        (28, 1, {}, {0, 2, 5, 6}),  # page 7 does not exist, so page 5 is recent
         (28, ALL_PAGES, {}, set(range(7))),
         # Short sequences: every page is sink or recent.
         (1, 0, {}, {0}),
@@ -164,7 +164,7 @@ def test_selected_pages_match_a_hand_calculation(length, top_k, layout, kept):
     assert select(SCORES, length, top_k, PageLayout(**{"page_size": 4, **layout})) == kept
 
 
-def test_selection_handles_equal_infinite_and_nan_scores():
+def test_selection_handles_ties_infinities_and_nans():
     layout = PageLayout(page_size=4)
     assert select([0.0] * 8, 30, 3, layout) == {0, 1, 2, 3, 6, 7}
     assert select([5.0, -3, -1, -2, -9, -1, 5, 5], 30, 2, layout) == {0, 2, 5, 6, 7}
@@ -175,7 +175,7 @@ def test_selection_handles_equal_infinite_and_nan_scores():
     assert select([NAN, 1, 5, 3, 4, NAN, NAN, NAN], 27, 2, layout) == {0, 2, 4, 5, 6}
 
 
-def test_each_row_head_and_query_token_selects_its_own_pages():
+def test_page_selection_is_independent_across_rows_heads_and_query_tokens():
     scores = normal(2, 3, 4, 8, seed=1)
     length = torch.tensor([[30, 5, 17, 28], [1, 32, 24, 0]])
     top_k = torch.tensor([[2, 1, 0, ALL_PAGES], [3, 1, 2, 1]], dtype=torch.int32)
@@ -203,7 +203,7 @@ def selections(draw):
 
 @settings(deadline=None, max_examples=200)
 @given(selections())
-def test_selection_fills_the_budget_with_sink_recent_and_best_pages(case):
+def test_selection_keeps_sink_and_recent_pages_and_adds_the_best_others(case):
     scores, length, top_k, layout = case
     kept = select_pages(
         torch.tensor(scores)[:, None, None],
@@ -226,8 +226,8 @@ def test_selection_fills_the_budget_with_sink_recent_and_best_pages(case):
 @pytest.mark.parametrize(
     "layout", [PageLayout(), PageLayout(page_size=4, sink_pages=0, recent_pages=1)]
 )
-def test_a_growing_budget_adds_pages_in_reading_order(layout):
-    scores = normal(2, 3, 5, 12).round(decimals=1)  # some are equal
+def test_selected_pages_are_a_prefix_of_the_reading_order(layout):
+    scores = normal(2, 3, 5, 12).round(decimals=1)  # rounding makes some scores equal
     length = torch.randint(
         1, 12 * layout.page_size + 1, (2, 5), generator=torch.Generator().manual_seed(1)
     )

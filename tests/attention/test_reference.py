@@ -153,8 +153,9 @@ def test_decoding_with_any_page_layout_matches_a_naive_loop(data):
 
 
 def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
-    """Return the attention output of a sequence's T newest tokens, ``[H, T, D]``. The first one
-    reads what ``attend`` selects. Each later token reads the same, plus the tokens since then.
+    """Return the attention output of a sequence's T newest tokens, ``[H, T, D]``. The first of
+    them reads the pages that ``attend`` selects. Each later token reads these pages and all new
+    tokens up to itself.
     """
     H, T, D = q_HTD.shape
     G, first = H // len(k_KSD), k_KSD.shape[1] - T + 1
@@ -172,7 +173,7 @@ def attend_several(q_HTD, k_KSD, v_KSD, top_k, layout, scale):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 2, ALL_PAGES])
 @pytest.mark.parametrize("T", [2, 4, 9])
-def test_several_new_tokens_read_the_pages_that_the_first_one_selects(heads, top_k, T):
+def test_all_new_tokens_read_the_pages_selected_for_the_first(heads, top_k, T):
     H, K = HEADS[heads]
     layout, D = PageLayout(page_size=8), 8
     length = torch.tensor([T, 15, 16, 17, 47, 48, 49, 130])
@@ -187,7 +188,7 @@ def test_several_new_tokens_read_the_pages_that_the_first_one_selects(heads, top
         torch.testing.assert_close(out[b], expected, rtol=0, atol=1e-12)
 
 
-BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # budgets of zero and of 2.5 times the pages
+BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # 0 and 2.5 times top_k, in 1/256
 
 
 def by_kv_head(x, head):
@@ -211,7 +212,7 @@ def test_each_kv_head_follows_its_own_budget(top_k):
         torch.testing.assert_close(by_kv_head(out, head), expected, rtol=0, atol=1e-12)
 
 
-def test_budgets_for_a_different_number_of_heads_are_refused():
+def test_budgets_for_the_wrong_number_of_heads_raise_an_error():
     q, k, v = cache(1, 4, 2, 40, 8)
     one, options = torch.tensor([40]), dict(layout=PageLayout(), head_budgets_K=BUDGETS[:1])
     for refused in (
@@ -261,7 +262,7 @@ def test_cache_contents_outside_the_sequence_have_no_effect():
     assert torch.equal(decode(q[:, :, 0], k, v, start, length, top_k, layout=PageLayout()), clean)
 
 
-def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
+def test_bfloat16_decoding_error_is_within_the_rounding_bound():
     """Rounding to bfloat16 has a relative error of at most u = 2**-8. q, k, each logit, each
     weight, the sum of the weights and the output are rounded at most once. So a logit is off by at
     most delta = 3 u scale sum_d |q_d k_d|, and a weight by a factor of at most exp(2 delta + 2 u).
@@ -296,7 +297,7 @@ def test_the_error_of_bfloat16_decoding_is_within_its_rounding_bound():
             assert delta < 0.1, "with a larger bound, a wrong page would go unnoticed"
 
 
-def test_autocast_gives_the_same_output_as_inputs_cast_beforehand():
+def test_autocast_gives_the_same_output_as_casting_the_inputs_beforehand():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(10, heads, 200, 8, generator=generator) for heads in (8, 4, 4))
     start, length, prompt = (torch.full((10,), n) for n in (0, 200, 0))
@@ -359,7 +360,7 @@ def test_teacher_forcing_matches_decoding_position_by_position(heads, pages):
     assert ((out - dense).abs().max() > 0.05) == (pages != ALL_PAGES)
 
 
-def test_teacher_forcing_accepts_page_counts_per_column_and_any_query_chunk_size():
+def test_teacher_forcing_accepts_per_column_page_counts_and_any_chunk_size():
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
@@ -386,7 +387,7 @@ def test_teacher_forcing_follows_the_same_budgets_as_decoding():
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 7])
-def test_teacher_forcing_matches_decoding_in_steps_of_several_tokens(tokens):
+def test_teacher_forcing_matches_multi_token_decoding(tokens):
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
@@ -414,7 +415,7 @@ def test_teacher_forcing_matches_decoding_in_steps_of_several_tokens(tokens):
         teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, tokens=0)
 
 
-def test_the_prompt_uses_dense_causal_attention():
+def test_prompt_uses_dense_causal_attention():
     q, k, v = cache(2, 4, 2, 70, 8)
     start, length = torch.tensor([0, 0]), torch.tensor([70, 70])
     top_k = torch.zeros(2, 70, dtype=torch.long)
@@ -463,19 +464,19 @@ def test_gradients_match_finite_differences():
     )
 
 
-# --- what the public operations refuse ---
+# --- invalid arguments of the public operations ---
 
 
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [
-        ((2, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)),  # a number of heads that is not a multiple
+        ((2, 4, 8), (2, 3, 20, 8), (2, 3, 20, 8)),  # 4 query heads cannot be split into 3 groups
         ((2, 4, 8), (2, 2, 20, 8), (2, 2, 19, 8)),  # fewer values than keys
         ((3, 4, 8), (2, 2, 20, 8), (2, 2, 20, 8)),  # more queries than sequences
-        ((2, 4, 4), (2, 2, 20, 8), (2, 2, 20, 8)),  # a different head dim
+        ((2, 4, 4), (2, 2, 20, 8), (2, 2, 20, 8)),  # different head dims
     ],
 )
-def test_inconsistent_shapes_are_refused(q, k, v):
+def test_inconsistent_shapes_raise_an_error(q, k, v):
     q_BHD, k_BKSD, v_BKSD = torch.zeros(q), torch.zeros(k), torch.zeros(v)
     B, S = k[0], k[2]
     start, length = torch.zeros(B, dtype=torch.long), torch.full((B,), 19)
@@ -496,7 +497,7 @@ def test_inconsistent_shapes_are_refused(q, k, v):
         )
 
 
-def test_teacher_forcing_refuses_a_cache():
+def test_teacher_forcing_rejects_more_keys_than_queries():
     q, k, length = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 9, 4), torch.tensor([5])
     with pytest.raises(ValueError, match="as many queries as keys, got 5 queries and 9 keys"):
         teacher_forced(

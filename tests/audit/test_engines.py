@@ -85,7 +85,7 @@ def test_tokens_excluded_by_truncation_rank_after_all_others(model):
     assert (p == 0).any() and (p > 0).any()
 
 
-def test_recorded_positions_within_cycles_match_the_counters(model):
+def test_recorded_cycle_positions_match_the_counters(model):
     engine = HFEngine(model, DRAFTS, eos_ids=[])
     rollouts = engine.generate(asked(20), Sampling(LENGTH, top_n=0))
     counters = engine.counters()
@@ -268,7 +268,7 @@ def test_each_injected_defect_is_detected(model, monkeypatch, defect, sampling, 
 
 
 @pytest.mark.slow
-def test_shared_noise_is_detected_when_contexts_repeat(model, monkeypatch):
+def test_shared_noise_is_detected_in_repeated_contexts(model, monkeypatch):
     """Sample a few prompts many times, because this bias leaves the frequency of every rank
     unchanged.
     """

@@ -80,7 +80,7 @@ def test_ranks_are_computed_from_top_lists_that_contain_every_sampled_token(mode
     assert seen > 40
 
 
-def test_top_lists_that_may_omit_sampled_tokens_are_refused(model):
+def test_sampling_is_rejected_if_top_lists_may_omit_its_tokens(model):
     ranker = ListRanker(Lists(model), 10)
     with pytest.raises(ConfigError, match=r"temperature is 0.7, but lists .* set top_k to at most"):
         ranker.rank([], Sampling(4, temperature=0.7), COMMON)
@@ -88,7 +88,7 @@ def test_top_lists_that_may_omit_sampled_tokens_are_refused(model):
         ranker.rank([], Sampling(4, top_k=11), COMMON)
 
 
-def test_an_engine_is_closed_before_the_next_one_starts(model):
+def test_engine_is_closed_before_the_next_one_starts(model):
     events = []
 
     def made(name):
@@ -169,7 +169,7 @@ def standing(p, raw):
     return Standing(zero, p, zero, zero, p > COMMON, np.array(raw))
 
 
-def test_reported_log_probs_are_compared_with_scored_ones_of_the_same_kind():
+def test_reported_log_probs_are_compared_with_scores_of_the_same_kind():
     rollouts = [rollout([-1.0, -2.0])]
     standings = [standing([0.5, 0.0], [-3.0, -4.0])]
     processed = tokens_of(rollouts, standings)
@@ -178,12 +178,12 @@ def test_reported_log_probs_are_compared_with_scored_ones_of_the_same_kind():
     assert tokens_of(rollouts, standings, "none").reported is None
 
 
-def test_nan_log_probs_are_refused():
+def test_nan_log_probs_raise_an_error():
     with pytest.raises(EngineError, match="the engine reported NaN for 1 log-probs"):
         tokens_of([rollout([-1.0, np.nan])], [standing([0.5, 0.5], [-1, -1])])
 
 
-def test_a_context_consists_of_the_prompt_and_all_previously_sampled_tokens():
+def test_context_consists_of_the_prompt_and_all_previously_sampled_tokens():
     some = [
         rollout([0, 0, 0], (3, 4, 5)),
         rollout([0, 0, 0], (3, 4, 6)),
@@ -198,7 +198,7 @@ def test_a_context_consists_of_the_prompt_and_all_previously_sampled_tokens():
     assert len({*first, *third, *fourth, *fifth}) == 3 + 2 + 3 + 2
 
 
-def test_positions_within_cycles_are_not_tested_if_any_is_unknown():
+def test_cycle_positions_are_not_tested_if_any_position_is_unknown():
     known = rollout([-1.0, -2.0], cycle_place=np.array([-1, 0]))
     standings = [standing([0.5, 0.5], [-1, -1])] * 2
     assert tokens_of([known, rollout([-1.0, -2.0])], standings).place is None

@@ -54,7 +54,7 @@ def hotter(p):
 # --- hand calculations ---
 
 
-def test_the_polynomials_are_orthonormal_with_the_stated_mean_absolute_values():
+def test_polynomials_are_orthonormal_with_the_stated_mean_absolute_values():
     u = (np.arange(2**18) + 0.5) / 2**18
     h = legendre(u)
     np.testing.assert_allclose(h @ h.T / len(u), np.eye(4), atol=1e-6)
@@ -62,14 +62,14 @@ def test_the_polynomials_are_orthonormal_with_the_stated_mean_absolute_values():
     np.testing.assert_allclose(np.abs(h).mean(1) / 2, MOVED, atol=1e-6)
 
 
-def test_holms_correction_matches_a_hand_calculation():
+def test_holm_correction_matches_a_hand_calculation():
     found = holm(np.array([0.01, 0.04, 0.03, 0.005]))
     np.testing.assert_allclose(found, [0.03, 0.06, 0.06, 0.02])
 
 
 @pytest.mark.parametrize("freedom", [29, 100, 1000])
 @pytest.mark.parametrize("t", [-1.0, 0.5, 2.5, 4.0, 5.0])
-def test_tail_probabilities_match_students_t_distribution(freedom, t):
+def test_tail_probabilities_match_the_student_t_distribution(freedom, t):
     expected = stats.t.sf(t, freedom)
     assert statistics._tail(t, freedom) == pytest.approx(expected, rel=0.03)
 
@@ -85,7 +85,7 @@ def test_standard_errors_treat_sequences_as_clusters():
 
 
 def test_tokens_are_grouped_by_their_position_within_a_cycle():
-    # The first sequence consists of the token from the prefill and of cycles of three tokens (no
+    # The first sequence starts with the token from the prefill. Its cycles have three tokens (no
     # rejection), two (a rejection), one (a rejection) and three. A second sequence follows.
     place = np.array([-1, 0, 1, 2, 0, 1, 0, 0, 1, 2, -1, 0])
     sequence = np.array([0] * 10 + [1] * 2)
@@ -116,7 +116,7 @@ def test_exact_tokens_pass_the_audit():
     assert verdict.detectable < 0.05
 
 
-def test_the_false_positive_rate_does_not_exceed_the_significance_level():
+def test_false_positive_rate_does_not_exceed_the_significance_level():
     """At a level of 5 %, the number of failures among 150 audits of exact tokens is consistent with
     chance.
     """
@@ -132,14 +132,14 @@ def test_the_false_positive_rate_does_not_exceed_the_significance_level():
     assert called <= stats.binom.ppf(0.999, 150, 0.05)
 
 
-def test_a_different_temperature_is_detected():
+def test_different_temperature_is_detected():
     verdict = audit(drawn(1, bias=hotter), drawn(2))
     assert verdict.status == "biased"
     assert any("log p + entropy, all" in reason for reason in verdict.reasons)
 
 
-def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power():
-    """Exactly the detectable share of tokens is replaced with more likely ones."""
+def test_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power():
+    """Replace exactly the detectable share of tokens with more likely ones."""
     share = audit(drawn(1, 200), drawn(2, 200)).detectable
 
     def likelier(p):
@@ -158,7 +158,7 @@ def test_a_bias_of_the_stated_detectable_size_is_detected_with_the_stated_power(
     assert low - 8 <= found <= high
 
 
-def test_a_bias_shared_by_both_arms_counts_as_rounding():
+def test_bias_shared_by_both_arms_counts_as_rounding():
     def rounded(p):
         return p**0.95
 
@@ -168,7 +168,7 @@ def test_a_bias_shared_by_both_arms_counts_as_rounding():
     assert alone.status == "biased" and all(f.dense is None for f in alone.findings)
 
 
-def test_an_audit_is_inconclusive_if_the_dense_arm_fails_too():
+def test_audit_is_inconclusive_if_the_dense_arm_fails_too():
     def other(p):
         return np.roll(p, 3, axis=1)
 
@@ -177,7 +177,7 @@ def test_an_audit_is_inconclusive_if_the_dense_arm_fails_too():
     assert "the dense arm itself shifts" in verdict.reasons[0]
 
 
-def test_an_audit_of_too_few_tokens_is_inconclusive_and_states_how_many_are_needed():
+def test_audit_of_too_few_tokens_is_inconclusive_and_states_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
     factor = float(few.reasons[0].rsplit("about ", 1)[1].split()[0])
@@ -185,20 +185,20 @@ def test_an_audit_of_too_few_tokens_is_inconclusive_and_states_how_many_are_need
     assert audit(drawn(3, enough, 5), drawn(4, enough, 5)).status == "exact"
 
 
-def test_an_audit_of_too_few_sequences_is_inconclusive():
+def test_audit_of_too_few_sequences_is_inconclusive():
     sequences = LEAST_SEQUENCES - 1
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"
     assert f"{sequences} sequences are too few for a standard error" in verdict.reasons[0]
 
 
-def test_dependence_between_tokens_is_detected_even_if_each_is_uniform():
+def test_dependence_between_uniform_tokens_is_detected():
     """Every second token reuses the random number of the preceding token."""
     rng = np.random.default_rng(0)
     u = rng.random((400, 20))
     u[:, 1::2] = u[:, ::2]
 
-    def tokens(u):  # the finest cells: u itself
+    def tokens(u):  # cells so small that each determines u to three digits
         T = u.size
         return Tokens(
             before=np.floor(u.reshape(-1) * 1000) / 1000,
@@ -227,7 +227,7 @@ def test_wrong_reported_log_probs_are_detected_but_rounding_is_tolerated():
     assert verdict.status == "biased" and "reported log-probs" in verdict.reasons[0]
 
 
-def test_a_bias_at_one_position_in_the_cycle_is_traced_to_that_position():
+def test_bias_at_one_position_in_the_cycle_is_traced_to_that_position():
     place = np.tile(np.concatenate([[-1], np.tile(np.arange(4), 6)]), 400)
     clean = drawn(1, place=place)
     assert audit(clean, drawn(2)).status == "exact"
@@ -250,7 +250,7 @@ def test_positions_reached_by_few_sequences_are_listed_but_not_tested():
     assert {f.place for f in verdict.findings} == {"all", "draft 1", "first after a rejection"}
 
 
-def test_a_verdict_can_be_converted_to_json():
+def test_verdict_can_be_converted_to_json():
     verdict = audit(drawn(1, LEAST_SEQUENCES, 1), None)
     plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
     assert plain["status"] == "cannot tell" and len(plain["findings"]) == len(verdict.findings)
@@ -288,7 +288,7 @@ def in_few_contexts(seed, sequences, bias=None):
     ), p
 
 
-def test_the_repeated_context_statistic_is_a_sum_over_pairs():
+def test_repeated_context_statistic_is_a_sum_over_pairs():
     tokens, p = in_few_contexts(0, 120)
     found = statistics._repeated(tokens)
     for name, first in (("first", 0), ("later", 1)):
@@ -306,7 +306,7 @@ def test_the_repeated_context_statistic_is_a_sum_over_pairs():
         assert np.nanmean(values) == pytest.approx(total / pairs)
 
 
-def test_a_bias_unrelated_to_rank_is_detected_when_contexts_repeat():
+def test_bias_unrelated_to_rank_is_detected_when_contexts_repeat():
     """In each context, some tokens are drawn too often, whatever their rank."""
 
     def anywhere(p):
@@ -362,7 +362,7 @@ def test_temperatures_other_than_one_require_top_lists_of_all_possible_tokens():
 
 
 @pytest.mark.parametrize("bias", [None, hotter])
-def test_cells_of_top_lists_pass_exact_tokens_and_detect_a_different_temperature(bias):
+def test_audit_with_top_lists_passes_exact_tokens_and_detects_a_different_temperature(bias):
     def arm(seed, bias):
         rng = np.random.default_rng(seed)
         p = -np.sort(-rng.dirichlet(np.full(V, 0.3), 10_000), axis=1)

@@ -24,7 +24,7 @@ def test_no_two_arms_share_a_seed(audits):
     assert len(set(seeds)) == len(names) * audits.SEEDS
 
 
-def test_engines_that_start_at_the_same_time_share_neither_files_nor_a_port(audits, monkeypatch):
+def test_concurrently_started_engines_use_separate_files_and_ports(audits, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", "shared")
     monkeypatch.setenv("VLLM_PORT", "8000")
     audits.separate("folder", "data parallel")

@@ -52,7 +52,7 @@ RESULT = {
 }
 
 
-def test_points_that_exceed_the_cache_or_the_context_are_left_out(scripts):
+def test_points_beyond_the_cache_or_the_context_are_skipped(scripts):
     script, _ = scripts
     points = [(2, 1000), (2, 1001), (1, 3000), (1, 8000)]
     room = 2 * (1000 + script.SPARE)
@@ -60,7 +60,7 @@ def test_points_that_exceed_the_cache_or_the_context_are_left_out(scripts):
     assert script.fitting(points, 100_000, 3000 + script.SPARE) == points[:3]
 
 
-def test_a_drafter_whose_run_was_cut_short_does_not_count_as_finished(scripts):
+def test_drafter_whose_run_was_cut_short_does_not_count_as_finished(scripts):
     script, _ = scripts
     first = {"runs": RESULT["runs"][:1]}
     assert script.finished(first) == {"none", "sparse"}
@@ -165,7 +165,7 @@ def run(scripts, tmp_path, monkeypatch):
     return measured
 
 
-def test_a_run_that_completes_an_earlier_one_measures_dense_decoding_again(run):
+def test_resumed_run_measures_dense_decoding_again(run):
     drafters = ("none", "sparse", "eagle3", "dspark")
     children, result = run(drafters, seconds=40.0, deadline=100.0)
     assert children.measured == ["none", "sparse"] and children.ended == ["eagle3"]
@@ -181,7 +181,7 @@ def test_a_run_that_completes_an_earlier_one_measures_dense_decoding_again(run):
     assert children.measured == [] and again == result
 
 
-def test_a_failed_engine_is_recorded_and_measured_again_by_the_next_run(run):
+def test_failed_engine_is_recorded_and_measured_again_by_the_next_run(run):
     _, result = run(("eagle3", "dspark"), failing=("eagle3",))
     engines = result["runs"][0]["engines"]
     assert engines["eagle3"]["failed"] == "ValueError: what" and engines["dspark"]["finished"]
@@ -193,13 +193,13 @@ def test_ratios_compare_engines_of_the_same_run(scripts):
     rows = {(row["drafter"], row["drafts"], row["batch"]): row for row in tables.ratios(RESULT)}
     assert rows["sparse", 6, 32]["break_even"] == 2.6
     assert rows["sparse", 12, 32]["break_even"] == 4.3
-    # From the second run, because the first one was cut short.
+    # This ratio is from the second run, because the first one was cut short.
     assert rows["dspark", 7, 32]["break_even"] == 1.5
     assert rows["none_v1", 0, 32]["break_even"] == 1.1
     assert not any(drafter == "none" for drafter, _, _ in rows)
 
 
-def test_the_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
+def test_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     scripts, tmp_path, monkeypatch
 ):
     _, tables = scripts
@@ -216,7 +216,7 @@ def test_the_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     ]
 
 
-def test_the_table_is_empty_without_results(scripts, tmp_path, monkeypatch):
+def test_table_is_empty_without_results(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.break_even() == ""

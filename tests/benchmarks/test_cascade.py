@@ -16,13 +16,13 @@ def cascade():
         yield importlib.import_module("cascade")
 
 
-def test_the_keep_rate_makes_a_pass_yield_the_given_number_of_drafts(cascade):
+def test_keep_rate_yields_the_given_number_of_drafts_per_pass(cascade):
     assert cascade.keep_rate(1.5, 1) == pytest.approx(0.5)  # 1 + 0.5
     assert cascade.keep_rate(1.75, 2) == pytest.approx(0.5)  # 1 + 0.5 + 0.25
     assert cascade.keep_rate(1.0, 3) == pytest.approx(0.0)
 
 
-def test_drafts_that_no_pass_has_made_are_rejected(cascade):
+def test_drafts_not_made_by_any_pass_are_rejected(cascade):
     # Each of two passes yields one or two drafts, so the third draft exists in three of four cases,
     # and the fourth in one of four.
     rates = cascade.acceptance_by_place(0.8, 0.5, guesses=1, passes=2, drafts=5)
@@ -32,7 +32,7 @@ def test_drafts_that_no_pass_has_made_are_rejected(cascade):
     )
 
 
-def test_a_text_is_divided_into_prompts_of_equal_length(cascade, tmp_path):
+def test_text_is_divided_into_prompts_of_equal_length(cascade, tmp_path):
     class Letters:
         def __call__(self, text, add_special_tokens):
             return type("Encoded", (), {"input_ids": [ord(letter) for letter in text]})

@@ -58,7 +58,7 @@ def test_results_are_written_with_one_row_per_line_and_can_be_read_back(common, 
     assert read["series"] == list(range(999))
 
 
-def test_a_row_too_long_for_a_line_is_broken_between_fields(common):
+def test_long_row_is_broken_between_fields(common):
     row = {"name": "a", "bins": [{"start": i, "text": "x" * 100} for i in range(4)]}
     lines = common.compact([row]).splitlines()
     assert [line.strip()[:10] for line in lines[:4]] == ["[", "{", '"name": "a', '"bins": [']
@@ -76,7 +76,7 @@ def test_floats_are_rounded_to_eight_digits_and_integers_are_kept(common):
     ]
 
 
-def test_only_metrics_shown_in_a_table_are_kept_from_a_trainers_log(common):
+def test_only_trainer_metrics_shown_in_a_table_are_kept(common):
     import trainer_log
 
     trl = {"mode": "colocate", "log": [{"reward": 0.5, "loss": 1.0}, {"train_runtime": 9.0}]}
@@ -85,7 +85,7 @@ def test_only_metrics_shown_in_a_table_are_kept_from_a_trainers_log(common):
     assert trainer_log.cut(verl) == {"log": [{"critic/score/mean": 0.25}]}
 
 
-def test_the_committed_result_files_are_small(common):
+def test_committed_result_files_are_small(common):
     """Series that neither a table nor a figure uses belong in a run's folder, not in the
     repository.
     """
@@ -93,7 +93,7 @@ def test_the_committed_result_files_are_small(common):
     assert sum(path.stat().st_size for path in files) < 1.5e6
 
 
-def test_a_run_is_only_added_to_runs_with_the_same_shape(common, tmp_path):
+def test_run_is_added_only_to_runs_of_the_same_shape(common, tmp_path):
     path = tmp_path / "new" / "result.json"
     assert common.earlier_runs(path, "name", "qwen3-8b") == (
         path,
@@ -105,13 +105,13 @@ def test_a_run_is_only_added_to_runs_with_the_same_shape(common, tmp_path):
         common.earlier_runs(path, "name", "qwen3-4b")
 
 
-def test_without_a_path_runs_are_added_to_the_shapes_result(common):
+def test_default_result_path_contains_the_shape(common):
     path, _ = common.earlier_runs(None, "no_such", "qwen3-4b")
     assert path == common.RESULTS / "no_such_qwen3-4b.json"
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])
-def test_no_token_ends_the_small_models_responses(common, is_mixture):
+def test_small_models_have_no_stop_token(common, is_mixture):
     config = common.small_qwen3(is_mixture)
     assert config.vocab_size == common.SMALL_VOCAB and config.eos_token_id is None
     assert getattr(config, "num_experts", None) == (16 if is_mixture else None)

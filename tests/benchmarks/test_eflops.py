@@ -67,7 +67,7 @@ def test_eflops_match_the_cost_model_if_d_covers_keys_and_values(eflops):
     assert sparse_memory == pytest.approx(counted, rel=2e-3)
 
 
-def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
+def test_formulas_reproduce_only_some_published_ideal_speedups(eflops):
     # D is kv_width, and I is 412 FLOPs per byte. Responses have 40,000 tokens, because the tables
     # end there. Scoring is included, and there is no prompt.
     intensity = paper_intensity(H200)
@@ -94,7 +94,7 @@ def test_the_formulas_reproduce_only_some_published_ideal_speedups(eflops):
     assert attention_alone.max() == pytest.approx(5.06, abs=0.01)
 
 
-def test_without_the_cost_of_scoring_no_cutoff_reproduces_all_four_published_speedups(eflops):
+def test_no_cutoff_reproduces_all_four_published_speedups_without_scoring_cost(eflops):
     def miss(response):
         found = []
         for name, shape in PUBLISHED.items():

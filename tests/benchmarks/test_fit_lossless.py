@@ -27,7 +27,7 @@ def fit():
         yield importlib.import_module("fit_lossless")
 
 
-def test_the_fit_recovers_known_constants(fit):
+def test_fit_recovers_known_constants(fit):
     truth = Cycle(20e-6, 0.5, 5e-6, 0.8)
     cycles = [
         {
@@ -57,7 +57,7 @@ def test_the_fit_recovers_known_constants(fit):
         assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "constants must not be negative"
 
 
-def test_the_shipped_constants_predict_every_measured_cycle(fit):
+def test_shipped_constants_predict_every_measured_cycle(fit):
     cycles = fit.measured()
     assert len(cycles) == 81 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
     assert max(map(abs, fit.errors(cycles))) < 0.05, (

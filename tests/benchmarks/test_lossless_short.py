@@ -86,9 +86,8 @@ def engines(short, monkeypatch):
     monkeypatch.setattr(
         short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running)
     )
-    monkeypatch.setattr(
-        short, "clock_parts", lambda _: Counter({"schedule": 7.0})
-    )  # before the state
+    # These seconds were spent before the measured state began.
+    monkeypatch.setattr(short, "clock_parts", lambda _: Counter({"schedule": 7.0}))
     pools = {
         name: InThisProcess(short.Engine(bench, name == "lossless"))
         for name, bench in benches.items()
@@ -98,7 +97,7 @@ def engines(short, monkeypatch):
     return pools
 
 
-def test_the_ratio_excludes_the_cost_of_pauses(short, engines, monkeypatch):
+def test_ratio_excludes_the_cost_of_pauses(short, engines, monkeypatch):
     monkeypatch.setattr(short, "TURN_S", 0.1)
     monkeypatch.setattr(short, "GROWTH", 512)
     result = short.side_by_side(engines, ROWS, 1024, None)
@@ -145,9 +144,8 @@ def test_sequence_growth_is_limited_by_the_smallest_cache_and_the_context(short,
 @pytest.mark.parametrize(("rate", "numbers"), [(None, (0,)), (0.9, (0, 4))])
 def test_each_state_begins_with_a_fresh_chooser(short, engines, monkeypatch, rate, numbers):
     monkeypatch.setattr(short, "GROWTH", 64)
-    short.side_by_side(
-        engines, ROWS, 1024, None
-    )  # the state without drafts, after which drafts are chosen again
+    # This state has no drafts. In the next one, numbers of drafts are chosen again.
+    short.side_by_side(engines, ROWS, 1024, None)
     bench = engines["lossless"].engine.bench
     before = bench.scheduler.chooser
     bench.step = lambda: (Bench.step(bench), bench.scheduler.chooser.chosen.__setitem__(0, 5))

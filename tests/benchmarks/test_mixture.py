@@ -18,7 +18,7 @@ def scripts():
         yield importlib.import_module("mixture"), importlib.import_module("tables_mixture")
 
 
-def test_reducing_experts_and_layers_leaves_other_fields_unchanged(scripts):
+def test_reducing_experts_and_layers_changes_only_the_corresponding_fields(scripts):
     script, _ = scripts
     whole = script.qwen3("qwen3-30b-a3b").to_dict()
     cut = script.qwen3("qwen3-30b-a3b", **script.changes(32, 2)).to_dict()
@@ -34,7 +34,7 @@ def test_graph_sizes_cover_every_batch_and_number_of_drafts(scripts):
     assert script.graph_sizes([20, 40], (0, 4)) == [20, 40, 100, 200]
 
 
-def test_the_default_trace_and_points_fit_on_an_h200_together_with_the_weights(scripts):
+def test_default_trace_and_points_fit_on_an_h200_together_with_the_weights(scripts):
     from sparrow.cost import MACHINES, SHAPES
 
     script, _ = scripts
@@ -69,7 +69,7 @@ class Child:
         pass
 
 
-def test_each_invocation_appends_a_run_with_its_models_size(scripts, tmp_path, monkeypatch):
+def test_each_invocation_appends_a_run_with_the_model_size(scripts, tmp_path, monkeypatch):
     pytest.importorskip("vllm.version")
     script, _ = scripts
     monkeypatch.setattr(script, "Child", Child)
@@ -92,7 +92,7 @@ def test_each_invocation_appends_a_run_with_its_models_size(scripts, tmp_path, m
     assert whole["engines"]["lossless"]["finished"]
 
 
-def test_a_child_receives_its_parents_arguments(scripts, tmp_path, monkeypatch):
+def test_child_process_receives_the_arguments_of_its_parent(scripts, tmp_path, monkeypatch):
     script, _ = scripts
     commands = []
     monkeypatch.setattr(
@@ -158,7 +158,7 @@ def cells(text):
     return [line.strip("| ").split(" | ") for line in text.splitlines()]
 
 
-def test_speeds_are_relative_to_stock_vllm_in_the_same_run(tables):
+def test_speedups_are_relative_to_stock_vllm_in_the_same_run(tables):
     head, _, row = cells(tables.speed())
     found = dict(zip(head, row, strict=True))
     assert found["kept"] == "128 experts, 48 layers"
@@ -167,7 +167,7 @@ def test_speeds_are_relative_to_stock_vllm_in_the_same_run(tables):
     assert (found["chosen, first 4 s"], found["after"]) == ("1.20x", "1.29x")
 
 
-def test_the_time_of_a_trace_that_was_cut_short_is_left_blank(tables):
+def test_time_of_a_trace_that_was_cut_short_is_left_blank(tables):
     _, _, row = cells(tables.rollout())
     assert row[4:] == ["40", "30 s", "20 s", "**1.50x**", "", "", "4"]
 

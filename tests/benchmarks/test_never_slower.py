@@ -39,7 +39,7 @@ def test_each_engine_runs_each_cell_once_per_round_in_rotating_order(scripts):
     assert {block[0].engine for block in blocks} == set(engines)
 
 
-def test_the_cache_has_room_for_the_largest_cell(scripts):
+def test_cache_has_room_for_the_largest_cell(scripts):
     script, _ = scripts
     model = script.shape_config("smollm2-135m")
     # Each of the 30 layers has 3 kv heads, whose keys and values are 64 numbers of two bytes each.

@@ -1,4 +1,4 @@
-"""Test how benchmarks start engines in processes of their own, and let them measure in turn."""
+"""Test that benchmarks start engines in separate processes, which measure one after another."""
 
 import importlib
 import json
@@ -58,7 +58,7 @@ def test_engines_that_start_side_by_side_measure_one_after_another(engines):
     assert third["began"] >= second["ended"]
 
 
-def test_an_engine_that_fails_to_start_does_not_hold_up_the_others(engines, tmp_path):
+def test_engine_that_fails_to_start_does_not_hold_up_the_others(engines, tmp_path):
     found = engines("broken", "first", together=2)
     assert "out of memory" in found["broken"]["failed"]
     assert len(found["first"]["points"]) == 1

@@ -48,7 +48,7 @@ imported only once. The scripts' own modules are imported again for each script.
 
 
 def missing(name: str) -> str | None:
-    """Return the first optional package that a script mentions but that is not installed."""
+    """Return the first optional package that a script mentions and that is not installed."""
     text = (ROOT / name).read_text(encoding="utf-8")
     absent = (module for module in ("vllm", "triton") if find_spec(module) is None)
     return next((module for module in absent if module in text), None)
@@ -81,7 +81,7 @@ WITH_A_CACHE_IN_ALL_LAYERS = [name for name in SHAPES if SHAPES[name].attention_
 
 
 @pytest.mark.parametrize("name", WITH_A_CACHE_IN_ALL_LAYERS)
-def test_measured_shapes_match_the_cost_models(name, monkeypatch):
+def test_measured_shapes_match_the_cost_model(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3
 

@@ -45,7 +45,7 @@ def test_only_the_expected_outcome_is_recorded_as_expected(
     assert result["as expected"] is expected
 
 
-def test_only_lossy_engines_select_sparrows_attention_backend(selfcheck):
+def test_only_lossy_engines_select_the_sparrow_attention_backend(selfcheck):
     by_name = {case.name: case for case in selfcheck.CASES}
     assert len(by_name) == len(selfcheck.CASES)
     assert by_name["lossy, eager"].settings["attention_backend"] == "CUSTOM"

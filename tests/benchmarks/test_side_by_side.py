@@ -13,7 +13,7 @@ import itertools, torch
 TOKENS, LAYERS, CASES, DENSE = 1, 1, [(1, 2, 3, 4)] * 4, [(5, 6)]
 SHAPES = [(128, torch.bfloat16, 16), (80, torch.bfloat16, 16)]
 calls = itertools.count()
-def us(pool): return TIMES[pool] + (next(calls) % 4 != 2) * 10  # one batch of four is as fast as it gets
+def us(pool): return TIMES[pool] + (next(calls) % 4 != 2) * 10  # one call in four is 10 us faster
 def Pool(tokens, layers, D=128, dtype=None, P=16): return D
 class Case:
     def __init__(self, pool, *shape): self.pool, self.top_k = pool, torch.zeros(1)
@@ -50,12 +50,12 @@ def test_rows_slower_than_allowed_are_marked_and_fail_the_comparison(tmp_path):
 
 
 @pytest.mark.slow
-def test_triton_only_rows_can_be_left_out(tmp_path):
+def test_triton_only_rows_can_be_excluded(tmp_path):
     code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 101.0, 80: 200.0}, "--cuda")
     assert code == 0 and len(lines) == 4 and "Triton" not in "".join(lines)
 
 
-def test_allowed_slowdowns_depend_on_the_row_and_rows_in_only_one_tree_are_ignored(monkeypatch):
+def test_allowed_slowdown_depends_on_the_row_and_unmatched_rows_are_ignored(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from side_by_side import slower
 

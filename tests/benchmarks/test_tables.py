@@ -34,7 +34,7 @@ def test_tables_in_the_docs_match_the_result_files(tables):
     assert all("".join(pages).count(f"<!-- table: {name} -->") == 1 for name in tables.TABLES)
 
 
-def test_the_time_of_a_trace_is_the_time_of_its_steps_plus_its_joins(tables):
+def test_trace_time_is_the_sum_of_its_steps_and_joins(tables):
     states = [{"none": {"ms": 10.0}}, {"none": {"ms": 20.0}}]
     run = {
         "join_ms": [1.0, 90.0, 4.0],
@@ -43,7 +43,7 @@ def test_the_time_of_a_trace_is_the_time_of_its_steps_plus_its_joins(tables):
     assert tables.speed.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
 
 
-def test_the_interval_of_a_speedup_matches_a_hand_calculation(tables):
+def test_speedup_interval_matches_a_hand_calculation(tables):
     def run(ms):
         trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
         return {"join_ms": [5.0], "traces": {"9": trace}}
@@ -66,13 +66,13 @@ def test_the_interval_of_a_speedup_matches_a_hand_calculation(tables):
     )
 
 
-def test_a_number_changed_by_hand_on_a_page_is_restored(tables):
+def test_hand_edited_table_cell_is_restored(tables):
     page = tables.PAGES[0].read_text(encoding="utf-8")
     at = page.index("| 1.7B |")
     assert tables.render(page[:at] + "| 1.8B |" + page[at + 8 :], tables.TABLES) == page
 
 
-def test_a_request_joins_when_another_ends(trace):
+def test_request_joins_when_another_ends(trace):
     spans = trace.simulate([10, 20, 30, 40], [2, 5, 3, 1], slots=2)
     assert [(steps, sorted(lengths.tolist()), joined) for steps, lengths, joined in spans] == [
         (2, [10, 20], 2),

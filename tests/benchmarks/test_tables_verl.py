@@ -35,5 +35,5 @@ def test_runs_are_listed_in_a_fixed_order_and_drafts_are_summed_over_steps(table
     assert sparrows == "| lossless | 2 | 0.60 → 0.60 | 0.600 | 5.0 | 2.50 | 68.8% | 3.75 |"
 
 
-def test_no_runs_are_listed_without_results(tables_verl):
+def test_result_list_is_empty_without_results(tables_verl):
     assert tables_verl.results() == []

@@ -28,15 +28,15 @@ def test_equal_responses_have_no_first_difference(script):
     assert script.first_difference([1, 2, 3], [1, 2, 3]) is None
 
 
-def test_the_first_of_two_differences_is_found(script):
+def test_first_of_two_differences_is_found(script):
     assert script.first_difference([1, 2, 3, 4], [1, 5, 3, 6]) == 1
 
 
-def test_a_response_that_stops_early_differs_at_its_end(script):
+def test_response_that_stops_early_differs_at_its_end(script):
     assert script.first_difference([1, 2, 3], [1, 2]) == 2
 
 
-def test_a_token_ties_with_the_greedy_token_if_rounding_could_swap_them(script):
+def test_token_ties_with_the_greedy_token_if_rounding_could_swap_them(script):
     logits = [0.0, 5.0, 4.99, 1.0]
     assert script.tied(logits, 1, 2)
     assert not script.tied(logits, 1, 3)
@@ -63,14 +63,14 @@ def test_each_fault_in_lossless_rollouts_is_reported(script, counts, wrong, word
     assert words in script.failures("lossless", counts, EQUAL | {"wrong": wrong})
 
 
-def test_lossy_rollouts_may_differ_from_stock_vllm_but_must_read_less(script):
+def test_lossy_rollouts_may_differ_from_stock_vllm_but_must_read_fewer_tokens(script):
     others = EQUAL | {"wrong": 6}
     assert script.failures("lossy", READ, others) == []
     assert script.failures("lossy", READ | {"tokens_read": 30}, others)
     assert "nothing was decoded by Sparrow" in script.failures("lossy", {}, others)
 
 
-def test_a_mode_that_stops_before_the_weight_update_is_reported_as_faulty(
+def test_mode_that_stops_before_the_weight_update_is_reported_as_faulty(
     script, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(script, "compare", lambda *_: EQUAL)
@@ -83,7 +83,7 @@ def test_a_mode_that_stops_before_the_weight_update_is_reported_as_faulty(
 
 
 @pytest.mark.parametrize(("cuda", "tried"), [(True, 2), (False, 1)])
-def test_openrlhfs_weights_are_updated_only_on_a_gpu(script, monkeypatch, cuda, tried):
+def test_openrlhf_weights_are_updated_only_on_a_gpu(script, monkeypatch, cuda, tried):
     monkeypatch.setattr(script, "CUDA", cuda)
     assert len(script.checkpoints("openrlhf")) == tried
     assert len(script.checkpoints("skyrl")) == 2

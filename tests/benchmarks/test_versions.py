@@ -45,9 +45,7 @@ def row(scripts, tmp_path, monkeypatch, **changed):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_a_row_shows_the_errors_the_verdict_and_the_speedup_over_stock(
-    scripts, tmp_path, monkeypatch
-):
+def test_row_shows_errors_verdict_and_speedup_over_stock(scripts, tmp_path, monkeypatch):
     cells = row(scripts, tmp_path, monkeypatch)
     assert cells[:4] == ["0.33.0", "2.11.0", "H100", "lossless"]
     assert cells[4:9] == ["0.012 / 0.04"] * 4 + ["yes"]
@@ -59,7 +57,7 @@ def test_a_row_shows_the_errors_the_verdict_and_the_speedup_over_stock(
     ]
 
 
-def test_a_row_names_failed_parts_and_omits_parts_that_were_not_run(scripts, tmp_path, monkeypatch):
+def test_row_names_failed_parts_and_omits_parts_that_were_not_run(scripts, tmp_path, monkeypatch):
     crashed = {"eager": WAY, "graphs": None, "compiled": None, "failed": "RuntimeError: no"}
     cells = row(scripts, tmp_path, monkeypatch, lossless=crashed)
     assert cells[4:9] == ["0.012 / 0.04", "failed", "failed", "", "no"]
@@ -80,11 +78,11 @@ def test_a_row_names_failed_parts_and_omits_parts_that_were_not_run(scripts, tmp
         ("print('begun'); raise ValueError('what')", (0,), "ValueError: what"),
     ],
 )
-def test_a_failed_part_reports_its_last_error(scripts, tmp_path, code, allowed, failure):
+def test_failed_part_reports_its_last_error(scripts, tmp_path, code, allowed, failure):
     assert scripts[0].child(["-c", code], tmp_path / "log", allowed) == failure
 
 
-def test_a_failed_part_is_recorded_together_with_earlier_parts(scripts, tmp_path):
+def test_failed_part_is_added_to_the_existing_result(scripts, tmp_path):
     out = tmp_path / "0.33.0.json"
     result = {"vllm": "0.33.0"}
     scripts[0].part(result, "lossy", ["-c", "raise ValueError('what')"], dict, out)
@@ -93,7 +91,9 @@ def test_a_failed_part_is_recorded_together_with_earlier_parts(scripts, tmp_path
     assert "ValueError: what" in (tmp_path / "0.33.0_lossy.log").read_text()
 
 
-def test_a_self_check_row_shows_time_and_differences_or_the_refusal(scripts, tmp_path, monkeypatch):
+def test_self_check_row_shows_either_the_measurements_or_the_refusal(
+    scripts, tmp_path, monkeypatch
+):
     tables = scripts[1]
     passed = {
         "case": "lossy, eager",

@@ -51,7 +51,7 @@ def some_prompts(count=6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["layers", "heads"])
-def test_the_layer_with_the_largest_loss_gets_the_largest_budget(by, tmp_path):
+def test_layer_with_the_largest_loss_gets_the_largest_budget(by, tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     said = []
     found = head_budgets.find(
@@ -72,7 +72,7 @@ def test_the_layer_with_the_largest_loss_gets_the_largest_budget(by, tmp_path):
 
 
 @pytest.mark.slow
-def test_head_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
+def test_head_budgets_that_lower_p5_are_rejected(tmp_path, monkeypatch):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
     monkeypatch.setattr(head_budgets, "divided", lambda *_: np.array([[1, 31], [31, 1], [31, 1]]))
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_head_budgets_that_lower_p5_are_refused(tmp_path, monkeypatch):
         )
 
 
-def test_settings_that_cannot_yield_head_budgets_are_refused(tmp_path):
+def test_settings_that_cannot_yield_head_budgets_raise_an_error(tmp_path):
     engine = HFEngine(tiny_model(), LAYOUT, eos_ids=[])
 
     def find(layout, top_k=16, tokens=2):
@@ -108,7 +108,7 @@ def test_settings_that_cannot_yield_head_budgets_are_refused(tmp_path):
         find(LAYOUT, 512)
 
 
-def test_the_command_finds_head_budgets_only_with_transformers(checkpoint, tmp_path, capsys):
+def test_head_budgets_require_the_transformers_engine(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(
             [

@@ -42,7 +42,7 @@ def fixed(*budgets):
     return [LAYOUT.replace(top_k=(k,)) for k in budgets]
 
 
-def test_each_bin_gets_the_cheapest_budget_by_bisection_and_interpolation():
+def test_each_bin_gets_its_smallest_sufficient_budget_by_bisection_and_interpolation():
     calls: list = []
     # p5 is 0.95 - 0.01 * shortfall: the target 0.90 allows a shortfall of 5 pages.
     found = calibrate(
@@ -59,7 +59,7 @@ def test_each_bin_gets_the_cheapest_budget_by_bisection_and_interpolation():
     )
 
 
-def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
+def test_p5_is_interpolated_on_a_log_scale_of_the_budget():
     found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(4, 12, 24), 0.8999, refine=0)
     # p5 is 0.87 with 12 pages and 0.95 with 24 (or any number from 20 on). Interpolation gives
     # 13 * (25 / 13) ** (3 / 8) - 1 = 15.6 pages, although 15 would be enough.
@@ -71,7 +71,7 @@ def test_p5_is_interpolated_in_the_logarithm_of_the_budget():
     )
 
 
-def test_larger_budgets_are_tried_if_none_is_sufficient():
+def test_larger_budgets_are_tried_if_no_given_budget_suffices():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2, 5), 0.8999, refine=6)
     assert calls[2:5] == [(3, 11, 11, 11), (3, 23, 23, 23), (3, 17, 17, 47)]
@@ -86,7 +86,7 @@ def test_larger_budgets_are_tried_if_none_is_sufficient():
     )  # 47 pages of 16 hold all 640 tokens
 
 
-def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_are_sufficient():
+def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_given_budgets_suffice():
     calls: list = []
     found = calibrate(world([640] * 30, lambda b: 20 + 4 * b, calls), fixed(40), 0.8999, refine=6)
     assert found.schedule.top_k == (15, 19, 24, 27, ALL_PAGES) and len(calls) < 7
@@ -96,7 +96,7 @@ def test_smaller_budgets_down_to_the_minimum_are_tried_if_all_are_sufficient():
     assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
 
 
-def test_budgets_below_a_shorter_bins_budget_are_not_tried():
+def test_budgets_below_that_of_a_shorter_bin_are_not_tried():
     calls: list = []
     found = calibrate(
         world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls),
@@ -113,7 +113,7 @@ def test_bins_that_miss_the_target_become_dense_and_the_schedule_stays_monotonic
     assert math.isnan(found.bins[1].p5)
 
 
-def test_the_target_applies_to_the_lower_confidence_limit_of_p5():
+def test_target_applies_to_the_lower_confidence_limit_of_p5():
     quiet = calibrate(
         world([320] * 30, lambda b: 20 + 0 * b), fixed(*range(0, 40, 2)), 0.9, refine=0
     )
@@ -126,8 +126,8 @@ def test_the_target_applies_to_the_lower_confidence_limit_of_p5():
     assert below.lower < 0.9 <= chosen.lower
 
 
-def test_bins_with_few_tokens_use_the_previous_budget_plus_half():
-    lengths = [320] * 30 + [322] * 30  # 60 tokens of 30 sequences
+def test_bins_with_few_tokens_use_one_and_a_half_times_the_previous_budget():
+    lengths = [320] * 30 + [322] * 30  # 60 tokens from 30 sequences
     found = calibrate(
         world(lengths, lambda b: 20 + 0 * b), fixed(10, 14, 18, 22, 26), 0.8999, refine=0
     )
@@ -137,7 +137,7 @@ def test_bins_with_few_tokens_use_the_previous_budget_plus_half():
     assert found.bins[2].n_sequences == 60
 
 
-def test_too_little_data_or_an_empty_list_of_budgets_is_an_error():
+def test_too_little_data_or_no_budgets_raises_an_error():
     with pytest.raises(
         ConfigError, match=r"960 tokens from 3 sequences .* needs at least 400 tokens from 20"
     ):
@@ -146,18 +146,17 @@ def test_too_little_data_or_an_empty_list_of_budgets_is_an_error():
         calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(), 0.9)
 
 
-def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
+def test_search_that_starts_from_a_schedule_adjusts_every_bin():
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 40), 0.8999, refine=6)
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     calls: list = []
     again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
     # Each bin tries a quarter fewer pages if its budget is enough, and a third more if it is not.
-    # If a quarter fewer are enough, too, it tries even fewer.
+    # If a quarter fewer are enough, it tries even fewer.
     assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
     # In the last bin, 33 would be enough, but interpolation predicts 34.
     assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)
-    # Lengths beyond the schedule were sampled densely, and are tried with the previous bin's
-    # budget.
+    # Lengths beyond the schedule were sampled densely. The search tries the previous bin's budget.
     calls.clear()
     shorter = LAYOUT.replace(top_k=(9, 9, 9, ALL_PAGES))
     longer = calibrate(world([640] * 30, lambda b: 12 + 0 * b, calls), [shorter], 0.8999)
@@ -165,8 +164,8 @@ def test_a_search_that_starts_from_a_schedule_adjusts_every_bin():
 
 
 def early(count, tokens):
-    """Simulate thirty responses that start at position 160, and ``count`` others that start
-    ``tokens`` tokens earlier.
+    """Simulate thirty responses that start at position 160, and ``count`` responses that start at
+    position ``160 - tokens``.
     """
 
     def measure(schedule):
@@ -197,13 +196,12 @@ def test_leading_bins_with_too_few_tokens_are_merged():
     )
 
 
-def test_unreached_lengths_do_not_shift_the_table():
+def test_gap_in_the_sampled_lengths_does_not_shift_later_bins():
     def gap(needed, calls):
         def measure(schedule):
             found = world([320] * 30 + [960] * 30, needed, calls)(schedule)
-            seen = (found.sequence < 30) | (
-                found.position >= 640
-            )  # short prompts and long ones, and none between
+            # Half of the sequences end at 320 and the others start at 640. No length between is sampled.
+            seen = (found.sequence < 30) | (found.position >= 640)
             return Acceptance(*(x[seen] for x in found))
 
         return measure
@@ -265,8 +263,8 @@ def test_calibration_meets_its_target_on_fresh_rollouts_and_can_be_resumed(tmp_p
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith(
         "round 1: scoring with"
     )
-    # Every round also scores its responses densely. It does not score them under the schedule they
-    # were sampled with, which is the largest budget in the first round.
+    # Every round also scores its responses densely, but not with the schedule that they were sampled
+    # with. In the first round, that schedule has the largest budget.
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum(
         "scoring" in phase for phase in phases
     )
@@ -304,18 +302,15 @@ def test_samples_from_different_weights_are_not_reused(checkpoint, tmp_path):
     first, again = calibrated(), calibrated()
     assert first == again and first[1] == 1
     weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] = (
-        0.1 * weights["model.norm.weight"]
-    )  # as after training, under the same name
+    # Training would change the weights like this without changing the model's name.
+    weights["model.norm.weight"] = 0.1 * weights["model.norm.weight"]
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     trained, files = calibrated()
     assert files == 2 and trained[0]["p5"] != first[0][0]["p5"]
 
 
 @pytest.mark.slow
-def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_small(
-    tmp_path, caplog
-):
+def test_failed_search_reports_whether_lists_were_too_short_or_budgets_too_small(tmp_path, caplog):
     from sparrow.engines.hf import HFEngine
     from tests.conftest import VOCAB, tiny_model
 
@@ -348,7 +343,7 @@ def test_a_failed_search_reports_whether_lists_were_too_short_or_budgets_too_sma
     )
 
 
-def test_the_engine_sleeps_while_the_scorer_works():
+def test_engine_sleeps_while_the_scorer_works():
     calls = []
     ids, logprobs = np.array([[3], [5]], np.int32), np.log(np.array([[0.5], [0.8]], np.float32))
     rollout = Rollout([1, 2], np.array([3, 5]), logprobs[:, 0], ids, logprobs, "length")
@@ -374,7 +369,7 @@ def test_the_engine_sleeps_while_the_scorer_works():
     np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
 
 
-def test_a_calibration_can_be_plotted_from_its_file(tmp_path):
+def test_calibration_can_be_plotted_from_its_file(tmp_path):
     from sparrow.report import draw_calibration
 
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 20, 40), 0.85)
@@ -387,7 +382,7 @@ def test_a_calibration_can_be_plotted_from_its_file(tmp_path):
         draw_calibration(tmp_path / "plain.json")
 
 
-def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeypatch):
+def test_relative_target_is_drawn_separately_for_each_bin(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
     from sparrow.report import draw_calibration
@@ -417,10 +412,10 @@ def test_a_relative_target_is_plotted_at_the_level_of_each_bin(tmp_path, monkeyp
 
 
 class TwoPrograms:
-    """A stand-in for a scorer, or for a sampler with noisy logits. The model's logits depend only
-    on the prompt and the position, and change more if fewer pages are read. Lists contain all
-    ``V`` tokens. All schedules have the same noise, unless it is drawn ``anew`` for each schedule,
-    as if sums were rounded differently.
+    """A stand-in for a scorer, or for a sampler with noisy logits. The logits depend only on the
+    prompt and the position. The fewer pages are read, the more they change. Lists contain all
+    ``V`` tokens. All schedules share the same noise. With ``anew``, each schedule draws its own
+    noise, as if sums were rounded differently.
     """
 
     V, T = 16, 320
@@ -463,7 +458,7 @@ class TwoPrograms:
 
 
 @pytest.mark.slow
-def test_a_resumed_calibration_reuses_all_finished_work(tmp_path):
+def test_resumed_calibration_reuses_all_finished_work(tmp_path):
     engine, scorer, prompts = (
         TwoPrograms(0.092),
         TwoPrograms(0.0),
@@ -491,7 +486,7 @@ def test_a_resumed_calibration_reuses_all_finished_work(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same-noise", "noise-anew"])
 @pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
-def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
+def test_target_is_met_even_if_sampler_and_scorer_round_differently(
     tmp_path, noise, ceiling, target, anew
 ):
     engine, scorer = TwoPrograms(noise, anew), TwoPrograms(0.0)
@@ -528,7 +523,7 @@ def test_the_target_is_met_even_if_sampler_and_scorer_round_differently(
         abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper
         for b in found.bins
     )
-    # The reported p5 is the sampler's, even under a schedule with which nothing was sampled.
+    # The reported p5 describes the sampler, even for schedules that it never sampled with.
     trajectories = Trajectories(
         engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,))
     )

@@ -1,4 +1,4 @@
-"""End-to-end tests of the command line on a tiny checkpoint: what it prints, writes and refuses."""
+"""Test the command line end to end on a tiny checkpoint: its output, its files and its errors."""
 
 import json
 import re
@@ -20,7 +20,7 @@ COMMANDS_THAT_SAMPLE = ("train", "measure", "calibrate", "eval")
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 
 
-def test_a_run_configured_by_toml_and_overrides_can_be_reported_and_resumed(
+def test_run_configured_by_toml_and_overrides_can_be_reported_and_resumed(
     checkpoint, tmp_path, capsys
 ):
     config = tmp_path / "run.toml"
@@ -60,7 +60,7 @@ def test_a_run_configured_by_toml_and_overrides_can_be_reported_and_resumed(
     assert page.exists() and "<html" in page.read_text()
 
 
-def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
+def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": " ba = 7\\n ku = 5\\n"}\n{"prompt": " ba = 3\\n"}\n')
     out = tmp_path / "report.json"
@@ -122,7 +122,7 @@ SAMPLED = [*("--task", "trace:lines=24"), *("--count", "4"), *("--max-new-tokens
 
 
 @pytest.mark.slow
-def test_an_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path, passes, capsys):
+def test_exact_measurement_needs_only_one_sampling_pass(checkpoint, tmp_path, passes, capsys):
     out = tmp_path / "report.json"
     sampled = ["--model", checkpoint, *SAMPLED, "--tau", "0.99", "--out", str(out)]
     main(["measure", "--mode", "lossless", "--draft-schedule", "fixed:0", *sampled])
@@ -199,7 +199,7 @@ def sent_by(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(HFEngine, "generate", stop)
     small = ["--rollout.prompts", "4", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
     sampled = ["--count", "20", "--max-new-tokens", "8"]
-    plain = "template={question}"  # the tokenizer cannot read the default instructions
+    plain = "template={question}"  # the tokenizer lacks the words of the default template
     dataset = ["--dataset", f"qa:path={data},{plain}"]
     arguments = {
         "train": [*dataset, *small, "--run-dir", str(tmp_path / "run")],
@@ -270,7 +270,7 @@ def test_prompts_from_a_file_are_tokenized_with_bos(sent_by, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", COMMANDS_THAT_SAMPLE)
-def test_prompts_of_a_task_begin_with_bos(sent_by, command):
+def test_task_prompts_begin_with_bos(sent_by, command):
     add_bos(sent_by.model)
     tokenizer = AutoTokenizer.from_pretrained(sent_by.model)
     option = "--benchmark" if command == "eval" else "--task"
@@ -291,7 +291,7 @@ CHAT = (
 
 
 @pytest.mark.parametrize("command", [*COMMANDS_THAT_SAMPLE, "audit"])
-def test_prompts_of_a_chat_model_match_apply_chat_template(sent_by, command, tmp_path):
+def test_chat_prompts_match_apply_chat_template(sent_by, command, tmp_path):
     add_bos(sent_by.model)
     template = tmp_path / "other.jinja"
     template.write_text("ask:{{ messages[-1].content }}\nprogram:")
@@ -335,7 +335,7 @@ def test_chat_settings_are_refused_if_prompts_are_sent_unchanged(
     assert "the chat settings apply to" in reason and "trace:lines=2" in reason
 
 
-def test_every_command_refuses_prompts_that_the_tokenizer_cannot_represent(
+def test_every_command_rejects_prompts_that_the_tokenizer_cannot_represent(
     sent_by, tmp_path, capsys
 ):
     strange = tmp_path / "strange.jsonl"
@@ -346,11 +346,11 @@ def test_every_command_refuses_prompts_that_the_tokenizer_cannot_represent(
         assert "the tokenizer cannot read 99% of the prompts' characters" in capsys.readouterr().err
 
 
-def test_lists_are_lengthened_until_the_verdict_is_decided(checkpoint, tmp_path, capsys):
+def test_top_lists_grow_until_the_verdict_is_decided(checkpoint, tmp_path, capsys):
     arguments = [
         "measure",
         "--schedule",
-        "fixed:9",  # reads everything at these lengths
+        "fixed:9",  # keeps every page at these lengths
         "--model",
         checkpoint,
         "--task",
@@ -400,7 +400,7 @@ def test_cost_accepts_a_shape_name_or_a_config(checkpoint, capsys):
     )
 
 
-def test_cost_refuses_sequences_beyond_the_models_context(capsys):
+def test_cost_rejects_sequences_longer_than_the_context(capsys):
     command = ["cost", "--model", "qwen3-4b", "--schedule", "fixed:9", "--responses", "8"]
     main([*command, "--prompt", "8192", "--cutoff", "32768"])  # 40,960 tokens, the whole context
     refused = fails(capsys, *command, "--prompt", "8193", "--cutoff", "32768")
@@ -493,7 +493,7 @@ def test_cost_accepts_the_bundled_reasoner(capsys):
     assert "Neither pays off" in capsys.readouterr().out
 
 
-def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path):
+def test_count_below_the_minimum_is_refused_before_sampling(capsys, tmp_path):
     options = [
         "--model",
         "reasoner",
@@ -522,16 +522,16 @@ def test_help_is_fast_and_imports_no_heavy_packages():
 
 
 @pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
-def test_a_missing_model_is_reported_in_one_sentence(command, capsys):
+def test_missing_model_is_reported_in_one_sentence(command, capsys):
     assert fails(capsys, command, "--seed", "1") == (
         f"sparrow: sparrow {command} needs --model NAME or PATH; "
         "--model reasoner is the small model that comes with Sparrow"
     )
 
 
-def test_the_recorded_reward_rises_within_the_number_of_demo_steps():
-    """The recorded runs are longer, but have the same seeds, so their first steps are the same as
-    the demo's.
+def test_recorded_reward_rises_within_the_steps_of_the_demo():
+    """The recorded runs are longer than the demo but use the same seeds, so their first steps are
+    the demo's steps.
     """
     for run in json.loads((ROOT / "benchmarks/results/demo.json").read_text())["runs"]:
         reward = run["reward"][: Demo.steps]
@@ -545,7 +545,7 @@ def test_every_command_is_defined_in_a_module_of_the_same_name():
     }
 
 
-def test_engine_options_may_be_json():
+def test_engine_options_can_be_given_as_json():
     spec = 'vllm:compilation_config={"mode": 0, "cudagraph_mode": "FULL"},max_model_len=1024,attention_backend=CUSTOM'
     config = {"mode": 0, "cudagraph_mode": "FULL"}
     assert parse_spec(spec) == (

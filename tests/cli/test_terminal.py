@@ -59,7 +59,7 @@ def test_p5_is_printed_only_for_steps_sampled_by_a_sparse_actor():
         assert line == LINE.replace(P5, said)
 
 
-def test_the_printed_p5_omits_lengths_sampled_by_the_dense_policy():
+def test_printed_p5_omits_lengths_sampled_by_the_dense_policy():
     later = {"end": 200, "lower_bound": 0.5, "upper_bound": 0.5, "n_sequences": 4}
     step = {**STEP, "mismatch": {"bins": [{**BIN, "lower_bound": 0.1}, later]}, "dense_up_to": 100}
     assert terminal.step_line(step) == LINE.replace(P5, "lowest p5 0.500  ")
@@ -69,7 +69,7 @@ def test_the_printed_p5_omits_lengths_sampled_by_the_dense_policy():
     assert terminal.step_line(read_in_full) == LINE.replace(P5, "")
 
 
-def test_the_version_is_printed(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out == f"sparrow {__version__}\n"
@@ -85,7 +85,7 @@ def test_python_m_sparrow_works_and_tolerates_a_closed_pipe():
     assert done.stdout.startswith("usage: sparrow train") and done.stderr == ""
 
 
-def test_help_mentions_config_and_version(capsys):
+def test_help_lists_the_config_and_version_options(capsys):
     for argv, named in ((["train", "--help"], "--config FILE"), (["--help"], "--version")):
         with pytest.raises(SystemExit):
             main(argv)
@@ -109,7 +109,7 @@ def test_shell_completions_are_printed(shell, capsys):
         ["--tyro-write-completion", "tcsh", "/nowhere/sparrow.csh"],
     ],
 )
-def test_completions_for_an_unsupported_shell_are_refused_in_one_sentence(arguments, capsys):
+def test_unsupported_shell_is_reported_in_one_sentence(arguments, capsys):
     said = fails(capsys, *arguments)
     assert "completion is 'tcsh', but must be bash, zsh or fish" in said
     assert "'', but must be bash" in fails(capsys, "--tyro-print-completion")

@@ -1,4 +1,4 @@
-"""Test the break-even points of other drafters against hand calculations and measurements."""
+"""Compare the predicted break-even points of drafters with hand calculations and measurements."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SMALL = ModelShape("small", 10, 1, 1, 1, 120, output=20)
 SLOW = Machine("slow", 100.0, 100.0, 1000.0, 1e9)
 
 
-def test_a_drafters_break_even_point_matches_a_hand_calculation():
+def test_drafter_break_even_point_matches_a_hand_calculation():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
     # A dense step reads 240 bytes of weights and 5 x 40 bytes of cache. A pass of the drafter reads
     # 60 and 5 x 8. Verifying three drafts takes 2 x 120 x 3 FLOPs, at half the peak.

@@ -1,5 +1,5 @@
-"""Test the cost of lossless decoding: cycles against hand calculations, 8-bit landmarks and
-weights, and recommendations.
+"""Test the predicted cost of lossless decoding: cycles (against hand calculations), 8-bit landmarks
+and weights, and recommendations.
 """
 
 from dataclasses import astuple, replace
@@ -51,7 +51,7 @@ def test_tokens_per_cycle_match_a_hand_calculation():
     assert drafts(0, 0.7).tokens_per_cycle == 1
 
 
-def test_the_time_of_a_cycle_matches_a_hand_calculation():
+def test_cycle_time_matches_a_hand_calculation():
     # With one layer and one head of 4, a cached token takes 16 bytes and a landmark 8. The weights
     # are 500 parameters, or 1,000 bytes.
     shape, machine = ModelShape("tiny", 1, 1, 1, 4, 500), Machine("toy", 1e3, 1e3, 1e6, 1e12)
@@ -78,7 +78,7 @@ def test_the_time_of_a_cycle_matches_a_hand_calculation():
     assert found.kv_bytes == pytest.approx((2 * 60 + 300) * 16 / 1.75)
 
 
-def test_a_cycle_without_drafts_costs_as_much_as_a_dense_step():
+def test_cycle_without_drafts_costs_as_much_as_a_dense_step():
     for overheads in (VLLM_H200, ENGINE, Overheads(host_s=1.0)):
         dense = decode_step(SHAPES["qwen3-4b"], H200, [3000, 9000], None, overheads)
         found = lossless_step(SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(0, 0.9), overheads)
@@ -92,7 +92,7 @@ def test_drafts_do_not_reduce_the_host_time_per_token():
     assert found.seconds == pytest.approx(2.0), "one second for each of two sequences"
 
 
-def test_the_given_acceptance_is_for_1024_tokens_and_acceptance_rises_with_the_budget():
+def test_acceptance_is_given_at_1024_tokens_and_rises_with_the_budget():
     by_pages = {c.schedule.top_k[0]: c.acceptance for c in choices(0.9)}
     assert by_pages[61] == pytest.approx(0.9)
     assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(
@@ -104,7 +104,7 @@ def test_eight_bit_landmarks_shorten_draft_steps_in_proportion_to_the_bytes_save
     plain = drafts(12, 1.0)
     in_8_bits = replace(plain, schedule=plain.schedule.replace(landmark_dtype="fp8_e4m3"))
     whole, halved = (cycle_seconds("qwen3-1.7b", 64, drafting) for drafting in (plain, in_8_bits))
-    saved = 12 * 28 * 64 * 938 * 8 * 128  # bytes: of 12 drafts, 28 layers, 64 x 938 pages
+    saved = 12 * 28 * 64 * 938 * 8 * 128  # 12 drafts, 28 layers, 64 x 938 pages
     assert whole - halved == pytest.approx(saved / (H200.read_bytes_s * VLLM_H200.read_fraction))
     shape, responses = SHAPES["qwen3-1.7b"], np.full(64, 12_000)
     dense = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-1.7b")).dense
@@ -122,7 +122,7 @@ def test_eight_bit_draft_weights_halve_weight_reads_and_shrink_the_cache():
     linear_layers = 40 * (5120 * 128 * (40 + 8 + 8) + 40 * 128 * 5120 + 3 * 5120 * 17408)
     half_s = linear_layers / (H200.read_bytes_s * VLLM_H200.read_fraction)
     saved = 5 * (half_s * (2 - 1 / CYCLE_H200.fp8_share) - 40 * CYCLE_H200.fp8_layer_s)
-    assert whole - halved == pytest.approx(saved, rel=1e-3)  # norms have no copy
+    assert whole - halved == pytest.approx(saved, rel=1e-3)  # only linear layers have an FP8 copy
     responses = np.full(200, 30_000)
     dense = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-8b")).dense
     plain, copied = (
@@ -167,7 +167,7 @@ def test_larger_models_gain_less_from_lossless_mode():
 LONG = response_lengths(14_000, 32_768, 240)
 
 
-def test_rows_recommend_the_fastest_mode():
+def test_each_row_recommends_the_fastest_mode():
     lossy, lossless = predicted("qwen3-1.7b", LONG, 0.9)
     table = dict(rows(lossy, lossless))
     spent = {"dense": lossy.dense, "lossy": lossy.sparse, "lossless": lossless.rollout}

@@ -1,4 +1,4 @@
-"""Test the cost model against hand calculations, measured steps and simulated batches, and test its
+"""Compare the cost model with hand calculations, measured steps and simulated batches, and test its
 verdicts.
 """
 
@@ -77,7 +77,7 @@ MEASURED = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
         ("qwen3-14b", QWEN3_14B, 14_768_307_200),
     ],
 )
-def test_built_in_shapes_match_the_configs(name, config, params, tmp_path):
+def test_built_in_shapes_match_the_model_configs(name, config, params, tmp_path):
     shape = ModelShape.from_config(config)
     assert replace(shape, name=SHAPES[name].name) == SHAPES[name]
     assert shape.weights + shape.embedding == params
@@ -134,12 +134,12 @@ def test_parameter_counts_match_transformers(kind, tied):
         ({"quantization_config": {"bits": 4}}, "quantized=True"),
     ],
 )
-def test_unsupported_models_are_refused_with_a_reason(change, message):
+def test_unsupported_models_raise_an_error_with_the_reason(change, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelShape.from_config(QWEN3_14B | change)
 
 
-def test_an_unused_sliding_window_is_ignored():
+def test_unused_sliding_window_is_ignored():
     unused = {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}
     assert ModelShape.from_config(QWEN3_14B | unused).layers == 40
     assert (
@@ -148,7 +148,7 @@ def test_an_unused_sliding_window_is_ignored():
     )
 
 
-def test_a_missing_or_incomplete_config_is_refused(tmp_path):
+def test_missing_or_incomplete_config_raises_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no model config at .*nowhere"):
         ModelShape.from_config(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no 'num_hidden_layers'"):
@@ -158,7 +158,7 @@ def test_a_missing_or_incomplete_config_is_refused(tmp_path):
 # --- the roofline ---
 
 
-def test_the_bytes_of_a_step_match_a_hand_calculation():
+def test_step_bytes_match_a_hand_calculation():
     shape = ModelShape(
         "tiny", layers=4, heads=4, kv_heads=2, head_dim=4, weights=1000, embedding=77
     )
@@ -211,7 +211,7 @@ def test_the_bytes_of_a_step_match_a_hand_calculation():
         (128, 4000, 61, 130),
     ],
 )
-def test_a_sparse_layers_predicted_time_equals_the_kernels_read_limit(batch, length, top_k, us):
+def test_predicted_time_of_a_sparse_layer_equals_the_kernel_read_limit(batch, length, top_k, us):
     layer = ModelShape("layer", 1, 16, 8, 128, weights=0)
     step = decode_step(
         layer, H200, [length] * batch, SparsitySchedule.fixed(top_k, dense_layers=()), FREE
@@ -233,15 +233,15 @@ def test_predictions_are_within_15_percent_of_measured_dense_and_sparse_steps(sc
     assert script.predicted(found, VLLM_H200) == pytest.approx([p.seconds for p in found], rel=0.15)
 
 
-def test_the_shipped_constants_equal_the_fit_and_predict_held_out_shapes(script):
+def test_shipped_constants_equal_the_fit_and_predict_held_out_shapes(script):
     fitted, table = script.errors(script.measured())
     assert astuple(fitted) == pytest.approx(astuple(VLLM_H200), rel=2e-3)
     # Steps below 3 ms are left out, because they wait for the host. Only Qwen3-1.7B has such steps.
     assert max(abs(held_out) for p, _, _, held_out in table if p.seconds > 3e-3) < 0.2
 
 
-def test_the_fit_recovers_the_constants_of_simulated_steps(script):
-    truth = Overheads(50e-6, 20e-6, 4e-6, 0.0, 0.9)  # without lists and host time
+def test_fit_recovers_the_constants_of_simulated_steps(script):
+    truth = Overheads(50e-6, 20e-6, 4e-6, 0.0, 0.9)  # no time for lists or the host
     steps = []
     for name in MEASURED:
         shape = SHAPES[name]
@@ -266,7 +266,7 @@ def test_the_fit_recovers_the_constants_of_simulated_steps(script):
     st.integers(0, 2000),
     st.sampled_from([8, 16, 64]),
 )
-def test_bytes_add_up_over_sequences_and_never_exceed_a_dense_steps(lengths, top_k, page_size):
+def test_step_bytes_add_up_over_sequences_and_never_exceed_a_dense_step(lengths, top_k, page_size):
     shape, schedule = SHAPES["qwen3-1.7b"], SparsitySchedule.fixed(top_k, page_size=page_size)
     whole = decode_step(shape, H200, lengths, schedule)
     single = [decode_step(shape, H200, length, schedule) for length in lengths]
@@ -279,7 +279,7 @@ def test_bytes_add_up_over_sequences_and_never_exceed_a_dense_steps(lengths, top
     assert decode_step(shape, H200, lengths, SparsitySchedule.dense()) == dense
 
 
-def test_invalid_steps_are_refused():
+def test_invalid_steps_raise_an_error():
     for lengths in ([], [3, 0]):
         with pytest.raises(ValueError, match="at least 1 token"):
             decode_step(SHAPES["qwen3-4b"], H200, lengths)
@@ -290,7 +290,7 @@ def test_invalid_steps_are_refused():
 # --- rollouts ---
 
 
-def test_the_kv_capacity_matches_measurements_on_an_h200():
+def test_kv_capacity_matches_measurements_on_an_h200():
     for name, tokens in (("qwen3-1.7b", 1.05e6), ("qwen3-8b", 0.76e6), ("qwen3-14b", 0.6e6)):
         assert cost.kv_capacity(SHAPES[name], H200) == pytest.approx(tokens, rel=0.04)
     assert (
@@ -313,7 +313,7 @@ def small(tokens: int) -> Machine:
     return replace(SLOW, memory_bytes=(tokens * 8 + 2000 + 1) / cost.MEMORY_FRACTION)
 
 
-def test_the_cost_of_a_single_response_is_the_sum_over_its_steps():
+def test_cost_of_a_single_response_is_the_sum_over_its_steps():
     overheads = Overheads(layer_s=0.25)
     found = cost.simulate_rollout(TINY, SLOW, [1000], prompt=24, overheads=overheads)
     assert found.tokens == 1000 and found.mean_batch == 1.0 and found.preemptions == 0
@@ -327,7 +327,7 @@ def test_the_cost_of_a_single_response_is_the_sum_over_its_steps():
     assert found.drain_s == pytest.approx(found.seconds - found.prefill_s)
 
 
-def test_the_batch_shrinks_while_the_longest_responses_finish():
+def test_batch_shrinks_while_the_longest_responses_finish():
     overheads = Overheads(layer_s=0.5)
     even = cost.simulate_rollout(TINY, SLOW, [100] * 8, prompt=1, overheads=overheads)
     assert (even.overhead_s, even.mean_batch) == (100.0, 8.0)
@@ -369,7 +369,7 @@ def test_memory_limits_the_batch_and_preempted_requests_are_recomputed():
     st.integers(750, 4000),
     st.integers(1, 6),
 )
-def test_every_token_is_generated_within_the_limits_of_memory_and_batch(
+def test_every_token_is_generated_within_the_memory_and_batch_limits(
     responses, capacity, max_batch
 ):
     steps = []
@@ -390,7 +390,7 @@ def test_every_token_is_generated_within_the_limits_of_memory_and_batch(
     assert found.drain_s <= found.seconds
 
 
-def test_response_lengths_have_the_given_median_tail_and_cutoff():
+def test_response_lengths_have_the_given_median_and_are_cut_at_the_limit():
     lengths = cost.response_lengths(8000, 32_768, 4000)
     assert np.median(lengths) == pytest.approx(8000, rel=0.05)
     assert lengths.min() >= 1
@@ -416,9 +416,7 @@ def test_published_speedups_are_predicted_from_an_assumed_length_distribution():
 @pytest.mark.parametrize(
     ("share", "rollout", "step"), [(0.90, 2.21, 1.97), (0.90, 2.41, 2.11), (0.87, 2.06, 1.81)]
 )
-def test_the_speedup_of_a_training_step_follows_from_the_share_of_rollout_time(
-    share, rollout, step
-):
+def test_step_speedup_follows_from_the_share_of_time_spent_on_rollouts(share, rollout, step):
     assert 1 / (1 - share + share / rollout) == pytest.approx(
         step, abs=0.02
     )  # the shares that the published pairs of speed-ups imply

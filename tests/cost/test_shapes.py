@@ -74,7 +74,7 @@ def parameters(config):
         A3B,
     ],
 )
-def test_the_parameter_counts_of_a_mixture_match_transformers(config):
+def test_parameter_counts_of_a_mixture_match_transformers(config):
     made = parameters(config)
     shape = ModelShape.from_config(config.to_dict())
     routed = [p for name, p in made.items() if ".experts." in name]
@@ -84,14 +84,14 @@ def test_the_parameter_counts_of_a_mixture_match_transformers(config):
     )
 
 
-def test_the_built_in_mixture_matches_its_config():
+def test_built_in_mixture_matches_its_config():
     found = ModelShape.from_config(A3B.to_dict() | {"max_position_embeddings": 40960})
     named = SHAPES["qwen3-30b-a3b"]
     assert found == ModelShape(**{**vars(named), "name": found.name})
     assert found.active_weights == pytest.approx(3.04e9, rel=0.01)
 
 
-def test_the_parameter_counts_of_the_built_in_hybrid_match_transformers():
+def test_parameter_counts_of_the_built_in_hybrid_match_transformers():
     config = Qwen3NextConfig()
     made = parameters(config)
     shape = SHAPES["qwen3-next-80b-a3b"]
@@ -102,26 +102,26 @@ def test_the_parameter_counts_of_the_built_in_hybrid_match_transformers():
     assert shape.kv_width * 2 == 12 * 2 * 2 * 256 * 2
 
 
-def test_a_config_may_use_the_field_name_num_experts():
+def test_config_with_num_experts_instead_of_num_local_experts_is_accepted():
     config = Qwen3MoeConfig(**QWEN3).to_dict()
     config["num_experts"] = config.pop("num_local_experts")
     assert ModelShape.from_config(config).experts.count == 6
 
 
-def test_a_mixture_config_without_a_number_of_experts_is_refused():
+def test_mixture_config_without_an_expert_count_raises_an_error():
     config = Qwen3MoeConfig(**QWEN3).to_dict()
     del config["num_local_experts"]
     with pytest.raises(ConfigError, match="no 'num_experts'"):
         ModelShape.from_config(config)
 
 
-def test_an_unsupported_type_of_mixture_is_refused():
+def test_unsupported_mixture_type_raises_an_error():
     with pytest.raises(UnsupportedModel, match="'deepseek_v3'"):
         ModelShape.from_config({**A3B.to_dict(), "model_type": "deepseek_v3"})
 
 
 @pytest.mark.parametrize(("tokens", "read"), [(1, 400), (2, 200 + 800 * 7 / 16), (10**6, 1000)])
-def test_a_pass_reads_the_experts_to_which_its_tokens_are_routed(tokens, read):
+def test_pass_reads_the_experts_to_which_its_tokens_are_routed(tokens, read):
     """With one token, three quarters of the experts' 800 parameters are unused. With two tokens,
     9 / 16 of them are unused.
     """
@@ -129,12 +129,12 @@ def test_a_pass_reads_the_experts_to_which_its_tokens_are_routed(tokens, read):
     assert TINY.active_weights == 400
 
 
-def test_a_dense_model_reads_all_its_weights():
+def test_dense_model_reads_all_its_weights():
     shape = SHAPES["qwen3-4b"]
     assert shape.weights_read(1) == shape.active_weights == shape.weights
 
 
-def test_a_decode_step_reads_the_experts_of_its_batch():
+def test_decode_step_reads_the_experts_of_its_batch():
     one, many = (decode_step(TINY, H200, [50] * rows, overheads=NOTHING) for rows in (1, 2))
     assert one.weight_bytes == 2 * 400
     assert many.weight_bytes == 2 * 550
@@ -158,7 +158,7 @@ def test_fp8_draft_weights_are_refused_for_a_mixture():
         lossless_step(TINY, H200, [50], drafting)
 
 
-def test_a_hybrid_caches_only_attention_layers_and_reads_and_writes_its_states():
+def test_hybrid_caches_only_attention_layers_and_reads_and_writes_its_states():
     hybrid = ModelShape("hybrid", 4, 4, 2, 16, 1000, attention_layers=1, state_bytes=500)
     plain = ModelShape("plain", 1, 4, 2, 16, 1000)
     length = np.array([1000, 2000])
@@ -170,7 +170,7 @@ def test_a_hybrid_caches_only_attention_layers_and_reads_and_writes_its_states()
     assert ours.landmark_bytes == theirs.landmark_bytes
 
 
-def test_a_drafter_for_a_mixture_is_dense_and_verification_reads_more_experts():
+def test_mixture_makes_verification_slower_but_not_drafting():
     mixture = SHAPES["qwen3-30b-a3b"]
     dense = replace(mixture, weights=mixture.active_weights, experts=None)
     eagle = drafters.TRAINED[0]

@@ -39,7 +39,7 @@ EXAMPLES = [DOCS.parent / "README.md", DOCS / "own-loop.md"]
 """Pages with examples that need a model from the hub."""
 PREPARE = {
     'additional_config={"sparrow": "lossless"}': """
-        from tests.vllm import v2_on_cpu  # the model runner of GPUs
+        from tests.vllm import v2_on_cpu  # the model runner used on GPUs
         from vllm.v1.sample.ops import topk_topp_sampler
         topk_topp_sampler.HAS_TRITON = False
     """,
@@ -53,9 +53,7 @@ GPU.
 
 @pytest.mark.parametrize("mark", PREPARE)
 def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
-    """Replace the model in the example with a random one that has the shape of the published
-    schedule.
-    """
+    """Replace the model in the example with a random one whose shape suits the published schedule."""
     blocks = [
         block
         for page in EXAMPLES
@@ -100,7 +98,7 @@ def test_examples_with_hub_models_run_as_printed(mark, tmp_path):
     )
 
 
-def test_the_command_line_page_matches_the_commands_help():
+def test_command_line_page_matches_the_help_output():
     write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
     commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "tune", "audit", "report"]

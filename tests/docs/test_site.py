@@ -34,7 +34,7 @@ def pages(entry):
     return [page for each in entries for page in pages(each)]
 
 
-def test_the_navigation_lists_every_page_once():
+def test_navigation_lists_every_page_once():
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
     written = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
     assert sorted(pages(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in written)
@@ -60,14 +60,14 @@ def test_links_to_files_outside_the_docs_point_to_existing_files_and_headings(na
     assert links and missing == []
 
 
-def test_a_link_from_a_page_in_the_root_folder_points_to_the_docs_page(rewrite):
+def test_link_from_a_page_in_the_root_folder_points_to_the_docs_page(rewrite):
     text = "[glossary](docs/glossary.md#words) and [design](DESIGN.md)"
     assert rewrite(text, ROOT, DOCS, "", "README.md") == (
         "[glossary](glossary.md#words) and [design](design.md)"
     )
 
 
-def test_a_link_to_a_file_outside_the_docs_points_to_the_repository_if_the_url_is_known(rewrite):
+def test_link_to_a_file_outside_the_docs_points_to_the_repository_if_the_url_is_known(rewrite):
     text = "[settings](../pyproject.toml)"
     address = "https://example.org/sparrow"
     assert rewrite(text, DOCS, DOCS, address, "vllm.md") == (
@@ -76,7 +76,7 @@ def test_a_link_to_a_file_outside_the_docs_points_to_the_repository_if_the_url_i
     assert rewrite(text, DOCS, DOCS, "", "vllm.md") == "settings"
 
 
-def test_a_link_to_a_missing_file_logs_a_warning(rewrite, caplog):
+def test_link_to_a_missing_file_logs_a_warning(rewrite, caplog):
     with caplog.at_level(logging.WARNING):
         rewrite("[gone](gone.md)", DOCS, DOCS, "", "vllm.md")
     assert "vllm.md links to gone.md, which does not exist" in caplog.text

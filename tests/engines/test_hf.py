@@ -1,5 +1,5 @@
-"""Test the transformers engine: its sparse decoding, which must equal teacher forcing, and what it
-refuses.
+"""Test the transformers engine. Its sparse decoding must match teacher forcing, and unsupported
+models and settings must raise errors.
 """
 
 from dataclasses import replace
@@ -55,7 +55,7 @@ def greedy(model, ids, mask, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_budget_of_all_pages_matches_dense_generation(architecture, cache):
+def test_budget_of_all_pages_matches_dense_generation(architecture, cache):
     ids, mask = left_padded(prompts())
     model = tiny_model(architecture)
     dense_tokens, dense_logp = greedy(model, ids, mask, cache_implementation=cache)
@@ -103,18 +103,18 @@ UNEVEN = SparsitySchedule.fixed(
 
 
 @pytest.mark.slow
-def test_the_engine_applies_budgets_per_layer_and_kv_head():
+def test_engine_applies_budgets_per_layer_and_kv_head():
     model = tiny_model()
     engine = HFEngine(model, UNEVEN, eos_ids=[])
     rows = [p.tolist() for p in prompts()]
     rollouts = engine.generate(rows, Sampling(max_new_tokens=30, temperature=0.8, top_n=5, seed=3))
     counters = engine.counters()
-    # Pages by score: 0 and 6, 3 and 1, 1 and 1; three more are always read.
+    # The sparse layers keep 0 and 6, 3 and 1, and 1 and 1 pages by score, and always three more.
     held = np.concatenate([np.arange(len(row) + 1, len(row) + 30) for row in rows])
     read = sum(np.minimum(held, 16 * pages) for pages in (3, 9, 6, 4, 4, 4)) / 2 + held
     assert (
         counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2
-    )  # rounding of 1/2 per step
+    )  # each step rounds by at most 1/2
 
     def gap(budgets):
         scores = engine.score(rollouts, UNEVEN.replace(head_budgets=budgets), 0.8)
@@ -126,7 +126,7 @@ def test_the_engine_applies_budgets_per_layer_and_kv_head():
     assert min(gap(()), gap(tuple(row[::-1] for row in UNEVEN.head_budgets))) > 0.05
 
 
-def test_budgets_for_a_different_model_are_refused():
+def test_head_budgets_for_a_different_model_raise_an_error():
     with pytest.raises(ConfigError, match="for 4 layers of 2 kv heads but the model has 4 of 4"):
         HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
 
@@ -138,7 +138,7 @@ def test_separate_draft_weights_are_refused():
         HFEngine(tiny_model(), Decoding.lossless("fixed:2", draft_weights="fp8"), eos_ids=[])
 
 
-def test_a_head_that_guesses_is_refused():
+def test_guess_head_is_refused():
     decoding = Decoding.lossless("fixed:2", guess_tokens=3, guess_head="h")
     with pytest.raises(ConfigError, match=r"guess_head is 'h', but .*; leave guess_head out, or"):
         HFEngine(tiny_model(), decoding, eos_ids=[])
@@ -162,7 +162,7 @@ def test_padding_and_a_static_cache_do_not_change_the_output():
         )
 
 
-def test_training_and_prefill_stay_dense_by_default():
+def test_training_and_prefill_are_dense_by_default():
     ids = torch.stack(prompts([80, 80]))
     model = tiny_model()
     dense = model(input_ids=ids).logits
@@ -192,7 +192,7 @@ def test_gradients_with_checkpointing_are_correct_outside_the_teacher_forced_con
 
 
 @pytest.mark.parametrize("decoded, sizes", [(2**19, [5]), (60, [2, 2, 1]), (1, [1] * 5)])
-def test_the_total_number_of_tokens_limits_the_decoding_batch(decoded, sizes, monkeypatch):
+def test_decoding_batch_size_is_limited_by_the_total_number_of_tokens(decoded, sizes, monkeypatch):
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
     seen, decode = [], engine._decode
     monkeypatch.setattr(hf, "DECODE_TOKENS", decoded)
@@ -260,7 +260,7 @@ def test_counters_match_the_schedule():
     assert engine.counters().tokens_held == 0
 
 
-def test_update_weights_copies_by_name_and_refuses_unknown_names():
+def test_update_weights_copies_by_name_and_rejects_unknown_names():
     engine = HFEngine(tiny_model(seed=0), SparsitySchedule.fixed(2), eos_ids=[])
     other = tiny_model(seed=1)
     engine.update_weights(other.named_parameters())
@@ -270,7 +270,7 @@ def test_update_weights_copies_by_name_and_refuses_unknown_names():
         engine.update_weights([("nonsense", torch.zeros(2))])
 
 
-def test_unsupported_models_are_refused_with_the_cause():
+def test_unsupported_models_raise_an_error_with_the_cause():
     with pytest.raises(UnsupportedModel, match=r"MistralForCausalLM.*sliding_attention.*64"):
         small = dict(
             hidden_size=32,
@@ -312,13 +312,13 @@ def test_unsupported_models_are_refused_with_the_cause():
         dict(top_p=1.5),
     ],
 )
-def test_settings_that_leave_nothing_to_sample_from_are_refused(wrong):
+def test_settings_that_leave_nothing_to_sample_from_raise_an_error(wrong):
     [(name, value)] = wrong.items()
     with pytest.raises(ConfigError, match=f"{name} is {value}, but must be"):
         Sampling(max_new_tokens=2, **wrong)
 
 
-def test_a_changed_attention_implementation_is_detected_and_can_be_restored():
+def test_changed_attention_implementation_is_detected_and_can_be_restored():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(0))
     model.set_attn_implementation("sdpa")
@@ -367,7 +367,7 @@ def test_kernels_requested_by_name_are_used():
         model(input_ids=torch.stack(prompts([9])))
 
 
-def test_the_engine_detects_that_sparse_attention_did_not_run():
+def test_engine_detects_that_sparse_attention_did_not_run():
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
     engine.model.set_attn_implementation("sdpa")
     with pytest.raises(
@@ -377,7 +377,7 @@ def test_the_engine_detects_that_sparse_attention_did_not_run():
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))
 
 
-def test_a_meter_schedule_is_refused():
+def test_meter_schedule_is_refused():
     decoding = Decoding.lossless(SparsitySchedule.fixed(1), meter_schedule="fixed:2")
     with pytest.raises(ConfigError, match="only vLLM can measure meter_schedule; leave meter_"):
         HFEngine(tiny_model(), decoding, eos_ids=[]).generate(
@@ -422,8 +422,8 @@ def test_auto_mode_is_exact_up_to_the_verified_length_and_sparse_afterwards(temp
         int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
     )
     dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
-    # A page that ends at 96 belongs to the next bin. The policy samples one more token, because
-    # prefill yields it.
+    # A page that ends at 96 belongs to the next bin. Prefill yields one more token, which the policy
+    # samples, too.
     ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
     assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
     for r, scores, end in zip(rollouts, dense, ends, strict=True):

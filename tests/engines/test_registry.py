@@ -29,14 +29,14 @@ DENSE = Decoding.lossy("dense")
         ("stock:http://a:1", "stock:http", "http://a:1", {}),
     ],
 )
-def test_the_kind_of_an_engine_is_the_first_part_of_its_spec(spec, name, rest, options):
+def test_kind_of_an_engine_is_the_first_part_of_its_spec(spec, name, rest, options):
     parsed = parse_engine(spec)
     assert parsed.kind.names[0] == name and parsed.rest == rest
     assert parsed.options == ({"max_model_len": 64, "seed": 1} if options is None else options)
 
 
 @pytest.mark.parametrize("spec", ["nonsense", "hf:seed=1", "vllms", "http:8000", "", "HF"])
-def test_an_unknown_engine_is_refused_with_a_list_of_engines(spec):
+def test_unknown_engine_error_lists_the_known_engines(spec):
     with pytest.raises(ConfigError) as refused:
         parse_engine(spec)
     sentence = str(refused.value)
@@ -50,13 +50,13 @@ def test_every_kind_of_engine_has_a_start_function(kind):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_an_engine_without_sparrow_is_accepted_only_for_audits():
+def test_engine_without_sparrow_is_accepted_only_for_audits():
     with pytest.raises(ConfigError, match="unknown engine 'stock:http://a'"):
         loading.load_engine("stock:http://a", "reasoner", None, None, DENSE, "fp32")
 
 
 @pytest.mark.parametrize("options, asleep", [("", False), (":enable_sleep_mode=true", True)])
-def test_an_audit_starts_vllm_engines_without_sleep_mode_unless_requested(
+def test_audit_starts_vllm_engines_without_sleep_mode_unless_requested(
     monkeypatch, options, asleep
 ):
     from sparrow.engines.vllm import engine

@@ -14,7 +14,7 @@ from sparrow.tasks import build_tokenizer
 from tests.conftest import fails, tiny_model
 
 
-def test_an_interrupted_and_resumed_evaluation_gives_the_same_table(tmp_path, capsys, monkeypatch):
+def test_interrupted_and_resumed_evaluation_gives_the_same_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "CHUNK", 2)
     arguments = [
         "eval",
@@ -112,7 +112,7 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
     arguments = [*ARGUMENTS, "--model", str(checkpoint), "--out", str(out)]
     main(arguments)
     main(arguments)
-    assert engine_calls == [6]  # the second call found all it needed
+    assert engine_calls == [6]  # the second call found all samples
     others = [
         ["--temperature", "0.5"],
         ["--max-new-tokens", "10"],
@@ -124,18 +124,18 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
     assert engine_calls == [6] * 7
     main([*arguments, "--schedule", str(table)])
     assert engine_calls == [6] * 8  # only the sparse actor, since dense samples already exist
-    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # a new schedule, same name
+    table.write_text('{"top_k": [2], "dense_layers": [0]}')  # new schedule, same name
     main([*arguments, "--schedule", str(table)])
     assert engine_calls == [6] * 9
     with torch.no_grad():
-        model.model.norm.weight[3] += 0.5  # trained further under the same name
+        model.model.norm.weight[3] += 0.5  # new weights, same name
     model.save_pretrained(checkpoint)
     main(arguments)
     assert engine_calls == [6] * 10
     capsys.readouterr()
 
 
-def test_a_smaller_limit_or_k_reuses_samples_and_a_larger_one_adds_new_samples(
+def test_lowering_limit_or_k_reuses_samples_and_raising_them_adds_new_ones(
     tmp_path, engine_calls, capsys
 ):
     arguments = [*ARGUMENTS, "--out", str(tmp_path)]
@@ -151,7 +151,7 @@ def test_a_smaller_limit_or_k_reuses_samples_and_a_larger_one_adds_new_samples(
     capsys.readouterr()
 
 
-def test_a_dataset_without_a_limit_is_sampled_in_full_and_a_task_is_refused(
+def test_without_a_limit_datasets_are_sampled_in_full_and_tasks_are_refused(
     tmp_path, engine_calls, capsys
 ):
     data = tmp_path / "rows.jsonl"
@@ -180,7 +180,7 @@ def test_a_dataset_without_a_limit_is_sampled_in_full_and_a_task_is_refused(
     )
 
 
-def test_changed_rows_of_a_benchmark_are_sampled_again(tmp_path, engine_calls, capsys):
+def test_changed_benchmark_rows_are_sampled_again(tmp_path, engine_calls, capsys):
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"trace {i} + {i}", "answer": str(2 * i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -204,7 +204,7 @@ def test_changed_rows_of_a_benchmark_are_sampled_again(tmp_path, engine_calls, c
     capsys.readouterr()
 
 
-def test_the_digest_of_weights_detects_a_single_changed_bit():
+def test_weight_digest_detects_a_single_changed_bit():
     model = tiny_model()
     before = benchmark.weights_digest(model)
     assert (

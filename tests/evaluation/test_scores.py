@@ -39,7 +39,7 @@ def test_majority_voting_matches_a_hand_calculation():
         majority_at_k(rewards, answers[:2])
 
 
-def test_the_interval_covers_the_mean_and_narrows_with_more_problems():
+def test_interval_covers_the_mean_and_narrows_with_more_problems():
     rng = np.random.default_rng(1)
     wide, narrow = (mean_at_k((rng.random((n, 4)) < 0.5).astype(float)) for n in (20, 2000))
     assert wide.low < wide.value < wide.high and wide.high - wide.low > 3 * (

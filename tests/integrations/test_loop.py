@@ -20,7 +20,7 @@ TOKENIZER = SimpleNamespace(eos_token_id=None)
 PROMPTS = [[1, 2, 3] * 20, [4, 5] * 40]
 
 
-def test_measuring_in_a_loop_gives_the_same_metrics_as_measure_and_restores_the_model():
+def test_measuring_in_a_loop_matches_measure_and_restores_the_model():
     model = tiny_model().train()
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     attention = model.config._attn_implementation
@@ -46,7 +46,7 @@ def test_measuring_in_a_loop_gives_the_same_metrics_as_measure_and_restores_the_
         ({"schedule": "fixed:x"}, "no schedule 'fixed:x'"),
     ],
 )
-def test_invalid_input_is_refused_in_one_sentence(wrong, message):
+def test_invalid_input_is_reported_in_one_sentence(wrong, message):
     given = {"prompts": PROMPTS, "schedule": SCHEDULE, "max_new_tokens": 4, **wrong}
     with pytest.raises(ConfigError, match=message):
         measured(tiny_model(), TOKENIZER, **given)

@@ -35,9 +35,8 @@ def url(tmp_path_factory):
 
 
 def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
-    assert (
-        probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
-    )  # as with a server that does not accept these calls
+    # A server that does not accept these calls gives the same result.
+    assert probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
     ours = probe.Probe([url])
     assert ours.mode == "lossless" and ours.schedule == DRAFTS and ours.counted() == {}
     with monkeypatch.context() as closed:
@@ -59,7 +58,7 @@ def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
         0 < by_us["sparrow/drafts/accepted"] < 1
         and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5
     )
-    # vLLM does not count drafts after the last token of a response, about one cycle in fifteen
+    # vLLM ignores drafts after a response's last token, in about one cycle of fifteen.
     assert by_us["sparrow/drafts/accepted"] < by_vllm["sparrow/drafts/accepted"]
     for name, value in by_vllm.items():
         assert value == pytest.approx(by_us[name], rel=0.2), name
@@ -69,7 +68,7 @@ def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
     )
 
 
-def test_the_acceptance_tail_of_a_lossless_server_is_logged_as_its_ceiling(url):
+def test_acceptance_tail_of_a_lossless_server_is_logged_as_the_ceiling(url):
     watched = probe.Probe([url])
     found = watched.measured(ASKED, max_new_tokens=40, top_n=VOCAB)
     assert "sparrow/p5" not in found and found["sparrow/sequences"] == 3

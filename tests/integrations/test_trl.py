@@ -40,7 +40,7 @@ def test_trl_has_the_supported_version():
     assert trl.__version__.startswith("1.16.")
 
 
-def test_the_patched_parts_of_trl_are_unchanged():
+def test_patched_parts_of_trl_are_unchanged():
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -101,7 +101,7 @@ def sparse_only():
     return nullcontext(False)
 
 
-def test_the_first_batchs_prompts_are_also_sampled_densely():
+def test_prompts_of_the_first_batch_are_also_sampled_densely():
     """Dense sampling ends before the rollout starts, and TRL receives the rollout's responses."""
     inner, told = Generation(), []
 
@@ -149,13 +149,13 @@ def test_no_top_lists_are_requested_between_measurements():
     assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
 
 
-def test_prompts_with_images_are_refused():
+def test_prompts_with_images_raise_an_error():
     generation = adapter.Recording(Generation(), 2, 2, lambda: True, sparse_only)
     with pytest.raises(ConfigError, match="cannot be measured for prompts with images"):
         generation.generate([[1]], [["an image"]], 1)
 
 
-def test_the_policys_log_probs_match_a_dense_engine(monkeypatch):
+def test_policy_log_probs_match_those_of_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
     engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
@@ -179,7 +179,7 @@ def test_worker_counters_are_logged_as_ratios():
     assert counter_metrics(lossy) == {"sparrow/tokens_read": 0.25, "sparrow/dense_tokens": 0.25}
     of_drafts = DraftAcceptance.of([0.5, 0.5, 1.0], [0, 1, 7], bin_tokens=4)
     metrics = counter_metrics(Counters(1, 4, drafted=8, accepted=6, cycles=2, acceptance=of_drafts))
-    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # to within a bucket of the meter, a thousandth
+    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # the meter's buckets are 0.001 wide
     for at, value in p5.items():
         assert metrics.pop(f"sparrow/drafts/p5{at}") == pytest.approx(value, abs=1e-3)
     assert metrics == {
@@ -191,7 +191,7 @@ def test_worker_counters_are_logged_as_ratios():
     }
 
 
-def test_a_server_without_sparrow_is_refused():
+def test_server_without_sparrow_raises_an_error():
     refusal = SimpleNamespace(status_code=500, text="no attribute sparrow_describe")
     client = SimpleNamespace(
         base_url="http://h:1", session=SimpleNamespace(post=lambda *a, **k: refusal)
@@ -208,7 +208,7 @@ def test_a_server_without_sparrow_is_refused():
 
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
-def test_a_server_in_a_different_mode_is_refused(monkeypatch, runs, wanted):
+def test_server_in_a_different_mode_raises_an_error(monkeypatch, runs, wanted):
     def init(self, *args, **kwargs):
         self.use_vllm, self.vllm_generation = True, None
 
@@ -222,7 +222,7 @@ def test_a_server_in_a_different_mode_is_refused(monkeypatch, runs, wanted):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_environment_sets_the_mode_only_while_vllm_starts(monkeypatch, fails):
+def test_environment_sets_the_mode_only_while_vllm_starts(monkeypatch, fails):
     monkeypatch.delenv("SPARROW_MODE", raising=False)
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:3")  # the user's own setting
     asked = []
@@ -346,7 +346,7 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_the_acceptance_tail(tmp_pa
         # TRL still receives the log-probs of the sampled tokens, so its importance ratios, which
         # are truncated at 2 here, have a mean of about 1.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
-        # the acceptance lost to vLLM's bfloat16, without sparsity
+        # The ceiling is below 1 only because vLLM computes in bfloat16.
         assert (
             0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
         )
@@ -371,9 +371,8 @@ def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
     for step in steps:
         assert step["grad_norm"] > 0 and step["reward_std"] > 0
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
-        assert (
-            step["sparrow/p5/64-128/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
-        )  # all acceptance except the mass outside the lists
+        # Only the mass outside the lists keeps the ceiling below 1.
+        assert step["sparrow/p5/64-128/ceiling"] > 0.999 and step["sparrow/sequences"] == 8
         assert "sparrow/p5" not in step, "samples follow the policy, so there is no mismatch to log"
         assert step["sparrow/tokens_read"] < 0.8
         assert (

@@ -46,7 +46,7 @@ def test_verl_has_the_supported_version():
     assert verl.__version__ == "0.9.1"
 
 
-def test_the_patched_parts_of_verl_are_unchanged():
+def test_patched_parts_of_verl_are_unchanged():
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
     from verl.workers.rollout.llm_server import LLMServerManager
@@ -97,7 +97,7 @@ def composed(recipe):
 
 
 @pytest.mark.parametrize("mode", ["dense", "lossless", "lossy"])
-def test_verl_accepts_the_recipes_settings_for_two_gpus(recipe, mode):
+def test_verl_accepts_the_recipe_settings_for_two_gpus(recipe, mode):
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -110,7 +110,7 @@ def test_verl_accepts_the_recipes_settings_for_two_gpus(recipe, mode):
         assert adapter.requested(OmegaConf.to_container(config, resolve=True)).mode == mode
 
 
-def test_the_recipe_sums_drafts_over_all_steps(recipe):
+def test_recipe_sums_drafts_over_all_steps(recipe):
     rows = [{"data": {"sparrow/drafts/drafted": 3}}, {"data": {}}, {"data": {"sparrow/p5": 0.9}}]
     assert recipe.drafted(rows) == 3
     assert recipe.drafted(rows[1:]) == 0
@@ -130,7 +130,7 @@ def test_verl_treats_the_adapter_as_its_synchronous_trainer(composed):
 # --- requested settings ---
 
 
-def test_the_schedule_in_vllms_settings_overrides_the_environment(monkeypatch):
+def test_schedule_in_the_vllm_settings_overrides_the_environment(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     given = {"vllm": {"additional_config": {"sparrow": SCHEDULE.to_dict()}}}
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
@@ -139,7 +139,7 @@ def test_the_schedule_in_vllms_settings_overrides_the_environment(monkeypatch):
     assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
 
 
-def test_settings_that_prevent_measuring_the_mismatch_are_refused(monkeypatch):
+def test_settings_that_prevent_measuring_the_mismatch_raise_an_error(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     with pytest.raises(ConfigError, match=r"Sparrow has no schedule; set .*additional_config"):
         adapter.requested(configuration())
@@ -162,7 +162,7 @@ def test_sampling_options_that_bias_the_ratios_are_refused(setting):
 # --- measurements ---
 
 
-def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
+def test_unsampled_tokens_count_toward_length_but_not_acceptance():
     mask = torch.tensor([1, 1, 0, 0, 1])
     q = torch.log(torch.tensor([0.5, 0.5, 1.0, 1.0, 0.8]))
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
@@ -181,7 +181,7 @@ def test_tokens_that_were_not_sampled_count_toward_length_but_not_acceptance():
     )
 
 
-def test_the_probe_queries_the_servers_at_its_interval(composed, monkeypatch):
+def test_probe_runs_at_its_configured_interval(composed, monkeypatch):
     """A probe runs after a step's weight update, uses the step's prompts, and is logged with the
     step's metrics.
     """
@@ -309,19 +309,19 @@ def trainer_of(composed, replicas):
     return trainer
 
 
-def test_all_replicas_counters_are_added_up_before_the_replicas_sleep(cluster, composed):
+def test_counters_of_all_replicas_are_summed_before_the_replicas_sleep(cluster, composed):
     trainer = trainer_of(composed, [replica(worker()), replica(worker(drafted=12, emitted=10))])
     trainer.on_sample_end()
     assert trainer._counts == Counters(20, 80, drafted=20, accepted=12, cycles=6)
 
 
-def test_a_lossless_run_stops_if_no_token_was_verified(cluster, composed):
+def test_lossless_run_stops_if_no_token_was_verified(cluster, composed):
     trainer = trainer_of(composed, [replica(worker(drafted=0, accepted=0, emitted=0))])
     with pytest.raises(ConfigError, match="without verifying any token"):
         trainer.on_sample_end()
 
 
-def test_a_replica_in_a_different_mode_is_refused(cluster):
+def test_replica_in_a_different_mode_raises_an_error(cluster):
     with pytest.raises(ConfigError, match=r"refused sparrow_describe: .*decodes densely"):
         adapter.call([replica(worker()), replica()], "sparrow_describe")
     described = adapter.call([replica(worker())], "sparrow_describe")
@@ -330,7 +330,7 @@ def test_a_replica_in_a_different_mode_is_refused(cluster):
         adapter.check_mode(described, "lossy")
 
 
-def test_a_real_step_of_verl_is_measured_through_its_transfer_queue(cluster, composed):
+def test_real_verl_step_is_measured_through_the_transfer_queue(cluster, composed):
     """Run the real ``PPOTrainerSync._compute_old_log_prob`` with only the policy's worker replaced."""
     import transfer_queue as tq
     from omegaconf import OmegaConf

@@ -75,7 +75,7 @@ def test_exact_acceptance_keeps_leading_dimensions_and_stays_in_range_in_float32
         ([-0.7, -0.7], [-0.7, -0.7], "exponentiate log-probs"),
     ],
 )
-def test_invalid_distributions_are_refused(p, q, message):
+def test_invalid_distributions_raise_an_error(p, q, message):
     with pytest.raises(ValueError, match=message):
         acceptance(p, q)
 
@@ -189,6 +189,6 @@ LOGPROBS = log(np.array([[0.5, 0.3]]))
         (([[-1, 1]], LOGPROBS, LOGPROBS), "ids contain -1"),
     ],
 )
-def test_bounds_of_invalid_lists_are_refused(arguments, message):
+def test_acceptance_bounds_reject_invalid_lists(arguments, message):
     with pytest.raises(ValueError, match=message):
         acceptance_bounds(*arguments)

@@ -47,7 +47,7 @@ def repeated(values, sequence, weights_RB):
     distinct=st.sampled_from([2, 7, 10**9]),
     percentile=st.one_of(st.sampled_from([0, 1, 5, 50, 100]), st.floats(0, 100)),
 )
-def test_the_weighted_percentile_equals_the_percentile_of_repeated_tokens(
+def test_weighted_percentile_equals_the_percentile_of_repeated_tokens(
     seed, n_sequences, n_tokens, distinct, percentile
 ):
     rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def test_bootstrap_intervals_match_a_hand_calculation():
     assert math.isnan(alone.lower) and math.isnan(alone.upper)
 
 
-def test_the_bootstrap_accepts_any_statistic():
+def test_bootstrap_accepts_any_statistic():
     """Compare with a statistic that builds every resample. The interval must be the same."""
     rng = np.random.default_rng(2)
     values, sequence = clustered(rng, 30, 17, 0.5)
@@ -103,7 +103,7 @@ def test_the_bootstrap_accepts_any_statistic():
     assert fast.lower < fast.estimate < fast.upper
 
 
-def test_the_interval_of_the_mean_has_its_theoretical_width():
+def test_interval_of_the_mean_has_its_theoretical_width():
     # All sequences have the same length, so the standard error of the mean is s / sqrt(B), where s
     # is the standard deviation of the sequence means.
     values, sequence = clustered(np.random.default_rng(3), 200, 20, 0.5)
@@ -113,7 +113,7 @@ def test_the_interval_of_the_mean_has_its_theoretical_width():
 
 
 @pytest.mark.slow
-def test_the_interval_has_its_nominal_coverage_for_clustered_tokens():
+def test_interval_has_its_nominal_coverage_for_clustered_tokens():
     """Compute the 95 % interval of the 5th percentile, whose true value is 0.05, for 300 data sets
     of 60 sequences each.
 
@@ -160,7 +160,7 @@ def test_percentile_intervals_by_bin_match_a_direct_computation():
     assert percentile_by_bin_interval([], [], []) == []
 
 
-def test_the_seed_determines_the_interval():
+def test_seed_determines_the_interval():
     alpha, sequence = clustered(np.random.default_rng(4), 20, 10, 0.5)
     position = np.tile(np.arange(10), 20)
 
@@ -184,14 +184,14 @@ def test_the_seed_determines_the_interval():
         ({"bin_tokens": 0}, "bin_tokens is 0"),
     ],
 )
-def test_percentile_intervals_by_bin_of_invalid_input_are_refused(change, message):
+def test_percentile_intervals_by_bin_reject_invalid_input(change, message):
     arguments = {"alpha": [0.5, 0.6], "position": [0, 1], "sequence": [0, 1]} | change
     with pytest.raises(ValueError, match=message):
         percentile_by_bin_interval(**arguments)
 
 
 @pytest.mark.parametrize(("values", "sequence"), [([], []), ([0.5], [0, 1]), ([[0.5]], [[0]])])
-def test_bootstrap_intervals_of_invalid_input_are_refused(values, sequence):
+def test_bootstrap_rejects_invalid_input(values, sequence):
     with pytest.raises(ValueError, match="two arrays"):
         sequence_bootstrap(values, sequence, weighted_mean)
 
@@ -205,7 +205,7 @@ def report_example():
     return lower, upper, position, sequence
 
 
-def test_a_report_contains_the_results_of_all_its_statistics():
+def test_report_contains_the_results_of_all_its_statistics():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20, percentile=5, seed=8)
     assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (
@@ -240,7 +240,7 @@ def test_a_report_contains_the_results_of_all_its_statistics():
         report.mean = 0.0
 
 
-def test_the_histogram_of_a_report_matches_a_hand_calculation():
+def test_report_histogram_matches_a_hand_calculation():
     # The shortfalls from 1 are 0, 1e-7, 2e-6, 0.05, 0.5 and 1, with one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
@@ -254,7 +254,7 @@ def test_the_histogram_of_a_report_matches_a_hand_calculation():
     }
 
 
-def test_a_report_can_be_converted_to_strict_json():
+def test_report_can_be_converted_to_strict_json():
     lower, upper, position, sequence = report_example()
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20)
     data = report.to_dict()
@@ -273,6 +273,6 @@ def test_a_report_can_be_converted_to_strict_json():
         ([0.5], [0.6, 0.7], "upper has shape"),
     ],
 )
-def test_reports_of_invalid_input_are_refused(lower, upper, message):
+def test_mismatch_report_rejects_invalid_input(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         mismatch_report(lower, upper, np.zeros(len(lower), int), np.zeros(len(lower), int))

@@ -38,11 +38,11 @@ def test_every_length_uses_the_nearest_measured_ceiling():
     ]  # seven responses are too few
     b = ceiling.on(dense((2, 0.5, 20))).bins[0]
     assert (b.ceiling_low, b.ceiling_high, b.lower_bound) == (0.93 - 0.01, 0.93 + 0.01, 0.5)
-    ceiling.measure(dense((2, 0.91, 8), (0, 0.8, 7)))  # replaced by enough newer ones
+    ceiling.measure(dense((2, 0.91, 8), (0, 0.8, 7)))  # eight newer responses are enough
     assert ceilings(ceiling, 0, 2) == [0.95, 0.91]
 
 
-def test_the_ceiling_applies_by_length_to_bins_of_a_different_width():
+def test_ceilings_apply_by_length_to_bins_of_a_different_width():
     ceiling = Ceiling()
     ceiling.measure(dense((0, 0.95, 64), (1, 0.93, 20), (2, 0.90, 20)))
     found = ceiling.on(dense((0, 0.5, 20), (4, 0.5, 20), width=50)).bins
@@ -55,7 +55,7 @@ def test_only_lengths_that_were_read_in_full_contribute_to_the_ceiling():
     assert ceilings(ceiling, 0, 1) == [0.95, 0.95]
 
 
-def test_a_state_with_a_bin_of_one_response_survives_a_json_round_trip():
+def test_state_with_a_single_response_bin_survives_a_json_round_trip():
     ceiling, again = Ceiling(), Ceiling()
     report = dense((0, 0.95, 64), (1, 0.93, 1))
     bins = (report.bins[0], BinMismatch(1, 100, 200, 9, 1, 1, 0.93, nan, nan, 1))
@@ -64,7 +64,7 @@ def test_a_state_with_a_bin_of_one_response_survives_a_json_round_trip():
     assert str(again.state()) == str(ceiling.state()) and ceilings(again, 0) == [0.95]
 
 
-def test_the_noise_of_a_sampler_matches_a_hand_calculation():
+def test_sampler_noise_matches_a_hand_calculation():
     """Only two tokens are listed. All others are treated as a single token."""
     noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
     np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)

@@ -22,12 +22,12 @@ def test_acceptance_of_sampled_tokens_matches_a_hand_calculation():
         ([-1.0], [-np.inf], "infinite under the actor"),
     ],
 )
-def test_impossible_log_probs_are_refused(policy, actor, message):
+def test_impossible_log_probs_raise_an_error(policy, actor, message):
     with pytest.raises(ValueError, match=message):
         sampled_acceptance(policy, actor)
 
 
-def test_the_floor_is_the_mean_of_the_tokens_with_the_lowest_acceptance():
+def test_floor_averages_the_tokens_with_the_lowest_acceptance():
     values = np.ones(60)
     values[[7, 33]] = 0.2, 0.4  # 5 % of the 40 tokens in the first bin
     values[50] = 0.6  # and 5 % of the 20 tokens in the second
@@ -49,7 +49,7 @@ def test_the_floor_is_the_mean_of_the_tokens_with_the_lowest_acceptance():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.02, 3.0), st.integers(2, 12))
-def test_the_mean_matches_exact_acceptance_and_the_floor_is_below_its_percentile(
+def test_mean_matches_exact_acceptance_and_the_floor_is_below_its_percentile(
     seed, spread, vocabulary
 ):
     rng = np.random.default_rng(seed)

@@ -24,6 +24,6 @@ def test_tokens_are_split_by_bin():
         ([0], 0, "bin_tokens is 0"),
     ],
 )
-def test_splitting_invalid_input_by_bin_is_refused(position, bin_tokens, message):
+def test_splitting_by_bin_rejects_invalid_input(position, bin_tokens, message):
     with pytest.raises(ValueError, match=message):
         split_by_bin(position, bin_tokens)

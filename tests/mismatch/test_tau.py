@@ -51,13 +51,13 @@ def test_independent_logit_errors_add_in_quadrature_in_the_tail(noise):
             p5(strength * sparse + noise * rng.standard_normal((T, V))),
         )
         assert abs(relative_p5(both, ceiling) - alone) < 0.02
-        if alone > 0.7:  # the other laws' errors are more than twice as large
+        if alone > 0.7:  # the ratio and the difference are twice as far off
             assert min(both / ceiling, 1 - (ceiling - both)) - alone > 2 * abs(
                 relative_p5(both, ceiling) - alone
             )
 
 
-def test_the_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceiling():
+def test_interval_of_relative_p5_combines_the_intervals_of_p5_and_the_ceiling():
     estimate, lower, upper = relative_span((0.87, 0.86, 0.88), (0.95, 0.94, 0.96))
     assert estimate == pytest.approx(0.88)
     # (0.13^2 - 0.05^2) + hypot(0.14^2 - 0.13^2, 0.05^2 - 0.04^2) = 0.0144 + 0.002846
@@ -110,7 +110,7 @@ def test_verdicts_use_the_requested_scale():
     )
 
 
-def test_a_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
+def test_tau_that_dense_rollouts_miss_is_reported_in_one_sentence():
     bins = [
         measured(0.9, ceiling=(0.999, 0.998, 1.0)),
         measured(0.9, ceiling=(0.951, 0.948, 0.955)),

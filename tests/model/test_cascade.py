@@ -41,7 +41,7 @@ def cascade(pages=1, k=6, m=3, **options):
 # --- which guesses the actor keeps ---
 
 
-def test_a_guess_is_kept_with_the_actors_probability_or_replaced_by_another_token():
+def test_guess_is_kept_with_the_actor_probability_or_replaced():
     q = torch.tensor([0.2, 0.5, 0.0, 0.3], dtype=torch.float64)
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     q_BTV = q.expand(1000, 2, 4)
@@ -81,7 +81,7 @@ def pass_over(model, ids, guesses):
         return sequences.read(torch.cat([ids[:, -1:], guesses], 1))
 
 
-def test_a_pass_over_one_token_equals_a_decode_step():
+def test_pass_over_one_token_equals_a_decode_step():
     model = tiny_model()
     set_schedule(model, SparsitySchedule.fixed(1, page_size=8, dense_layers=()))
     ids = torch.tensor(prompts([90]))
@@ -109,7 +109,7 @@ def test_teacher_forcing_reproduces_passes_over_several_tokens():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_output_for_a_token_does_not_depend_on_later_guesses(monkeypatch, broken):
+def test_output_for_a_token_does_not_depend_on_later_guesses(monkeypatch, broken):
     if broken:
         monkeypatch.setattr(reference, "selecting_query", lambda q_BHTD: q_BHTD[:, :, -1:])
     model = tiny_model()

@@ -1,5 +1,5 @@
 """Test generation with transformers and with compiled models: what counts as prefill or as a decode
-step, and what is refused.
+step, and which calls raise errors.
 """
 
 import copy
@@ -67,7 +67,7 @@ def forced(model, ids, answers, prompt, schedule=None):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 11])
-def test_prefill_in_chunks_is_dense_up_to_the_last_prompt_token(model, chunk, cache):
+def test_chunked_prefill_is_dense_up_to_the_last_prompt_token(model, chunk, cache):
     ids = tokens(2, 43)  # 43 = 6 x 7 + 1 = 14 x 3 + 1
     whole_tokens, whole = generate(model, ids)
     calls = sparse_calls(model)
@@ -78,14 +78,14 @@ def test_prefill_in_chunks_is_dense_up_to_the_last_prompt_token(model, chunk, ca
     torch.testing.assert_close(found, forced(model, ids, found_tokens, [43, 43]), rtol=0, atol=1e-4)
 
 
-def test_a_single_prompt_token_after_a_cached_prefix_counts_as_prefill(model):
+def test_single_prompt_token_after_a_cached_prefix_counts_as_prefill(model):
     ids = tokens(1, 43)
     cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
     answers, found = generate(model, ids, past_key_values=cache)
     torch.testing.assert_close(found, forced(model, ids, answers, [43]), rtol=0, atol=1e-4)
 
 
-def test_a_custom_decoding_loop_can_mark_steps_as_prefill(model):
+def test_custom_decoding_loop_can_mark_steps_as_prefill(model):
     ids = tokens(1, 43)
     with torch.no_grad():
         dense = model(input_ids=ids).logits[:, -1]
@@ -99,7 +99,7 @@ def test_a_custom_decoding_loop_can_mark_steps_as_prefill(model):
     )
 
 
-def test_decoding_is_still_sparse_after_a_failed_generation(model):
+def test_decoding_stays_sparse_after_a_failed_generation(model):
     def broken(ids, scores):
         raise RuntimeError("stop here")
 
@@ -131,7 +131,7 @@ def test_decoding_is_still_sparse_after_a_failed_generation(model):
         ),
     ],
 )
-def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
+def test_generation_options_that_would_mix_dense_and_sparse_steps_raise_an_error(
     model, options, named
 ):
     options = {
@@ -154,8 +154,8 @@ def test_generation_options_that_would_mix_dense_and_sparse_steps_are_refused(
     assert torch.equal(generate(model, ids, **options)[0], expected)
 
 
-def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
-    """Such a pass would silently be dense."""
+def test_pass_over_several_tokens_after_the_prompt_raises_an_error(model, monkeypatch):
+    """Without the error, such a pass would silently be dense."""
     prepare = model.prepare_inputs_for_generation
 
     def last_token_twice(*args, **kwargs):
@@ -187,7 +187,7 @@ def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-def test_a_compiled_model_is_sparse_during_teacher_forcing_and_dense_afterwards(model, how):
+def test_compiled_model_is_sparse_during_teacher_forcing_and_dense_afterwards(model, how):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
     expected = forced(model, ids, answers, [30])
     whole = torch.cat([ids, answers], 1)
@@ -208,7 +208,7 @@ def test_a_compiled_model_is_sparse_during_teacher_forcing_and_dense_afterwards(
             assert (found - dense[:, 29:-1].log_softmax(-1)).abs().max() > 0.05
 
 
-def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model):
+def test_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
     expected = forced(model, ids, answers, [30])
     none_dense = forced(model, ids, answers, [30], SPARSE.replace(dense_layers=()))
@@ -217,7 +217,7 @@ def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_leaving_a_context_without_a_teacher_forced_pass_is_an_error(model):
+def test_leaving_a_context_without_a_teacher_forced_pass_raises_an_error(model):
     twin = copy.deepcopy(model)
     with (
         pytest.raises(ConfigError, match=r"no pass through layers \[0, 1\] was teacher-forced"),

@@ -143,7 +143,9 @@ def side_by_side(weight, heads):
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-def test_the_converted_checkpoint_has_the_original_models_logits(tmp_path, model, tokenizer, kind):
+def test_converted_checkpoint_has_the_logits_of_the_original_model(
+    tmp_path, model, tokenizer, kind
+):
     quantised = None if kind == "F32" else gguf.GGMLQuantizationType[kind]
     written = write(tmp_path / "model.gguf", model, tokenizer, quantised)
     convert(tmp_path / "model.gguf", tmp_path)
@@ -156,7 +158,7 @@ def test_the_converted_checkpoint_has_the_original_models_logits(tmp_path, model
         torch.testing.assert_close(loaded(ids).logits, written(ids).logits, rtol=0, atol=0)
 
 
-def test_the_converted_tokenizer_produces_the_same_ids_as_the_original(tmp_path, model, tokenizer):
+def test_converted_tokenizer_produces_the_same_ids_as_the_original(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     convert(tmp_path / "model.gguf", tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -186,13 +188,13 @@ def test_the_converted_tokenizer_produces_the_same_ids_as_the_original(tmp_path,
         ({"left_out": "blk.1.attn_v.weight"}, "lacks the tensor blk.1.attn_v.weight"),
     ],
 )
-def test_unsupported_gguf_files_are_refused(tmp_path, model, tokenizer, changed, reason):
+def test_unsupported_gguf_files_raise_an_error(tmp_path, model, tokenizer, changed, reason):
     write(tmp_path / "model.gguf", model, tokenizer, **changed)
     with pytest.raises(ConfigError, match=reason):
         convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
-def test_a_truncated_file_is_refused(tmp_path, model, tokenizer):
+def test_truncated_file_raises_an_error(tmp_path, model, tokenizer):
     write(tmp_path / "model.gguf", model, tokenizer)
     whole = (tmp_path / "model.gguf").read_bytes()
     for length in (3, len(whole) // 2, len(whole) - 100):

@@ -17,20 +17,20 @@ def guessed(*streams, most=2, longest=8, shortest=1):
     ].tolist()
 
 
-def test_the_longest_suffix_takes_precedence_over_a_more_recent_suffix():
+def test_longest_suffix_takes_precedence_over_a_more_recent_one():
     stream = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
     assert guessed(stream) == [4, 9], "1 2 3 has occurred only at the start"
     assert guessed(stream, longest=2) == [5, 1], "2 3 was followed by 5 the last time"
 
 
-def test_a_suffix_that_has_not_occurred_yields_no_guess():
+def test_suffix_that_has_not_occurred_yields_no_guess():
     assert guessed([1, 2, 3]) == [0, 0]
     assert guessed([7, 1, 8, 1], shortest=2) == [0, 0], "1 has occurred, but 8 1 has not"
     assert guessed([7, 1, 8, 1], most=3) == [8, 1, 0], "nothing further is known"
     assert guessed([5]) == [0, 0]
 
 
-def test_guesses_come_from_the_same_response_first_and_then_from_its_siblings():
+def test_guesses_come_from_the_same_response_before_its_siblings():
     assert guessed([1, 2], [1, 2, 3, 4]) == [3, 4]
     assert guessed([1, 2], [7, 1, 2, 3], [1, 2, 5, 6]) == [3, 0], (
         "the most recent occurrence counts"
@@ -73,7 +73,7 @@ def test_guesses_in_random_streams_match_a_naive_search(longest, shortest):
         assert found == expected, streams
 
 
-def test_rows_of_a_history_can_grow_and_shrink():
+def test_history_rows_can_grow_and_shrink():
     history = History([[1, 2, 3], [1, 2], [4, 1, 2]], ["a", "a", "b"], 4, 2, torch.device("cpu"))
     rows = torch.tensor([1, 2])
     assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], (

@@ -56,11 +56,11 @@ def build(kind: str, layer_types: list[str] | None = ALTERNATING, **changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hybrids_attention_layers_decode_like_the_eager_reference(kind):
+def test_hybrid_attention_layers_decode_like_the_eager_reference(kind):
     assert check(build(kind), kind), "the test needs sparsity to change the output"
 
 
-def test_a_hybrids_rollouts_match_its_teacher_forced_scores():
+def test_hybrid_rollouts_match_their_teacher_forced_scores():
     # As in the published model, one layer in four has full attention. Linear layers sum in a
     # different order in single steps than in chunks. With larger weights, float32 results would
     # therefore differ by more than the bound.
@@ -87,7 +87,7 @@ def test_a_hybrids_rollouts_match_its_teacher_forced_scores():
         assert (apart < 1e-4) == same
 
 
-def test_features_that_hybrids_do_not_support_are_refused():
+def test_unsupported_hybrid_features_raise_an_error():
     with pytest.raises(
         UnsupportedModel,
         match="Qwen3NextForCausalLM has linear-attention layers, whose state cannot be restored",

@@ -1,6 +1,6 @@
 """Test rows whose tokens are not contiguous, and masks that are not equivalent to padding. A row
-must either give the same results as it does alone without padding, or be refused. Page selection is
-tested elsewhere.
+must either give the same results as it does alone without padding, or raise an error. Page selection
+is tested elsewhere.
 """
 
 import inspect
@@ -149,7 +149,7 @@ def test_teacher_forcing_gives_padded_rows_the_same_outputs_and_gradients_as_sin
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
 
 
-def test_a_row_of_only_padding_does_not_affect_other_rows(model):
+def test_padding_only_row_does_not_affect_other_rows(model):
     rows, ids, mask = arrangements()["holes"]
     answers = tokens(4, STEPS, seed=5)
     expected = alone(model, rows, answers)
@@ -262,7 +262,7 @@ def test_decoding_treats_a_four_dimensional_float_mask_as_padding(model):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
 
 
-def test_a_mask_that_biases_scores_is_refused(model):
+def test_mask_that_biases_scores_raises_an_error(model):
     ids = tokens(2, 20)
     bias = additive(causal(torch.ones_like(ids)), float("-inf")) + torch.linspace(-1, 0, 20)
     message = r"the attention mask adds a bias to the scores of tokens"
@@ -273,7 +273,7 @@ def test_a_mask_that_biases_scores_is_refused(model):
         model(input_ids=ids[:, 19:], attention_mask=bias[:, :, -1:], past_key_values=cache)
 
 
-def test_a_mask_that_differs_by_head_is_refused(model):
+def test_mask_that_differs_between_heads_raises_an_error(model):
     ids = tokens(2, 20)
     mask = causal(torch.ones_like(ids)).repeat(1, 4, 1, 1)
     with (
@@ -283,7 +283,7 @@ def test_a_mask_that_differs_by_head_is_refused(model):
         model(input_ids=ids, attention_mask=mask)
 
 
-def test_packed_sequences_are_refused_with_the_remedy(model):
+def test_packed_sequences_raise_an_error_with_the_remedy(model):
     ids = tokens(1, 30)
     positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
     message = (
@@ -301,7 +301,7 @@ def test_packed_sequences_are_refused_with_the_remedy(model):
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=0, atol=1e-4)
 
 
-def test_a_cache_inside_teacher_forcing_is_refused(model):
+def test_cache_during_teacher_forcing_raises_an_error(model):
     ids = tokens(1, 20)
     cache = model(input_ids=ids[:, :12]).past_key_values
     with (

@@ -17,7 +17,7 @@ from tests.conftest import tiny_model
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("mode", ["dense", "lossless"])
-def test_an_engine_reports_non_finite_logits(mode, bad, temperature):
+def test_engine_reports_non_finite_logits(mode, bad, temperature):
     model = tiny_model()
     decoding = Decoding.lossless() if mode == "lossless" else SparsitySchedule.dense()
     engine = HFEngine(model, decoding, eos_ids=[])

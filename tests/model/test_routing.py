@@ -1,4 +1,4 @@
-"""Test which models can be routed through sparse attention, and that refused ones are left
+"""Test which models can be routed through sparse attention, and that rejected models are left
 unchanged.
 """
 
@@ -74,14 +74,14 @@ def decoded(model):
         )
 
 
-# --- refusals leave the model unchanged ---
+# --- rejected models are left unchanged ---
 
 
 @pytest.mark.parametrize(
     ("model_class", "config_class"),
     [(NemotronForCausalLM, NemotronConfig), (StableLmForCausalLM, StableLmConfig)],
 )
-def test_a_refused_model_is_unchanged_and_refused_again(model_class, config_class):
+def test_rejected_model_is_unchanged_and_rejected_again(model_class, config_class):
     model = build(model_class, config_class)
     config, before, attributes = model.config, logits(model), set(vars(model))
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_refused_model_is_unchanged_and_refused_again(model_class, config_clas
         torch.testing.assert_close(decoded(model), before[:, 30:], rtol=0, atol=1e-4)
 
 
-def test_a_model_refused_by_the_engine_is_left_unrouted():
+def test_model_rejected_by_the_engine_is_left_unrouted():
     model = build(
         Gemma2ForCausalLM,
         Gemma2Config,
@@ -145,7 +145,7 @@ def test_only_one_of_two_models_that_share_a_config_is_routed():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_has_a_separate_schedule(copied):
+def test_copy_of_a_model_has_a_separate_schedule(copied):
     model = tiny_model()
     set_schedule(model, SPARSE)
     twin = copied(model)
@@ -169,7 +169,7 @@ def test_a_copy_of_a_model_has_a_separate_schedule(copied):
 # --- a check pass, compared with the model's own attention ---
 
 
-def test_attention_sinks_are_refused():
+def test_model_with_attention_sinks_is_rejected():
     model = build(
         GptOssForCausalLM,
         GptOssConfig,
@@ -183,7 +183,7 @@ def test_attention_sinks_are_refused():
     assert model.config._attn_implementation == "eager"
 
 
-def test_attention_with_a_soft_cap_is_refused():
+def test_model_with_soft_capped_attention_is_rejected():
     model = build(
         Gemma2ForCausalLM,
         Gemma2Config,
@@ -194,7 +194,7 @@ def test_attention_with_a_soft_cap_is_refused():
         set_schedule(model, SPARSE)
 
 
-def test_the_check_pass_detects_attention_to_later_tokens():
+def test_check_pass_detects_attention_to_later_tokens():
     torch.manual_seed(0)
     model = BertLMHeadModel(
         BertConfig(
@@ -212,7 +212,7 @@ def test_the_check_pass_detects_attention_to_later_tokens():
         set_schedule(model, SPARSE)
 
 
-def test_the_check_pass_detects_custom_changes_to_attention(monkeypatch):
+def test_check_pass_detects_custom_changes_to_attention(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     def louder(module, query, key, value, attention_mask, **kwargs):
@@ -229,7 +229,7 @@ def test_the_check_pass_detects_custom_changes_to_attention(monkeypatch):
         set_schedule(model, SPARSE)
 
 
-def test_layers_with_two_attention_modules_are_refused():
+def test_model_with_two_attention_modules_per_layer_is_rejected():
     model = build(DiffLlamaForCausalLM, DiffLlamaConfig)
     with pytest.raises(
         UnsupportedModel, match="DiffLlamaForCausalLM computes attention 2 times in layer 0"
@@ -237,7 +237,7 @@ def test_layers_with_two_attention_modules_are_refused():
         set_schedule(model, SPARSE)
 
 
-def test_a_model_whose_mask_differs_between_heads_is_refused():
+def test_model_whose_mask_differs_between_heads_is_rejected():
     model = build(DogeForCausalLM, DogeConfig, keep_window_size=16)
     with pytest.raises(
         UnsupportedModel,
@@ -246,7 +246,7 @@ def test_a_model_whose_mask_differs_between_heads_is_refused():
         set_schedule(model, SPARSE)
 
 
-# --- advice that works ---
+# --- settings suggested by errors ---
 
 
 def advised(build_with):
@@ -271,7 +271,7 @@ def advised(build_with):
     return sentence
 
 
-def test_the_setting_suggested_for_models_with_sliding_windows_works():
+def test_setting_suggested_for_models_with_sliding_windows_works():
     windows = ["sliding_attention", "full_attention"]
     cases = [
         (MistralForCausalLM, MistralConfig, {"sliding_window": 64}, "sliding_window=None"),
@@ -333,7 +333,7 @@ def test_no_setting_is_suggested_if_none_helps():
     )
 
 
-def test_a_sliding_window_that_contradicts_the_layer_types_is_detected():
+def test_model_whose_sliding_window_contradicts_its_layer_types_is_rejected():
     model = build(
         MistralForCausalLM, MistralConfig, sliding_window=64, layer_types=["full_attention"] * 2
     )
@@ -348,7 +348,7 @@ def test_a_sliding_window_that_contradicts_the_layer_types_is_detected():
 
 
 @pytest.mark.parametrize("schedule", ["dense", None, {"top_k": [1]}])
-def test_a_schedule_of_the_wrong_type_is_refused_with_the_remedy(schedule):
+def test_schedule_of_the_wrong_type_raises_an_error_with_the_remedy(schedule):
     model = tiny_model()
     with pytest.raises(ConfigError, match=r"not a SparsitySchedule; use SparsitySchedule\.load"):
         set_schedule(model, schedule)
@@ -361,7 +361,7 @@ def test_a_schedule_of_the_wrong_type_is_refused_with_the_remedy(schedule):
             pass
 
 
-def test_a_schedule_given_to_teacher_forcing_must_match_the_model():
+def test_teacher_forcing_rejects_a_schedule_that_does_not_match_the_model():
     model = tiny_model()
     set_schedule(model, SPARSE)
     with (
@@ -374,7 +374,7 @@ def test_a_schedule_given_to_teacher_forcing_must_match_the_model():
 @pytest.mark.parametrize(
     "lengths", [[-1, 3], [2.5, 3.0], torch.tensor([2.0, 3.0]), [True, False], 3, [[1], [2]]]
 )
-def test_prompt_lengths_other_than_one_integer_per_row_are_refused(lengths):
+def test_prompt_lengths_must_be_one_integer_per_row(lengths):
     model = tiny_model()
     set_schedule(model, SPARSE)
     with (
@@ -387,7 +387,7 @@ def test_prompt_lengths_other_than_one_integer_per_row_are_refused(lengths):
         model(input_ids=IDS.expand(2, -1))
 
 
-def test_prompt_lengths_that_do_not_match_the_rows_are_refused():
+def test_prompt_lengths_that_do_not_match_the_rows_raise_an_error():
     model = tiny_model()
     set_schedule(model, SPARSE)
     for lengths, message in [

@@ -62,7 +62,7 @@ def test_rows_of_a_batch_are_left_aligned_and_responses_are_concatenated():
 # --- TokenScorer ---
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 4096])  # 32: exactly all response tokens
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 4096])  # 32 is the number of response tokens
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_scores_equal_the_log_softmax_of_the_logits(architecture, chunk_tokens, temperature):
     model, batch = tiny_model(architecture), ragged_batch()
@@ -80,7 +80,7 @@ def test_scores_equal_the_log_softmax_of_the_logits(architecture, chunk_tokens, 
     torch.testing.assert_close(scores.entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=1e-4)
 
 
-def test_temperature_zero_is_scored_like_temperature_one_and_others_scale_the_logits():
+def test_temperature_zero_is_scored_like_one_and_other_values_scale_the_logits():
     scorer, batch = TokenScorer(tiny_model()), ragged_batch()
     with torch.no_grad():
         greedy, plain, cool = (scorer(batch, t).logprobs for t in (0.0, 1.0, 0.6))
@@ -98,7 +98,7 @@ def test_without_top_ids_there_are_no_top_logprobs():
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 4096])
-def test_the_chunked_gradient_matches_the_direct_gradient(chunk_tokens):
+def test_chunked_gradient_matches_the_direct_gradient(chunk_tokens):
     model, batch = tiny_model().double(), ragged_batch()
     generator = torch.Generator().manual_seed(1)
     weight, top_weight = (
@@ -120,12 +120,12 @@ def test_the_chunked_gradient_matches_the_direct_gradient(chunk_tokens):
     assert error < 1e-5
 
 
-def test_the_scorer_exposes_the_models_parameters():
+def test_scorer_exposes_the_model_parameters():
     model = tiny_model()
     assert {id(p) for p in TokenScorer(model).parameters()} == {id(p) for p in model.parameters()}
 
 
-def test_a_soft_capped_model_is_refused():
+def test_soft_capped_model_is_rejected():
     torch.manual_seed(0)
     config = dict(
         vocab_size=VOCAB,
@@ -163,7 +163,7 @@ def test_micro_batches_match_a_hand_calculation():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 200))
-def test_micro_batches_contain_every_index_once_within_the_budget(lengths, budget):
+def test_micro_batches_contain_every_index_once_and_stay_within_the_budget(lengths, budget):
     groups = micro_batches(lengths, budget)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     for group in groups:

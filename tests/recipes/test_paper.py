@@ -92,7 +92,7 @@ RUNS = [
     for_model(command, model)
     for command in commands("train")
     for model in (MODELS if "Qwen/Qwen3-4B" in command else MODELS[:1])
-    if not (model == "14B" and "qwen3-4b-0.80" in command)  # there is no such table
+    if not (model == "14B" and "qwen3-4b-0.80" in command)  # there is no such schedule
 ]
 
 
@@ -112,7 +112,7 @@ def priced_at_once(monkeypatch):
     monkeypatch.setattr(cluster, "plan", fit)
 
 
-def test_the_recipe_lists_every_models_training_runs():
+def test_recipe_lists_the_training_runs_of_every_model():
     assert len(RUNS) == 4 * len(MODELS) - 1 + 3
     assert {run[run.index("--schedule") + 1] for run in RUNS if "--schedule" in run} == {
         *(f"qwen3-{m.lower()}-0.86" for m in MODELS),
@@ -144,7 +144,7 @@ def test_every_training_run_passes_a_dry_run(run, tmp_path, monkeypatch, priced_
     assert ("checked when the run starts" in printed) == is_distilled
 
 
-def test_a_dry_run_detects_that_a_run_does_not_fit_on_the_machine(
+def test_dry_run_detects_that_a_run_does_not_fit_on_the_machine(
     tmp_path, monkeypatch, priced_at_once, capsys
 ):
     monkeypatch.chdir(ROOT)
@@ -162,7 +162,7 @@ def test_a_dry_run_detects_that_a_run_does_not_fit_on_the_machine(
 
 
 @pytest.mark.slow
-def test_a_small_version_of_the_run_trains_end_to_end(tmp_path, monkeypatch):
+def test_small_version_of_the_run_trains_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (small,) = commands("sparrow train")
     main(["train", *small, "--run-dir", str(tmp_path / "run")])
@@ -177,7 +177,7 @@ def test_a_small_version_of_the_run_trains_end_to_end(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", commands("train"), ids=lambda run: run[run.index("--run-dir") + 1])
-def test_a_small_version_of_each_training_run_works_on_five_rows(
+def test_small_version_of_each_training_run_works_on_five_rows(
     run, reading_checkpoint, small_pages, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
@@ -230,7 +230,7 @@ def test_a_small_version_of_each_training_run_works_on_five_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands("sparrow eval"), ids=lambda c: c[-1])
-def test_a_small_version_of_each_evaluation_works_on_five_rows_of_each_benchmark(
+def test_small_version_of_each_evaluation_works_on_five_rows_of_each_benchmark(
     command, reading_checkpoint, small_pages, tmp_path
 ):
     assert parse(["eval", *command]).max_new_tokens in (16000, 36864)
@@ -257,7 +257,7 @@ def test_a_small_version_of_each_evaluation_works_on_five_rows_of_each_benchmark
 
 
 @pytest.mark.slow
-def test_a_small_version_of_the_calibration_works_on_five_rows(
+def test_small_version_of_the_calibration_works_on_five_rows(
     peaked_checkpoint, small_pages, tmp_path
 ):
     (command,) = commands("sparrow calibrate")
@@ -288,7 +288,7 @@ def test_a_small_version_of_the_calibration_works_on_five_rows(
 @pytest.mark.parametrize(
     "command", commands("python recipes/paper/verl_math.py"), ids=lambda c: c[1]
 )
-def test_data_files_for_verl_can_be_written_from_five_rows(command, tmp_path):
+def test_verl_data_files_can_be_written_from_five_rows(command, tmp_path):
     dataset, out = command[command.index("--dataset") + 1], tmp_path / "data" / "rows.parquet"
     recipe("verl_math").main(["--dataset", local(dataset), "--out", str(out)])
     rows = parquet.read_table(out).to_pylist()
@@ -335,7 +335,7 @@ def test_taco_is_filtered_as_in_code_r1(tmp_path, capsys):
     ]  # the first of its solutions is wrong
 
 
-def test_the_verl_config_matches_the_settings_for_sparrows_trainer(monkeypatch):
+def test_verl_config_matches_the_settings_of_the_sparrow_trainer(monkeypatch):
     monkeypatch.chdir(ROOT)
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
     ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
@@ -362,7 +362,7 @@ def test_the_verl_config_matches_the_settings_for_sparrows_trainer(monkeypatch):
     assert gpus.gpus == 32 and memory.full_responses >= 8
 
 
-def test_verl_uses_sparrows_prompts_and_verifier():
+def test_verl_recipe_uses_sparrow_prompts_and_verifier():
     verl = recipe("verl_math")
     rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]
@@ -385,7 +385,7 @@ def test_predicted_hours_match_the_cost_model():
 
 
 @pytest.mark.slow
-def test_the_script_for_table_2_measures_every_mode_on_the_same_prompts(
+def test_script_for_table_2_measures_every_mode_on_the_same_prompts(
     reading_checkpoint, tmp_path, capsys
 ):
     out = tmp_path / "table2.json"

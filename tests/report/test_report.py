@@ -292,7 +292,7 @@ def parsed(report) -> Page:
 # Reading a run
 
 
-def test_series_bins_and_tails_are_read_back_as_they_were_written(run):
+def test_recorded_series_bins_and_tails_are_read_back_unchanged(run):
     log = RunLog.load(run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert log.steps.tolist() == list(range(1, 9))
@@ -306,7 +306,7 @@ def test_series_bins_and_tails_are_read_back_as_they_were_written(run):
     )
 
 
-def test_a_bin_that_no_response_of_a_step_reaches_is_nan():
+def test_bin_that_no_response_reaches_is_nan():
     log = log_of(
         step_row(1, mismatch=bins_only(bin_row(0, 0.9))),
         step_row(2, mismatch=bins_only(bin_row(2, 0.7))),
@@ -319,7 +319,7 @@ def test_responses_of_any_step_can_be_read(run):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
-def test_a_partly_written_last_line_is_ignored(tmp_path, name):
+def test_partly_written_last_line_is_ignored(tmp_path, name):
     rows = [step_row(1), step_row(2)]
     path = write_run(tmp_path, rows, [rollout_row(step, ["a"], [0.5]) for step in (1, 2)])
     whole = (path / name).read_text()
@@ -336,7 +336,7 @@ def test_a_partly_written_last_line_is_ignored(tmp_path, name):
     assert len(RunLog.load(path).metrics) == 2, "a last line without a line break is still complete"
 
 
-def test_a_damaged_line_is_refused(tmp_path):
+def test_damaged_line_raises_an_error(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     text = (path / "metrics.jsonl").read_text()
     for damage, message in (
@@ -350,7 +350,7 @@ def test_a_damaged_line_is_refused(tmp_path):
             RunLog.load(path)
 
 
-def test_the_error_about_a_damaged_configuration_says_to_restore_it(tmp_path):
+def test_error_about_a_damaged_configuration_says_to_restore_it(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     for damage in ("", "[1]"):
         (path / "config.json").write_text(damage)
@@ -358,7 +358,7 @@ def test_the_error_about_a_damaged_configuration_says_to_restore_it(tmp_path):
             RunLog.load(path)
 
 
-def test_an_empty_run_is_refused(tmp_path):
+def test_empty_run_raises_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         write_report(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no finished step"):
@@ -369,7 +369,7 @@ def test_an_empty_run_is_refused(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_changed_schedule_is_described_together_with_the_initial_one(tmp_path):
+def test_report_describes_both_the_initial_and_the_changed_schedule(tmp_path):
     start, now = step_row(1), step_row(2, schedule={"top_k": [9, "all"]})
     assert dict(setup_rows(RunLog.load(write_run(tmp_path, [start, now])))) == {
         "schedule": "top 9 to all by length + 3 pages of 10 tokens, dense in layer 0; "
@@ -377,7 +377,7 @@ def test_a_changed_schedule_is_described_together_with_the_initial_one(tmp_path)
     }
 
 
-def test_a_configuration_not_written_by_sparrow_train_is_refused(tmp_path):
+def test_configuration_not_written_by_sparrow_train_raises_an_error(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     (path / "config.json").write_text('{"train": {}}')
     with pytest.raises(ConfigError, match="has no 'schedule', so sparrow train did not write it"):
@@ -407,7 +407,7 @@ def test_summary_rows_match_a_hand_calculation(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (8, 2), (20, 5), (1000, 10)])
-def test_first_and_last_values_are_means_over_a_quarter_of_the_steps_but_at_most_ten(steps, count):
+def test_first_and_last_values_average_a_quarter_of_the_steps_up_to_ten(steps, count):
     values = np.arange(steps, dtype=float)
     expected = ((count - 1) / 2, steps - 1 - (count - 1) / 2, count)
     assert log_of(step_row(1)).first_and_last(values) == expected
@@ -427,11 +427,11 @@ def test_first_and_last_values_are_means_over_a_quarter_of_the_steps_but_at_most
         (nan, nan, nan, nan, "undecided"),
     ],
 )
-def test_the_verdict_depends_on_the_interval_and_the_upper_bound(p5, low, high, upper, expected):
+def test_verdict_depends_on_the_interval_and_the_upper_bound(p5, low, high, upper, expected):
     assert BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper).verdict(0.86) == expected
 
 
-def test_a_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, capsys):
+def test_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, capsys):
     (tmp_path / "schedule.json").write_text(SCHEDULE.to_json())
     for more in (["x"], ["--steps", "3"]):
         with pytest.raises(SystemExit):
@@ -441,7 +441,7 @@ def test_a_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, ca
         )
 
 
-def test_a_measurement_can_be_plotted_from_its_file(tmp_path, monkeypatch, capsys):
+def test_measurement_can_be_plotted_from_its_file(tmp_path, monkeypatch, capsys):
     """Measured values are plotted, and an unknown value (nan) leaves a gap."""
     acceptance = np.linspace(0.5, 1, 80)
     measured = mismatch_report(
@@ -489,14 +489,14 @@ def test_bins_and_schedules_have_readable_names():
 
 
 @pytest.mark.slow
-def test_the_page_shows_every_figure(parsed):
+def test_page_shows_every_figure(parsed):
     assert list(parsed.figures) == FIGURES
     assert parsed.figures["p5 of acceptance by length"].startswith(
         "5th percentile of the acceptance rate"
     )
 
 
-def test_the_page_is_self_contained_and_has_no_scripts(parsed, report):
+def test_page_is_self_contained_and_has_no_scripts(parsed, report):
     assert report.name == "index.html" and list(report.parent.iterdir()) == [report]
     assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in parsed.tags}
     urls = [
@@ -571,7 +571,7 @@ def test_every_token_is_coloured_and_labelled_by_its_acceptance(parsed):
 
 
 @pytest.mark.slow
-def test_the_expected_answer_is_shown_beside_a_response(tmp_path):
+def test_expected_answer_is_shown_beside_a_response(tmp_path):
     known, unknown = rollout_row(1, ["a"], [0.5], answer="<7>"), rollout_row(1, ["b"], [0.5])
     parsed = Page(
         write_report(write_run(tmp_path, [step_row(1)], [known, unknown])).read_text(
@@ -581,7 +581,7 @@ def test_the_expected_answer_is_shown_beside_a_response(tmp_path):
     assert parsed.text.count("Expected answer:") == 1 and "Expected answer: <7>" in parsed.text
 
 
-def test_a_long_run_shows_the_responses_of_selected_steps(tmp_path):
+def test_long_run_shows_the_responses_of_selected_steps(tmp_path):
     rows = [step_row(step) for step in range(1, 101)]
     path = write_run(
         tmp_path / "run", rows, [rollout_row(step, [f"{step}"], [0.5]) for step in range(1, 101)]
@@ -620,7 +620,7 @@ def test_any_text_is_shown_unchanged(
         assert LEVELS[level] <= rate < (LEVELS[level - 1] if level else inf)
 
 
-def test_the_middle_of_a_long_response_is_left_out(tmp_path, monkeypatch):
+def test_middle_of_a_long_response_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "MOST_TOKENS", 20)
     rows = [
         rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30),
@@ -694,7 +694,7 @@ def test_tail_figures_plot_the_recorded_intervals():
     assert dots == [(0, 0.9), (1, 0.8), (2, 0.5)]
 
 
-def test_a_bin_has_the_same_colour_in_every_figure():
+def test_bin_has_the_same_colour_in_every_figure():
     row = step_row(1, mismatch=bins_only(*(bin_row(n, 0.9 - n / 50) for n in range(1, 6))))
     log = log_of(row, {**row, "step": 2}, schedules=(SCHEDULE, SCHEDULE.replace(top_k=(3,))))
     colors = {
@@ -708,7 +708,7 @@ def test_a_bin_has_the_same_colour_in_every_figure():
 
 
 @pytest.mark.slow
-def test_the_ceiling_is_shown_beside_p5_if_logged(tmp_path):
+def test_ceiling_is_shown_beside_p5_if_logged(tmp_path):
     measured = {"ceiling": 0.97, "ceiling_low": 0.96, "ceiling_high": 0.98}
     bins = bins_only({**bin_row(0, 0.9, 0.88, 0.93), **measured}, bin_row(1, 0.8))
     log = log_of(step_row(1, mismatch=bins))
@@ -798,7 +798,7 @@ def test_two_runs_are_shown_on_one_page(run, tmp_path):
     assert order == sorted(order), "responses to the same problem must be adjacent"
 
 
-def test_a_series_that_only_one_of_two_runs_has_is_in_the_legend():
+def test_legend_includes_a_series_that_only_one_run_has():
     def rewards(*sources):
         return log_of(
             step_row(1, reward={"mean": 0.5, "std": 0.1, "sources": dict.fromkeys(sources, 0.5)})
@@ -858,7 +858,7 @@ def test_wide_tables_have_a_scroll_hint_on_phones(parsed, report):
     assert "@media (max-width: 48rem) { .hint { display: block; } }" in style
 
 
-def test_the_page_supports_dark_mode(report):
+def test_page_supports_dark_mode(report):
     style = report.read_text(encoding="utf-8").partition("</style>")[0]
     dark = style.partition("@media (prefers-color-scheme: dark)")[2]
     assert '<meta name="color-scheme" content="light dark">' in style
@@ -879,13 +879,13 @@ def test_runs_with_different_length_bins_are_not_compared(run, tmp_path):
         write_report(run, wide)
 
 
-def test_the_rolling_mean_matches_a_hand_calculation():
+def test_rolling_mean_matches_a_hand_calculation():
     values = np.array([1, 2, nan, 4, 9])
     np.testing.assert_allclose(curves._rolling_mean(values, 3), [1.5, 1.5, 3, 6.5, 6.5])
     assert np.isnan(curves._rolling_mean(np.full(4, nan), 3)).all()
 
 
-def test_the_schedule_figure_matches_a_hand_calculation():
+def test_schedule_figure_matches_a_hand_calculation():
     log = log_of(step_row(1), step_row(2), schedules=(SCHEDULE.replace(top_k=(2,)), SCHEDULE))
     start, now = (
         dict(zip(*line.get_data(), strict=True)) for line in drawn(figures.draw_schedule, log).lines
@@ -894,7 +894,7 @@ def test_the_schedule_figure_matches_a_hand_calculation():
     assert now[30] == 100
 
 
-def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
+def test_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     tables = ((2, 6, ALL_PAGES), (4, 6, ALL_PAGES), (4, 6, ALL_PAGES))
     rows = [step_row(i + 1, guard={"steps_below": i, "alarm": i > 1}) for i in range(3)]
     log = log_of(*rows, schedules=tuple(SCHEDULE.replace(top_k=table) for table in tables))
@@ -917,7 +917,7 @@ def test_a_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
     assert [figure.title for figure in figures.figures([still])["Schedule"]] == names[:1]
 
 
-def test_a_lossless_run_reports_its_drafts():
+def test_lossless_run_reports_its_drafts():
     def drafts(drafted, accepted, cycles, mean):
         bins = [{"start": 0, "end": 2000, "drafts": 9, "mean": mean, "p5": 0.5}]
         metered = {
@@ -992,7 +992,7 @@ def titles(log: RunLog) -> set[str]:
     return {figure.title for some in figures.figures([log]).values() for figure in some}
 
 
-def test_the_dense_policys_samples_are_neither_coloured_nor_compared_with_tau(page_of, tmp_path):
+def test_samples_of_the_dense_policy_are_neither_coloured_nor_compared_with_tau(page_of, tmp_path):
     shown = {
         "dense": {"Share of the KV cache read"},
         "lossless": {"Tokens per cycle", "Acceptance of drafts"},
@@ -1009,7 +1009,7 @@ def test_the_dense_policys_samples_are_neither_coloured_nor_compared_with_tau(pa
         assert not any("p5 at" in name for name, _ in summary_rows(tmp_path / mode))
 
 
-def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path, monkeypatch):
+def test_dense_run_from_an_older_version_is_recognised_by_its_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "figures", lambda logs: {})
     older = rollout_row(1, ["a", "b"], [0.9, 0.4])
     run = write_run(tmp_path / "r", [bounded(1, schedule={"top_k": ["all"]})], [older])
@@ -1018,7 +1018,7 @@ def test_a_dense_run_of_an_older_version_is_recognised_by_its_schedule(tmp_path,
     assert ["mode", DENSE[1]] in found.tables["run"] and "bins" not in found.tables
 
 
-def test_a_sparse_actors_acceptance_is_shown_with_its_bounds(page_of):
+def test_sparse_actor_acceptance_is_shown_with_its_bounds(page_of):
     found, log = page_of("lossy")
     assert [row[:3] for row in found.tables["bins"][1:]] == [
         ["0-100", "between 0.600 and 0.990", "undecided"],
@@ -1049,7 +1049,7 @@ def test_no_mismatch_is_shown_for_lengths_that_are_read_in_full_or_verified(page
     assert not any("p5" in name for name in titles(log))
 
 
-def test_dense_lengths_of_runs_by_older_versions_are_inferred_from_settings():
+def test_dense_lengths_of_older_runs_are_inferred_from_their_settings():
     def up_to(schedule, train=(), **changes):
         log = log_of(step_row(1, **changes), schedules=(schedule,))
         log.train.update(train)
@@ -1063,7 +1063,7 @@ def test_dense_lengths_of_runs_by_older_versions_are_inferred_from_settings():
     assert up_to(SCHEDULE, dial={"verified_up_to": 200}) == 200
 
 
-def test_an_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_path):
+def test_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_path):
     row = bounded(1, **MODES["dense"])
     log = RunLog.load(write_run(tmp_path, [row], schedule="auto"))
     assert log.is_sparse and dict(setup_rows(log)) == {
@@ -1076,7 +1076,7 @@ def test_an_auto_schedule_counts_as_sparse_even_while_it_reads_everything(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_of_one_step_is_reported_without_intervals(tmp_path):
+def test_run_of_one_step_is_reported_without_intervals(tmp_path):
     bins = bins_only(bin_row(0, 0.4, n_sequences=1), bin_row(1, None, n_sequences=1))
     row = step_row(7, reward={"mean": nan}, mismatch=bins | {"beta_tail": None})
     path = write_run(tmp_path / "run", [row], [rollout_row(7, [], [])])
@@ -1091,7 +1091,7 @@ def test_a_run_of_one_step_is_reported_without_intervals(tmp_path):
     assert parsed.responses == [[]] and "Step 7: 1 response" in parsed.text
 
 
-def test_a_lone_surrogate_is_replaced_in_the_report(tmp_path, monkeypatch):
+def test_lone_surrogate_is_replaced_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "figures", lambda logs: {})
     path = write_run(tmp_path, [step_row(1)], [rollout_row(1, ["a\ud800b"], [0.5])])
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"

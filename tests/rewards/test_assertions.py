@@ -1,6 +1,6 @@
-# ruff: noqa: E501  (a program on a line)
-"""Test that honest test code of every kind judges programs as if both ran in one process, and that
-builtins do not count as the program's functions.
+# ruff: noqa: E501  (each program is on one line)
+"""Test that honest test code of every kind judges programs as it would in a single process, and
+that builtins do not count as the program's functions.
 """
 
 import ast
@@ -272,7 +272,7 @@ def test_the_table_contains_at_least_forty_cases():
         ({"test": "assert gcd(4, 6) == 2", "setup": ""}, "from math import gcd"),
     ],
 )
-def test_functions_from_python_or_the_prelude_do_not_count_as_defined_by_the_program(
+def test_builtins_and_prelude_functions_do_not_count_as_defined_by_the_program(
     verifier, tests, prelude
 ):
     judgement = verifier.judge("", {**tests, "prelude": prelude})
@@ -338,7 +338,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_callbacks_cannot_obtain_a_pass(verifier, name):
+def test_hostile_callbacks_cannot_force_a_pass(verifier, name):
     tests = {"test": "EXPECTED = [3, 4]\nassert apply(lambda x: x + 1, [2, 3]) == EXPECTED"}
     limited = CodeVerifier(Limits(cpu_s=1, wall_s=1.0, program_s=3)) if "end" in name else verifier
     judgement = limited.judge(HOSTILE[name], tests)

@@ -323,11 +323,11 @@ def test_a_programs_total_time_is_limited():
 @pytest.mark.parametrize(
     ("spent_s", "left_s"),
     [
-        (0.0, 2.0),  # the limit was the test's own
-        (1.5, 0.0),  # the limit was all that the program had left
+        (0.0, 2.0),  # the test reached its own limit
+        (1.5, 0.0),  # the test used up the program's remaining time
     ],
 )
-def test_only_a_timeout_at_the_programs_limit_uses_up_its_remaining_time(spent_s, left_s):
+def test_program_runs_out_of_time_only_at_its_total_limit(spent_s, left_s):
     run = judge_module._Run("", "", Limits(wall_s=1.0, program_s=2), "bwrap", spent_s)
     with pytest.raises(sandbox.ChildTimeoutError), run._time(1.0):
         raise sandbox.ChildTimeoutError
@@ -350,7 +350,7 @@ def test_the_reward_is_one_for_a_correct_program_and_zero_otherwise():
     assert verify("```python\nprint(input())\n```") == 1.0
 
 
-def test_threads_never_run_more_programs_than_the_number_of_workers(monkeypatch):
+def test_no_more_programs_run_at_once_than_there_are_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
 
     class Counted(sandbox.Sandbox):
@@ -464,7 +464,7 @@ def test_livecodebench_rows_from_the_hub_are_judged_by_public_and_private_tests(
     assert method.verify(program.replace("(j, i) for", "(0, 1) for")) == 0.0
 
 
-def test_tests_can_be_converted_to_json():
+def test_unit_tests_can_be_converted_to_json():
     for name in ("humaneval", "mbpp", "taco", "livecodebench"):
         for problem in load_dataset_task(name, {"code": verify_code}, path=DATA / f"{name}.jsonl"):
             tests = problem.verify.keywords["answer"]

@@ -134,7 +134,7 @@ def test_time_before_a_program_exits_counts_toward_its_limit(monkeypatch):
 
 
 def test_a_program_that_waits_for_the_processor_does_not_count_as_asleep(monkeypatch):
-    """During the 1.6 s, the program was always runnable but never on a processor."""
+    """The program was runnable for all of the 1.6 s, but never got a processor."""
     pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
@@ -161,7 +161,7 @@ def test_standard_input_can_be_opened_by_name(program):
     assert verdicts == ("pass", "pass")
 
 
-def test_other_files_can_be_opened_as_usual():
+def test_regular_files_can_be_opened_as_usual():
     program = (
         "open('x', 'w').write('7')\nprint(open('x').read())\n"
         "try: open('/dev/none')\nexcept OSError: print('none')"
@@ -208,8 +208,8 @@ def test_the_output_limit_can_be_configured():
 
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
 def test_output_is_read_only_up_to_a_multiple_of_the_expected_length(spaces, verdict, monkeypatch):
-    """At most sixteen times the expected output plus 64 KiB is read. Unread output does not affect
-    the next test.
+    """At most 16 times the length of the expected output, plus 64 KiB, is read. Unread output does
+    not affect the next test.
     """
     choose_isolation()  # isolation is detected with a separate program, which must not be counted here
     read = []
@@ -240,7 +240,7 @@ def test_a_result_that_is_too_long_to_match_is_not_read():
 @pytest.mark.parametrize(
     ("output_bytes", "most"), [(8 << 20, 1 << 20), (1 << 24, 2 << 20), (1000, 65536)]
 )
-def test_a_result_for_assertions_may_use_an_eighth_of_the_output_limit(output_bytes, most):
+def test_assertion_results_may_be_as_long_as_an_eighth_of_the_output_limit(output_bytes, most):
     verifier = CodeVerifier(Limits(output_bytes=output_bytes))
     judged = [
         verifier.judge("def f(n): return 'x' * n", {"test": f"assert len(f({n})) == {n}"})
@@ -270,8 +270,8 @@ ECHO = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.03)\n    prin
 def test_waiting_for_the_processor_in_many_short_calls_does_not_count_toward_the_limit(
     monkeypatch, kept_from
 ):
-    """Each call is answered before it is checked. All calls together take 1.2 s, and the limit is
-    0.6 s.
+    """Each call is answered before its time is checked. Together, the calls take 1.2 s, and the
+    limit is 0.6 s.
     """
     start = time.monotonic()
 

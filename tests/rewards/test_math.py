@@ -274,7 +274,7 @@ def test_many_answer_marks_are_parsed_in_linear_time(flood):
     assert time.process_time() - start < 5
 
 
-def test_a_long_answer_is_wrong_unless_identical(verifier):
+def test_long_answer_is_wrong_unless_identical_to_the_reference(verifier):
     long = "1+" * MAX_ANSWER_CHARS + "1"
     assert verifier.equal(long, long)
     assert not verifier.equal(long, str(MAX_ANSWER_CHARS + 1))
@@ -498,7 +498,7 @@ def test_a_worker_that_cannot_start_reports_the_reason(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "limit_s"), [(0, 1), (1, 0)])
-def test_invalid_verifier_settings_are_refused(workers, limit_s):
+def test_invalid_verifier_settings_raise_errors(workers, limit_s):
     with pytest.raises(ValueError, match="workers >= 1"):
         MathVerifier(workers, limit_s)
 

@@ -1,7 +1,7 @@
-# ruff: noqa: E501  (a program on a line)
-"""Test objects that are passed between tests and program: honest objects are judged as in a single
-process, the program's objects never decide a comparison, and objects that cannot be passed are
-refused rather than judged wrong.
+# ruff: noqa: E501  (each program is on one line)
+"""Test objects that are passed between the tests and the program. Honest objects are judged as in a
+single process, and the program's objects never decide a comparison. An object that cannot be passed
+results in the verdict error, not wrong.
 """
 
 import json
@@ -427,7 +427,7 @@ STEALING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEALING)
-def test_a_hostile_object_cannot_obtain_a_pass(verifier, name):
+def test_hostile_objects_cannot_force_a_pass(verifier, name):
     test, program = STEALING[name]
     judgement = verifier.judge(program, {"test": test})
     assert not judgement.passed, judgement

@@ -1,5 +1,5 @@
-# ruff: noqa: E501  (a program on a line)
-"""Test that a program passes only if a test has called it. Test functions that nothing calls are
+# ruff: noqa: E501  (each program is on one line)
+"""Test that a program passes only if a test has called it. Test functions that are never called are
 run, and a test that executes nothing does not pass.
 """
 
@@ -65,7 +65,7 @@ def test_a_test_that_ignores_its_candidate_does_not_pass(verifier):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAITING)
-def test_test_functions_that_nothing_calls_are_run(verifier, name):
+def test_uncalled_test_functions_are_run(verifier, name):
     judgement = verifier.judge(RIGHT, {"test": WAITING[name]})
     assert judgement.passed, judgement.detail
     assert verifier.judge(WRONG, {"test": WAITING[name]}).verdicts == ("wrong",)
@@ -88,7 +88,7 @@ def test_a_unittest_row_in_humaneval_format_is_run(verifier):
         assert not verifier.judge(program, question.answer).passed
 
 
-def test_a_test_that_requires_pytest_fixtures_is_refused(verifier):
+def test_tests_that_require_pytest_fixtures_result_in_an_error_verdict(verifier):
     judgement = verifier.judge(RIGHT, {"test": "def test_add(tmp_path): assert add(1, 2) == 3"})
     assert judgement.verdicts == ("error",)
     assert (
@@ -144,7 +144,7 @@ def test_an_empty_result_is_close_to_an_empty_result(verifier):
         ("humaneval", NOTHING["a test case without tests"]),
     ],
 )
-def test_a_row_whose_tests_execute_nothing_is_refused_on_loading(format, test):
+def test_loading_a_row_whose_tests_execute_nothing_raises_an_error(format, test):
     row = {"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "code": RIGHT, "test": test}
     if format == "humaneval":
         row |= {"prompt": PROMPT, "entry_point": "add"}
@@ -152,7 +152,7 @@ def test_a_row_whose_tests_execute_nothing_is_refused_on_loading(format, test):
         DatasetTask(format, [row], FORMATS[format], {"code": lambda response, answer: 0.0})
 
 
-def test_an_empty_humaneval_test_is_refused_on_loading():
+def test_loading_an_empty_humaneval_test_raises_an_error():
     row = {"prompt": PROMPT, "entry_point": "add", "test": " \n"}
     with pytest.raises(ConfigError, match="row 1 of the dataset has no test"):
         DatasetTask("h", [row], FORMATS["humaneval"], {"code": lambda response, answer: 0.0})

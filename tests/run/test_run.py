@@ -68,7 +68,7 @@ def test_head_budgets_cannot_change_on_resume():
 
 
 @pytest.mark.parametrize(("name", "value"), [("step_down", ["cheap.json"]), ("positions", 0.25)])
-def test_a_run_that_used_a_removed_setting_cannot_be_resumed(name, value):
+def test_run_that_used_a_removed_setting_cannot_be_resumed(name, value):
     config = TrainConfig(run_dir="run", steps=3)
     plain = json.loads(json.dumps(asdict(config)))
     unused = plain["distill"] | {"step_down": [], "step_down_every": 10, "positions": 1.0}
@@ -82,13 +82,13 @@ def test_a_run_that_used_a_removed_setting_cannot_be_resumed(name, value):
         )
 
 
-def test_an_incomplete_step_is_not_written(tmp_path):
+def test_incomplete_step_is_not_written(tmp_path):
     with pytest.raises(AssertionError, match="step 1 lacks"):
         RunDir(tmp_path, resume=False).append_step({"step": 1, "reward": {}}, [])
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_response_with_a_missing_field_is_reported_with_its_line_number(tmp_path):
+def test_response_with_a_missing_field_is_reported_with_its_line_number(tmp_path):
     RunConfig({"tau": 0.9}, SCHEDULE).save(tmp_path)
     row = {name: {} for name in RECORDED} | {"step": 1, "schedule": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -100,7 +100,7 @@ def test_a_response_with_a_missing_field_is_reported_with_its_line_number(tmp_pa
 # --- who may write ---
 
 
-def test_other_folders_next_to_the_checkpoints_are_ignored(tmp_path):
+def test_unrelated_folders_next_to_the_checkpoints_are_ignored(tmp_path):
     for name in ("step-2", "step-10", "step-10-copy", "step-", "partial-12"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     run = RunDir(tmp_path, resume=True)
@@ -108,7 +108,7 @@ def test_other_folders_next_to_the_checkpoints_are_ignored(tmp_path):
     assert run.last_checkpoint() == (10, tmp_path / "checkpoints" / "step-10")
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+def test_second_run_in_the_same_directory_is_refused(tmp_path):
     made = make_trainer(tmp_path, steps=1)
     message = r"is in use by process \d+ on \S+, since 20\d\d-.*; wait until that run has ended, or choose another"
     with pytest.raises(ConfigError, match=message):
@@ -118,7 +118,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
         make_trainer(tmp_path, steps=1)
 
 
-def test_a_run_in_progress_cannot_be_resumed(tmp_path):
+def test_run_in_progress_cannot_be_resumed(tmp_path):
     def again(event, metrics):
         if event == "step" and metrics["step"] == 3:
             before = (
@@ -139,7 +139,7 @@ def test_a_run_in_progress_cannot_be_resumed(tmp_path):
     assert make_trainer(tmp_path, steps=5, resume=True).step == 4
 
 
-def test_a_lock_excludes_other_processes_until_its_owner_ends(tmp_path):
+def test_lock_excludes_other_processes_until_its_owner_ends(tmp_path):
     lock = f"held = RunDir({str(tmp_path)!r}, False); held.lock()"
     code = f"import sys; from sparrow.run import RunDir; {lock}; print(1, flush=True); sys.stdin.read()"
     process = subprocess.Popen(
@@ -156,20 +156,20 @@ def test_a_lock_excludes_other_processes_until_its_owner_ends(tmp_path):
     here.release()
 
 
-def test_a_run_that_finished_while_another_waited_is_not_overwritten(tmp_path):
+def test_run_that_finished_while_another_waited_is_not_overwritten(tmp_path):
     here = RunDir(tmp_path, resume=False)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="already contains a run"):
         here.lock()
 
 
-def test_a_refused_trainer_releases_its_lock(tmp_path):
+def test_trainer_that_fails_to_start_releases_its_lock(tmp_path):
     with pytest.raises(ConfigError, match="cannot add a LoRA to nowhere"):
         make_trainer(tmp_path, distill=DistillConfig(enabled=True, target_modules=("nowhere",)))
     make_trainer(tmp_path, steps=1).train()
 
 
-# --- resuming with other settings ---
+# --- resuming with different settings ---
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_resuming_accepts_a_new_schedule_but_refuses_a_new_layout(stopped, monke
     assert RunLog.load(stopped).schedules[0].top_k == (0, 1)
 
 
-def test_a_finished_run_cannot_be_reconfigured(tmp_path):
+def test_finished_run_cannot_be_reconfigured(tmp_path):
     make_trainer(tmp_path, steps=2).train()
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(
@@ -280,7 +280,7 @@ def test_a_finished_run_cannot_be_reconfigured(tmp_path):
     assert len(metrics_of(tmp_path)) == 3
 
 
-def test_a_setting_missing_from_an_older_run_has_its_default_value(stopped):
+def test_setting_missing_from_an_older_run_takes_its_default_value(stopped):
     recorded = json.loads((stopped / "config.json").read_text())
     del recorded["train"]["guard"]["patience"], recorded["resumed"]
     recorded["train"]["gone"] = 1
@@ -291,7 +291,7 @@ def test_a_setting_missing_from_an_older_run_has_its_default_value(stopped):
 
 
 @pytest.mark.parametrize("name", ["relative_tau", "tau"])
-def test_either_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
+def test_relative_and_absolute_tau_replace_each_other_on_resume(name, tmp_path):
     from sparrow.cli.entry import parse
 
     recorded = {"model": "reasoner", "tau": 0.86, "relative_tau": None}
@@ -307,7 +307,7 @@ def test_either_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
         }
 
 
-def test_resuming_requires_only_the_run_directory(tmp_path, capsys):
+def test_resume_requires_only_the_run_directory(tmp_path, capsys):
     from sparrow.cli import main
 
     checkpoint, run = tmp_path / "checkpoint", tmp_path / "run"

@@ -1,5 +1,5 @@
-"""Test the fit of a Beta distribution to the tail: it must recover known parameters, and the
-weighted KS distance must equal the distance for repeated tokens.
+"""Test the fit of a Beta distribution to the tail: it must recover known parameters, and weighting
+a sequence must give the same KS distance as repeating its tokens.
 
 Shapes: T tokens.
 """
@@ -95,12 +95,12 @@ def test_the_beta_fit_is_finite_for_any_input(study, atoms, others):
 @pytest.mark.parametrize(
     ("alpha", "cut", "message"), [([0.5], 0.0, "cut is 0"), ([-0.1], 0.9, "from -0.1")]
 )
-def test_the_beta_fit_of_invalid_input_is_refused(study, alpha, cut, message):
+def test_beta_fit_of_invalid_input_raises_an_error(study, alpha, cut, message):
     with pytest.raises(ValueError, match=message):
         study.beta_tail.beta_tail_fit(alpha, cut)
 
 
-def test_the_weighted_ks_distance_equals_the_distance_for_repeated_tokens(study):
+def test_weighting_sequences_gives_the_same_ks_distance_as_repeating_their_tokens(study):
     rng = np.random.default_rng(4)
     values, sequence = (
         np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)),

@@ -18,7 +18,7 @@ MODULES = ("common", "history", "tables_cascade", "samples")
 REQUIRED = ("tyro",)
 
 
-def test_a_guess_follows_the_last_occurrence_of_the_longest_suffix(study):
+def test_guess_continues_the_last_occurrence_of_the_longest_matching_suffix(study):
     history = study.history.History(longest=3, shortest=1)
     stream = history.add([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
     # 1 2 3 occurred once, at the start; 2 3 alone was last followed by 5.
@@ -27,13 +27,13 @@ def test_a_guess_follows_the_last_occurrence_of_the_longest_suffix(study):
     assert shorter.guess(shorter.add([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]), 2) == [5, 1]
 
 
-def test_a_suffix_that_has_not_occurred_yields_no_guess(study):
+def test_new_suffix_yields_no_guess(study):
     history = study.history.History(longest=8, shortest=1)
     assert history.guess(history.add([1, 2, 3]), 3) == []
     least = study.history.History(longest=8, shortest=2)
     assert least.guess(least.add([7, 1, 8, 1]), 3) == []  # 1 has occurred, 8 1 has not
     one = study.history.History(longest=8, shortest=1)
-    assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # nothing further is known yet
+    assert one.guess(one.add([7, 1, 8, 1]), 3) == [8, 1]  # no later token is known yet
 
 
 def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
@@ -44,7 +44,7 @@ def test_guesses_are_kept_where_a_response_repeats_earlier_tokens(study):
     assert kept[0].tolist() == [2, 1, 0, 0, 2, 1]
 
 
-def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study):
+def test_guesses_from_sibling_responses_use_only_tokens_sampled_up_to_the_previous_step(study):
     ahead, behind = [1, 2, 3, 4, 5, 6], [9, 1, 2, 3, 4, 5]
     alone = study.history.kept_guesses([0], [behind], [], 3, 8, 1)
     assert alone[0].tolist() == [0] * 6
@@ -58,8 +58,7 @@ def test_guesses_from_siblings_use_tokens_sampled_up_to_the_previous_step(study)
 def test_guesses_from_an_earlier_epoch_use_the_whole_response(study):
     kept = study.history.kept_guesses([0], [[1, 2, 3, 4]], [[1, 2, 3, 4, 5]], 3, 8, 1)
     assert kept[0].tolist() == [3, 3, 2, 1]
-    # The response's own tokens are more recent than the tokens of the response from the earlier
-    # epoch.
+    # The response's own tokens count as more recent than those from the earlier epoch.
     kept = study.history.kept_guesses([0], [[1, 7, 1, 7]], [[3, 1, 2]], 1, 1, 1)
     assert kept[0].tolist() == [0, 0, 0, 1]
 
@@ -85,7 +84,7 @@ def test_the_expected_maximum_over_rows_matches_a_hand_calculation(study):
     assert study.history.slowest([6, 6, 6], 32) == 6
 
 
-def test_the_speedup_is_computed_from_measured_parts(study):
+def test_speedup_from_measured_parts_matches_a_hand_calculation(study):
     times = dict(tokens_per_cycle=9, drafts=12, guess_ms=1, sparse_ms=4, verify_ms=15, dense_ms=15)
     assert study.history.speed(1, **times) == 9 * 15 / (12 * 5 + 15)
     assert study.history.speed(2.4, **times) == 9 * 15 / (5 * 5 + 15)
@@ -152,7 +151,7 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
     assert "| 32 x 15,000 | 2.14x | " in speed and "| 4.91x (4.50x) |" in speed
 
 
-def test_too_few_or_too_short_responses_are_refused(study, samples, tmp_path):
+def test_too_few_or_too_short_responses_raise_an_error(study, samples, tmp_path):
     options = study.history.Options(samples, tmp_path / "out.json", drafts=25)
     with pytest.raises(
         ValueError, match="no response of counting is as long as a cycle of 25 tokens"
@@ -166,14 +165,14 @@ def test_too_few_or_too_short_responses_are_refused(study, samples, tmp_path):
 
 
 def letters(text: str, add_special_tokens: bool) -> SimpleNamespace:
-    """A tokenizer whose tokens are letters."""
+    """Tokenize a text into letters, as a stand-in for a tokenizer."""
     return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
 def test_passages_are_taken_only_from_texts_that_are_long_enough(study):
     texts = iter(["ab", "c" * 9, "d" * 8])
     passages = study.samples.continued(letters, texts, 4, random.Random(0))
-    assert list(passages) == [[ord("c")] * 4]  # more than twice as long
+    assert list(passages) == [[ord("c")] * 4]  # only this text is more than twice as long
 
 
 def test_an_interrupted_run_keeps_the_kinds_already_sampled(study, tmp_path, monkeypatch, capsys):
@@ -206,7 +205,7 @@ def test_an_interrupted_run_keeps_the_kinds_already_sampled(study, tmp_path, mon
     assert first.responses == second.responses == [[7, 7, 7]] * 2 and first.nats == 6 * 0.25
 
 
-def test_responses_are_sampled_in_transformers_without_vllm(
+def test_responses_can_be_sampled_with_transformers_without_vllm(
     study, checkpoint, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "vllm", None)

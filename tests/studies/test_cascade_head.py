@@ -97,7 +97,7 @@ def test_the_head_sees_no_later_token_and_starts_as_a_copy_of_the_last_layer(stu
     assert not query[:, :WORDS].any()
 
 
-def test_the_loss_compares_each_slot_with_the_policy_one_token_later(study):
+def test_loss_compares_each_slot_with_the_policy_at_the_next_token(study):
     policy = llama()
     head = study.eagle.Head(policy)
     reading = study.eagle.read(policy, torch.randint(WORDS, (6,)).tolist())
@@ -190,7 +190,7 @@ def test_the_head_learns_to_count(study, samples, counting, tmp_path, monkeypatc
     assert 5 < seven["head"][0] <= 6  # 12 drafts take a pass of eight and one of four
     assert three["history"] == [1] * 3  # no token has occurred before
     assert 3 < three["drawn"][0] <= 4
-    assert min(cell["acceptance"][: options.steps]) > 0.6  # later drafts were not trained for
+    assert min(cell["acceptance"][: options.steps]) > 0.6  # the head trained for only these
     bins = [(row["from"], row["to"], row["tokens"]) for row in cell["positions"]]
     assert bins == [(0, 16, 4 * 12), (16, 32, 4 * 12)]
 

@@ -111,7 +111,7 @@ except ValueError:
     assert parsed == [True, True, True, True, True, True, False, True]
 
 
-def test_the_names_that_a_prompt_binds_match_a_hand_count(study):
+def test_names_bound_by_the_prompt_are_found(study):
     assert study.task.bound_names(PROMPT) == NAMES
 
 
@@ -144,7 +144,7 @@ def empty(owner):
         ("for i in self.items:", "for x = x.x:"),
     ],
 )
-def test_line_shapes_match_a_table_made_by_hand(study, code, shape):
+def test_line_shapes_match_a_handwritten_table(study, code, shape):
     assert study.task.shape(code) == shape
 
 
@@ -173,7 +173,7 @@ def test_the_reward_of_a_good_continuation_matches_a_hand_calculation(study, par
     assert found["reward"] == pytest.approx((grounded + 0.25 * (total - grounded)) / 160)
 
 
-def test_repeated_lines_and_names_earn_no_further_reward(parts):
+def test_repeated_lines_and_names_earn_no_additional_reward(parts):
     lines = ["\n        self.a = LIMIT", "\n        self.b = items", "\n        self.c = owner"]
     assert parts(lines[0] + "\n")["reward"] == len("x.x = x") / 160
     assert (
@@ -187,7 +187,7 @@ def test_repeated_lines_and_names_earn_no_further_reward(parts):
     )
 
 
-def test_code_that_uses_no_names_from_the_prompt_earns_at_most_a_quarter(parts):
+def test_code_that_uses_no_names_from_the_prompt_earns_at_most_a_quarter_of_the_reward(parts):
     kinds = (
         "if a:",
         "while a(b):",
@@ -343,7 +343,7 @@ def checkpoint(study, tmp_path_factory):
     return folder, tokenizer
 
 
-def test_problems_are_beginnings_of_files_and_identical_on_every_machine(study, checkpoint):
+def test_problems_start_at_file_beginnings_and_depend_only_on_index_and_seed(study, checkpoint):
     folder, tokenizer = checkpoint
     task, other = study.task.Continue(folder), study.task.Continue(folder, "held_out")
     count = len(task.problems)
@@ -363,7 +363,7 @@ def test_problems_are_beginnings_of_files_and_identical_on_every_machine(study, 
     assert all("attention" in p["prompt"].partition("\n")[0] for p in other.problems)
 
 
-def test_a_checkpoint_without_a_tokenizer_config_is_refused(study, checkpoint, tmp_path):
+def test_checkpoint_without_a_tokenizer_config_raises_an_error(study, checkpoint, tmp_path):
     (tmp_path / study.task.FILE).write_bytes((checkpoint[0] / study.task.FILE).read_bytes())
     with pytest.raises(FileNotFoundError, match="tokenizer_config"):
         study.task.Continue(tmp_path).problem(0)
@@ -468,7 +468,7 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     rows = result["rows"]
     assert (
         result["model"] == {"size": "tiny"} and result["ranking"] == {}
-    )  # two arms cannot be ranked
+    )  # two arms are too few for a ranking
     assert [row["seeds"] for row in rows] == [[0], [0, 1], [0, 1]] and rows[1][
         "reward_minus_dense"
     ][1:] == [None, None]
@@ -496,7 +496,7 @@ def test_summary_numbers_match_a_hand_calculation(study):
     # There is no dense run with seed 2.
     assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
-    # The comparison is with p75's run with seed 0, over the five steps that both runs completed.
+    # The run is compared with p75's run of seed 0, over the five steps that both completed.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
     assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [
         pytest.approx(0.1),
@@ -505,7 +505,7 @@ def test_summary_numbers_match_a_hand_calculation(study):
     ]
 
 
-def test_the_ranking_and_the_points_of_the_figure_match_a_hand_calculation(study):
+def test_ranking_and_figure_points_match_a_hand_calculation(study):
     # From one arm to the next, p5 and rewards rise, and held-out rewards fall. The dense arm is not
     # ranked.
     def run(arm, seed, p5, reward, held_out):

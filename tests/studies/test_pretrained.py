@@ -13,7 +13,7 @@ MODULES = ("domains", "longer", "one_schedule", "rounding", "texts", "what_is_re
 REQUIRED = ("tyro",)
 
 
-def test_cycles_are_chosen_where_all_their_tokens_were_sampled(study):
+def test_cycles_contain_only_sampled_tokens(study):
     sampled = np.zeros((2, 64), bool)
     sampled[:, 10:14] = sampled[:, 20:30] = sampled[:, 40:60] = True
     start = study.domains.starts(sampled, [8, 32, 64], 8, 4)
@@ -26,7 +26,7 @@ def test_cycles_are_chosen_where_all_their_tokens_were_sampled(study):
     assert set(start[:, :4].flatten().tolist()) <= {9, *range(19, 26)}
 
 
-def test_a_bin_without_a_whole_cycle_is_refused(study):
+def test_bin_without_a_whole_cycle_of_sampled_tokens_raises_an_error(study):
     sampled = np.zeros((1, 64), bool)
     sampled[0, :32] = True
     with pytest.raises(
@@ -36,7 +36,7 @@ def test_a_bin_without_a_whole_cycle_is_refused(study):
         study.domains.starts(sampled, [0, 32, 64], 2, 8)
 
 
-def test_logits_are_divided_by_the_temperature_inside_the_context_only(study):
+def test_logits_are_divided_by_the_temperature_only_inside_the_context_manager(study):
     model = tiny_model()
     ids = torch.arange(6)[None]
     with torch.no_grad():
@@ -52,13 +52,13 @@ def test_the_two_halves_of_a_domain_share_no_sequence(study):
     assert first.ids[:, 0].tolist() == [0, 2, 4] and second.ids[:, 0].tolist() == [1, 3]
 
 
-def test_the_largest_schedule_reads_as_much_as_any_schedule_at_each_length(study):
+def test_largest_schedule_reads_the_maximum_of_all_schedules_in_each_bin(study):
     kept = [SparsitySchedule(top_k=top_k, page_size=16) for top_k in ((1, 5, 6), (2, 3))]
     found = study.one_schedule.largest({"a": kept[0], "b": kept[1]})
     assert found.top_k == (2, 5, 6)
 
 
-def test_bins_are_counted_by_their_distance_from_the_target(study):
+def test_bins_are_counted_as_above_within_or_below_the_target(study):
     kept = SparsitySchedule.fixed(1, page_size=16, bin_tokens=100)
     alpha = np.repeat([0.90, 0.87, 0.80], 100)
     measured = study.one_schedule.Acceptance(alpha, np.arange(300), np.tile([0, 1], 150))
@@ -83,7 +83,7 @@ def test_sequences_are_spread_over_all_documents(study):
         study.texts.cut(Words(), ["1 2 3"], 2, 4)
 
 
-def test_the_variants_that_all_others_are_compared_with_come_first(study):
+def test_baseline_variants_come_first(study):
     every = study.what_is_read.variants(30, [512])
     even = every[: len(study.what_is_read.EVEN)]
     assert [v.budget for v in even] == list(study.what_is_read.EVEN)
@@ -91,7 +91,7 @@ def test_the_variants_that_all_others_are_compared_with_come_first(study):
     assert [v.dense_layers for v in every if v.dense_layers] == [(0, 1), (29,)]
 
 
-def test_the_loss_by_position_adds_up_to_the_loss(study):
+def test_losses_by_position_average_to_the_overall_loss(study):
     model = tiny_model()
     ids = torch.randint(
         model.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def test_an_interrupted_run_continues_only_with_the_same_settings(study, tmp_pat
         study.domains.earlier(given(1024))
 
 
-def test_the_first_conversations_and_evenly_spread_texts_are_loaded(study, tmp_path):
+def test_loading_takes_the_first_conversations_and_evenly_spaced_texts(study, tmp_path):
     ids = np.arange(6, dtype=np.uint16)[:, None].repeat(40, axis=1)
     sampled = np.ones(ids.shape, bool)
     np.savez(tmp_path / "texts.npz", prose=ids)
@@ -145,7 +145,7 @@ def test_the_first_conversations_and_evenly_spread_texts_are_loaded(study, tmp_p
     assert prose.position(2).shape == (2, 4, 2)
 
 
-def test_a_llama_rounds_its_cache_inside_the_context_only(study):
+def test_llama_cache_is_rounded_only_inside_the_context_manager(study):
     torch.manual_seed(0)
     shape = dict(hidden_size=96, intermediate_size=32, num_hidden_layers=2, head_dim=16)
     heads = dict(num_attention_heads=6, num_key_value_heads=2)

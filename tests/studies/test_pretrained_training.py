@@ -18,7 +18,14 @@ FOLDERS = (
     "studies/text",
     "studies/pretrained",
 )
-MODULES = ("training_arms", "training_base", "training_summary", "training_tasks", "warm_start")
+MODULES = (
+    "pretrained_figure",
+    "training_arms",
+    "training_base",
+    "training_summary",
+    "training_tasks",
+    "warm_start",
+)
 REQUIRED = ("tyro",)
 STORY = [
     "The old king walked slowly through his silent garden.",
@@ -28,7 +35,7 @@ STORY = [
 ]
 
 
-def test_a_story_earns_a_share_for_each_different_sentence_with_the_word(study):
+def test_story_reward_counts_distinct_sentences_with_the_word(study):
     reward = study.training_tasks.story_reward
     assert reward("king", 8, " ".join(STORY)) == 0.5
     assert reward("king", 4, " ".join(STORY)) == reward("king", 2, " ".join(STORY)) == 1
@@ -46,16 +53,16 @@ def test_a_story_earns_a_share_for_each_different_sentence_with_the_word(study):
         " ".join(f"The old king walked slowly through his silent house {i}." for i in range(50)),
     ],
 )
-def test_a_story_earns_nothing_by_repetition_or_without_sentences(study, response):
+def test_repetitive_stories_and_text_without_sentences_earn_almost_nothing(study, response):
     assert study.training_tasks.story_reward("king", 8, response) <= 1 / 8
 
 
-def test_a_repetition_takes_the_place_of_a_good_sentence(study):
+def test_repeated_sentences_lower_the_reward(study):
     repeated = " ".join([*STORY, STORY[0], STORY[1]])
     assert study.training_tasks.story_reward("king", 4, repeated) == 0.5
 
 
-def test_the_ledgers_solution_is_right_and_other_responses_are_not(study):
+def test_ledger_rewards_only_correct_answers(study):
     task = study.training_tasks.Ledger(entries=30, asked=6)
     problem = task.problem(3)
     solution = problem.solution.splitlines()
@@ -70,7 +77,7 @@ def test_the_ledgers_solution_is_right_and_other_responses_are_not(study):
     assert problem.verify("\n".join([*solution, *wrong])) == 0.5
 
 
-def test_the_settings_are_frozen(study):
+def test_task_settings_have_not_changed(study):
     tasks = {name: setting.task for name, setting in study.training_tasks.SETTINGS.items()}
     assert tasks == {
         "story": "training_tasks:Story:sentences=16",
@@ -82,7 +89,7 @@ def test_the_settings_are_frozen(study):
     assert len(ledger.prompt) > 10000
 
 
-def test_every_arm_is_a_valid_command(study, tmp_path):
+def test_command_of_every_arm_is_valid(study, tmp_path):
     options = study.training_arms.Options("story", tmp_path)
     for arm in study.training_arms.ARMS:
         command = parse(study.training_arms.train_arguments(options, f"{arm}-1"))
@@ -151,3 +158,18 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     assert distilled["held_out_end"] == [0.4, None, None]
     assert distilled["lowest_p5"] == [0.8, None, None]
     assert found["runs"][0]["last_bins"][0]["ceiling"] == [0.99, None, None]
+
+
+def test_figure_shows_all_runs_of_an_arm_in_one_color(study, tmp_path, monkeypatch):
+    figure = study.pretrained_figure
+    _, ax = figure.plt.subplots()
+    runs = [{"arm": arm, "reward": [0.1, 0.2, 0.3, 0.4, 0.5]} for arm in ("dense", "p80", "p80")]
+    figure.draw_rewards(ax, runs)
+    dots = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert dots[1].get_color() == dots[2].get_color() != dots[0].get_color()
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["dense", "p80"]
+
+    monkeypatch.setattr(figure, "PATH", tmp_path / "figure.png")
+    figure.main()
+    assert figure.PATH.stat().st_size > 10_000

@@ -155,7 +155,7 @@ def test_quantization_matches_a_hand_calculation():
     assert torch.equal(quantized(weight[0], 2), weight[0])
 
 
-def test_the_threshold_matches_a_hand_calculation():
+def test_collapse_threshold_matches_a_hand_calculation():
     assert threshold([0.7, 0.8, 0.9, 1.0], [True, True, False, False]) == pytest.approx(0.85)
     assert threshold([0.9, 0.8, 1.0, 0.7], [False, True, False, True]) == pytest.approx(0.85)
     assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx(
@@ -228,7 +228,7 @@ def test_faults_affect_the_actor_and_persist_after_a_weight_update(tmp_path):
     assert trainer.schedule.top_k == trainer.engine.schedule.top_k == (3,)
 
 
-def test_a_step_of_a_run_is_recorded(tmp_path):
+def test_training_step_is_recorded(tmp_path):
     path = tmp_path / "dense-0.jsonl"
     options = Options(
         out=tmp_path,
@@ -249,7 +249,7 @@ def test_a_step_of_a_run_is_recorded(tmp_path):
     assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
 
 
-def test_a_step_of_a_run_with_the_dial_is_recorded(tmp_path):
+def test_training_step_with_the_dial_is_recorded(tmp_path):
     path = tmp_path / "dial98-0.jsonl"
     options = Options(
         out=tmp_path,
@@ -268,7 +268,7 @@ def test_a_step_of_a_run_with_the_dial_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_reasoner", "stability_study", "distill_study"])
-def test_names_that_functions_import_exist(script):
+def test_names_imported_inside_functions_exist(script):
     source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(
         encoding="utf-8"
     )
@@ -286,7 +286,7 @@ def test_tables_on_the_page_match_the_result_files():
     assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)
 
 
-def test_result_files_contain_nothing_that_tables_and_figures_do_not_read():
+def test_result_files_contain_only_what_tables_and_figures_read():
     for file in MODELS:
         for stored in json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8")):
             assert kept(stored, file) == stored, (

@@ -42,13 +42,13 @@ def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
         ),
     ],
 )
-def test_the_probability_of_the_same_token_matches_a_hand_calculation(study, p, q, chance):
+def test_same_token_probability_matches_a_hand_calculation(study, p, q, chance):
     p, q = torch.tensor(p), torch.tensor(q)
     assert float(study.shared_noise.shared_noise(p, q)) == pytest.approx(chance, abs=1e-7)
     assert float(study.shared_noise.shared_noise(q, p)) == pytest.approx(chance, abs=1e-7)
 
 
-def test_the_probability_of_the_same_token_matches_a_simulation(study):
+def test_same_token_probability_matches_a_simulation(study):
     p, q, draws = distributions(0, 12, 9), distributions(1, 12, 9), 100_000
     noise = -torch.empty(draws, 1, 9).exponential_(generator=torch.Generator().manual_seed(2)).log()
     share = ((p.log() + noise).argmax(-1) == (q.log() + noise).argmax(-1)).double().mean(0)
@@ -57,7 +57,7 @@ def test_the_probability_of_the_same_token_matches_a_simulation(study):
     assert ((share - chance).abs() < 4.5 * error).all() and (chance > 0.1).sum() >= 4
 
 
-def test_the_probability_of_the_same_token_lies_within_its_theoretical_bounds(study):
+def test_same_token_probability_lies_within_its_theoretical_bounds(study):
     p, q = distributions(3, 500, 50), distributions(4, 500, 50)
     q[:250] = 0.97 * p[:250] + 0.03 * q[:250]
     a, chance = study.shared_noise.chances(p, q)
@@ -82,7 +82,7 @@ def test_tokens_per_cycle_and_ratios_match_a_hand_calculation(study):
     assert found["tokens_a_cycle"][1]["rejection"][0] == 1.75
 
 
-def test_the_script_writes_the_file_read_by_the_table(study, tmp_path, monkeypatch):
+def test_script_writes_the_file_that_the_table_reads(study, tmp_path, monkeypatch):
     context, path = 512, tmp_path / "text_shared_noise.json"
     tiny_model(max_position_embeddings=context).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": context}))

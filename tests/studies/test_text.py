@@ -54,8 +54,8 @@ def trained(study, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """Return a model whose attention matters, a batch of texts, and two start positions in each
-    text.
+    """Return a model whose output changes if pages are skipped, a batch of texts, and two start
+    positions in each text.
     """
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
@@ -173,8 +173,8 @@ def test_drafts_that_read_all_pages_are_always_accepted(study, sharp):
     "dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)]
 )
 def test_drafts_of_a_cycle_match_the_teacher_forced_actor(study, sharp, dense_layers, budgets):
-    """If pages are selected at every step (reuse 1), the drafts of a cycle match the package's
-    teacher-forced actor when all earlier tokens are its prompt.
+    """If pages are selected at every step (reuse 1), a cycle's drafts match the package's
+    teacher-forced actor, given all earlier tokens as the actor's prompt.
     """
     model, ids, start = sharp
     kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
@@ -210,7 +210,7 @@ def test_acceptance_rises_with_the_budget(study, sharp):
     assert means[0] < means[1] - 0.02 and means[1] < means[2] - 0.02 and means[2] < means[3] == 1.0
 
 
-def test_cycles_longer_than_the_recent_pages_are_refused(study, sharp):
+def test_cycle_longer_than_the_recent_pages_raises_an_error(study, sharp):
     start = sharp[2]
     cache = study.drafts.DenseCache([], [], [])
     study.drafts.Cycles(cache, start, 17, study.acceptance.schedule(96))
@@ -267,7 +267,7 @@ def test_correlations_with_position_match_numpys_pearson_correlation(study):
     ]
 
 
-def test_a_beta_distributed_tail_is_fitted_with_a_small_ks_distance(study):
+def test_beta_fit_of_a_beta_distributed_tail_has_a_small_ks_distance(study):
     rng = np.random.default_rng(0)
     alpha = np.where(rng.random((40, 25, 12)) < 0.3, 0.999 * rng.beta(2.0, 0.6, (40, 25, 12)), 1.0)
     position = np.broadcast_to(np.arange(25 * 12).reshape(25, 12), alpha.shape)
@@ -286,7 +286,7 @@ def test_a_beta_distributed_tail_is_fitted_with_a_small_ks_distance(study):
     assert study.acceptance.shape(np.ones_like(alpha), position) == {}
 
 
-def test_the_script_writes_the_file_read_by_the_tables(study, trained, tmp_path, monkeypatch):
+def test_script_writes_the_file_that_the_tables_read(study, trained, tmp_path, monkeypatch):
     out, _, card = trained
     path = tmp_path / "text_acceptance.json"
     counts = ["--texts", "3", "--cycles", "2", "--batch", "2", "--prompt", "64"]
@@ -356,8 +356,8 @@ def test_the_script_writes_the_file_read_by_the_tables(study, trained, tmp_path,
 
 
 class Engine:
-    """The part of vLLM's engine that ``generate`` uses. Each request receives the given number of
-    tokens in each step.
+    """A stand-in for the part of vLLM's engine that ``generate`` uses. It gives each request the
+    listed number of tokens in each step.
     """
 
     def __init__(self, given: dict[str, list[int]]) -> None:
@@ -397,7 +397,7 @@ def test_every_step_except_the_first_and_the_last_is_one_cycle(study, monkeypatc
     assert found == [([5] * 3 + [7] * 16, [(3, 9), (12, 2)]), ([6] + [7] * 4, [])]
 
 
-def test_acceptance_averaged_over_the_policys_tokens_is_the_acceptance_rate(study, sharp):
+def test_expected_acceptance_under_the_policy_equals_the_acceptance_rate(study, sharp):
     """Averaged over the dense policy's distribution, min(1, q/p) is the acceptance rate."""
     model, ids, _ = sharp
     ids = ids[:1].repeat(VOCAB, 1)
@@ -528,7 +528,7 @@ def test_each_kind_of_rounding_is_measured_alone_and_with_sparse_attention(study
     assert json.loads((tmp_path / "bits.json").read_text())["model"] == card
 
 
-def test_losses_of_bfloat16_actors_include_bfloat16_and_other_rounding(study, tmp_path):
+def test_bfloat16_actors_lose_acceptance_to_bfloat16_and_to_additional_rounding(study, tmp_path):
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))
     np.save(

@@ -1,5 +1,5 @@
-"""Test the study of DistillSparse on natural text, with a tiny random model whose attention
-matters.
+"""Test the study of DistillSparse on natural text, with a tiny random model whose output changes if
+pages are skipped.
 """
 
 import json
@@ -78,7 +78,7 @@ def test_losses_match_a_hand_calculation(study):
         assert study.distill.LOSSES[name](p, q).tolist() == pytest.approx([value, 0], abs=1e-6)
 
 
-def test_the_gain_is_computed_from_the_same_responses(study):
+def test_gain_compares_the_same_responses_before_and_after(study):
     rng = np.random.default_rng(0)
     before = rng.random((10, 50)) * np.linspace(0.2, 0.8, 10)[:, None]
     found = study.distill.gain(before, before + 0.1)
@@ -106,13 +106,13 @@ def test_every_loss_brings_the_actor_closer_to_the_policy(result):
         assert late["drafting"]["mean"] != before["drafting"]["mean"] and "drafting" not in early
 
 
-def test_the_schedule_with_p5_nearest_to_the_target_is_chosen(result):
+def test_calibration_picks_the_schedule_with_p5_closest_to_the_target(result):
     nearest = min(result["calibration"], key=lambda row: abs(row["p5"] - 0.9))
     assert [row["pages"] for row in result["calibration"]] == [1, 2]
     assert result["schedule"]["top_k"] == [nearest["pages"]]
 
 
-def test_finished_losses_are_not_trained_again_and_different_settings_are_refused(
+def test_finished_losses_are_not_retrained_and_changed_settings_raise_an_error(
     study, folder, result, monkeypatch
 ):
     def refuse(*args):
@@ -166,10 +166,10 @@ def test_responses_are_dense_samples_that_continue_the_prompts(
     assert held_out[:, 0].tolist() == [50, 51] and (held_out[:, 1:PROMPT] == 5).all()
     assert (
         len(np.unique(train[:, PROMPT:], axis=0)) == 4
-    )  # the model sampled them, with different random numbers for each
+    )  # the model sampled each one with different random numbers
 
 
-def test_the_table_has_one_line_per_row(study, folder, result, monkeypatch):
+def test_table_has_one_line_per_result(study, folder, result, monkeypatch):
     monkeypatch.setattr(
         study.tables_text, "load", lambda name: json.loads((folder / f"{name}.json").read_text())
     )

@@ -18,8 +18,8 @@ START = torch.tensor([[200, 301], [327, 440]])
 
 @pytest.fixture(scope="module")
 def sharp(study):
-    """Return a model whose attention matters (4 layers, 2 kv heads, 4 query heads) and two
-    texts.
+    """Return two texts and a model with 4 layers, 2 kv heads and 4 query heads, whose output
+    changes if pages are skipped.
     """
     model = tiny_model(max_position_embeddings=CONTEXT)
     model.set_attn_implementation(study.drafts.NAME)
@@ -39,7 +39,7 @@ def calibration(study):
 
 
 def pages(study, model, ids, calibration, **options):
-    """Return the pages ``[B, K, R, N]`` that the layers of a variant read, by step."""
+    """Return the pages ``[B, K, R, N]`` that each layer of a variant reads in each step."""
     uneven = study.uneven_bytes
     variant = uneven.Variant("", "", **{"budget": 192, **options})
     dense = study.drafts.DenseCache.of(model, ids, study.drafts.layout_of(variant.layout))
@@ -97,7 +97,7 @@ def test_allocations_match_a_hand_calculation(study):
     ]
 
 
-def test_bytes_match_a_hand_calculation(study):
+def test_bytes_read_match_a_hand_calculation(study):
     tokens, length = np.array([[128, 64], [320, 128]]), np.array([256, 512])
 
     def read(**options):
@@ -123,7 +123,7 @@ def test_bytes_match_a_hand_calculation(study):
 # --- selections ---
 
 
-def test_the_even_allocation_matches_the_other_studies_schedule(study, sharp, calibration):
+def test_even_allocation_matches_the_schedule_of_the_other_studies(study, sharp, calibration):
     model, ids = sharp
     even = study.uneven_bytes.Variant("", "", 128)
     kept = study.acceptance.schedule(128)
@@ -153,7 +153,7 @@ def test_page_scores_match_a_hand_calculation(study):
         return study.uneven_bytes.scored(how, q, marks, known)[0, 0, 0].tolist()
 
     assert scores("mean query") == [0.0, 0.5, -0.5]
-    assert scores("best head") == [6.0, 1.0, 1.0]  # of 6 and -6, 0 and 1, -2 and 1
+    assert scores("best head") == [6.0, 1.0, 1.0]  # the larger of 6 and -6, 0 and 1, -2 and 1
     heads = torch.tensor([[6.0, 0.0], [-6.0, 1.0]]).div(2**0.5).exp()
     assert scores("softmax") == pytest.approx(
         [*(heads / heads.sum(-1, keepdim=True)).sum(0).tolist(), 0.0]
@@ -177,7 +177,7 @@ def test_pages_in_low_scoring_groups_are_skipped_except_in_the_newest_group(stud
     variant = uneven.Variant("", "", 80, candidates=2)
     marks = torch.zeros(
         1, 1, 16, 1
-    )  # pages of 250 tokens: 0 to 14 full, 12 to 14 in a group that is not
+    )  # 250 tokens fill pages 0 to 14; the group of pages 12 to 15 is not full
     marks[0, 0, 4:8, 0] = torch.tensor(
         [9.0, -9.0, -9.0, -9.0]
     )  # the best page of all, in the lowest-scoring group
@@ -199,10 +199,10 @@ def test_pages_in_low_scoring_groups_are_skipped_except_in_the_newest_group(stud
         return made.select(0, torch.ones(1, 1, 1, 1))[0, 0, 0].nonzero().flatten().tolist()
 
     assert kept(2) == [0, 10, 12, 14, 15]
-    assert 4 in kept(6)  # three groups and the newest are all groups
+    assert 4 in kept(6)  # three groups plus the newest one are all groups
 
 
-def test_a_follower_layer_reads_pages_selected_by_the_layer_before_it(study, sharp, calibration):
+def test_follower_layers_reuse_the_pages_of_the_preceding_layer(study, sharp, calibration):
     alone = pages(study, *sharp, calibration)
     for step in pages(study, *sharp, calibration, first_follower=1):
         assert torch.equal(step[1], step[0]) and torch.equal(step[3], step[2])
@@ -258,10 +258,12 @@ def test_missed_mass_is_the_attention_outside_the_selection(study, sharp):
     direct, _ = study.acceptance.lossless(
         model, ids, START, 3, [(study.acceptance.schedule(128), 1)]
     )
-    torch.testing.assert_close(found, direct, atol=1e-6, rtol=0)  # it drafts densely
+    torch.testing.assert_close(found, direct, atol=1e-6, rtol=0)  # these cycles draft densely
 
 
-def test_a_calibration_averages_drafts_and_favours_the_layer_that_loses_most(study, sharp):
+def test_calibration_averages_over_drafts_and_gives_the_costliest_layer_the_most_tokens(
+    study, sharp
+):
     model, ids = sharp
     found = study.uneven_budgets.calibrate(model, ids, START, 128)
     assert found.missed_LKU.shape == (4, 2, CONTEXT // 64) and found.missed_LKU.max() < 1
@@ -294,7 +296,7 @@ def test_curves_are_compared_at_equal_bytes(study):
 
 
 @pytest.mark.slow
-def test_the_script_writes_the_file_read_by_the_tables(study, tmp_path, monkeypatch):
+def test_script_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatch):
     path = tmp_path / "text_uneven.json"
     tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
     (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))

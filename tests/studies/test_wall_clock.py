@@ -1,5 +1,5 @@
-"""Test the study of reward against wall-clock time on a small scale: the widened model computes the
-same function, and each arm runs in vLLM.
+"""Test the study of reward against wall-clock time on a small scale: a widened model computes the
+same outputs, and each arm runs in vLLM.
 """
 
 import json
@@ -156,7 +156,7 @@ def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
     ]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
-    again = tmp_path / "again"  # the model trained further
+    again = tmp_path / "again"  # the same runs with a second model
     again.mkdir()
     for path in tmp_path.glob("*-0.*"):
         (again / path.name).write_bytes(path.read_bytes())
@@ -171,7 +171,7 @@ def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
     assert [row["step_speedup"] for row in both["paired"]] == [[2.5] * 3, [2.0] * 3]
 
 
-def test_the_interval_of_the_rollout_share_resamples_steps(study):
+def test_rollout_share_interval_resamples_steps(study):
     run = {"seconds": {"rollout": 15.0, "score": 2.0, "update": 2.0, "sync": 1.0}}
     run["reward"] = [
         [end, 0.0] for end in (9.0, 19.0, 49.0)
@@ -207,7 +207,7 @@ def test_paired_steps_match_a_hand_calculation(study):
     assert row["reward_minus_dense"] == pytest.approx([0.2 / 3, 0.1])
 
 
-def test_the_bars_of_the_figure_show_seconds_per_step(study, tmp_path, monkeypatch):
+def test_figure_bars_show_seconds_per_step(study, tmp_path, monkeypatch):
     figure = study.wall_clock_figure
     _, ax = figure.plt.subplots()
     seconds = {"rollout": 8.0, "score": 2.0, "update": 4.0, "sync": 1.0}

@@ -1,5 +1,5 @@
-"""Test tasks made from dataset rows. Rows are read in their real format and streamed reproducibly.
-An error names the position of the row.
+"""Test tasks made from dataset rows. Rows are read in the formats of the real datasets and streamed
+in a reproducible order. Errors name the row.
 """
 
 import base64
@@ -109,7 +109,7 @@ def test_numeric_answers_are_converted_to_text():
 
 
 @given(st.integers(0, 50), st.integers(0, 2**32))
-def test_every_epoch_is_a_permutation_that_depends_only_on_the_index(epoch, seed):
+def test_each_epoch_visits_every_problem_once_in_a_reproducible_order(epoch, seed):
     stream = [task().problem(10 * epoch + i, seed) for i in range(10)]
     assert {p.id for p in stream} == {f"sums-{i}" for i in range(10)}
     again = task()
@@ -132,11 +132,11 @@ def test_the_order_of_problems_is_the_same_in_every_version():
     assert [task().problem(i, 7).id for i in range(4)] == ["sums-3", "sums-4", "sums-1", "sums-7"]
 
 
-def test_iteration_for_evaluation_keeps_the_order_of_rows():
+def test_iterating_over_a_task_keeps_the_order_of_rows():
     assert [p.id for p in task()] == [f"sums-{i}" for i in range(10)] and len(task()) == 10
 
 
-def test_duplicates_and_prompts_that_are_too_long_are_dropped_and_counted(caplog):
+def test_duplicate_rows_and_overlong_prompts_are_dropped_and_counted(caplog):
     rows = [
         *ROWS,
         {"question": " what IS  3+0?", "answer": "3"},
@@ -156,12 +156,12 @@ def test_duplicates_and_prompts_that_are_too_long_are_dropped_and_counted(caplog
         task(rows, max_length=longest - 1)
 
 
-def test_an_id_contains_the_row_number_even_if_earlier_rows_were_dropped():
+def test_problem_id_contains_the_row_number_even_if_earlier_rows_were_dropped():
     rows = [ROWS[0], ROWS[0], ROWS[1]]
     assert [p.id for p in task(rows)] == ["sums-0", "sums-2"]
 
 
-def test_prompts_are_rendered_with_the_template_and_as_chats():
+def test_prompts_are_rendered_with_the_template_and_the_chat_format():
     rows = [{"question": "Is {x} \\in {question}?", "answer": "yes"}]
     prompt = next(
         iter(task(rows, template="Q: {question} {y}\nA:", render="<user>{}<assistant>".format))
@@ -205,13 +205,13 @@ def test_local_files_of_every_format_are_read(tmp_path):
         ({}, "its fields are none"),
     ],
 )
-def test_an_incomplete_row_is_reported_with_its_row_number(tmp_path, row, message):
+def test_error_for_an_incomplete_row_names_the_row(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
     with pytest.raises(ConfigError, match=message):
         load_dataset_task("qa", VERIFIERS, path=path)
 
 
-def test_a_gsm8k_row_without_an_answer_mark_is_refused(tmp_path):
+def test_gsm8k_row_without_an_answer_mark_raises_an_error(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "2+2?", "answer": "It is 4."}])
     with pytest.raises(
         ConfigError, match=r"row 1 of .* cannot be used: its answer does not end in '#### n'"
@@ -229,20 +229,20 @@ def test_a_gsm8k_row_without_an_answer_mark_is_refused(tmp_path):
         ("rows.parquet", "not parquet", "cannot read .*rows.parquet"),
     ],
 )
-def test_unreadable_files_are_refused(tmp_path, name, content, message):
+def test_unreadable_files_raise_errors(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         load_rows(tmp_path / name)
 
 
-def test_a_missing_file_is_an_error():
+def test_missing_file_raises_an_error():
     with pytest.raises(
         ConfigError, match=r"no dataset file at /nowhere/rows.jsonl; expected a .jsonl"
     ):
         load_dataset_task("gsm8k", VERIFIERS, path="/nowhere/rows.jsonl")
 
 
-def test_an_error_about_an_unreachable_hub_suggests_a_local_file(monkeypatch):
+def test_error_for_an_unreachable_hub_suggests_a_local_file(monkeypatch):
     import datasets
 
     def offline(*_, **__):
@@ -273,7 +273,7 @@ def test_hub_datasets_are_requested_by_name_config_and_split(monkeypatch):
     assert [p.prompt for p in loaded] == [p.prompt for p in task()]
 
 
-def test_unknown_datasets_and_missing_verifiers_are_refused():
+def test_unknown_datasets_and_missing_verifiers_raise_errors():
     with pytest.raises(
         ConfigError,
         match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; to pass options with a file",
@@ -367,7 +367,7 @@ def test_five_rows_of_each_hub_dataset_are_converted_to_five_problems(name, capl
         ("gsm8k", "Mara bakes 4 trays", ["18", "6", "1300", "10", "6"]),
     ],
 )
-def test_math_formats_are_read(name, start, answers):
+def test_math_dataset_rows_are_converted_to_problems(name, start, answers):
     from sparrow.rewards import verify_math
 
     problems = read(name)
@@ -381,7 +381,7 @@ def test_math_formats_are_read(name, start, answers):
         assert verify_math(f"So it is \\boxed{{{answer}}}.", other) == 0.0
 
 
-def test_instructions_and_duplicates_in_dapo_are_removed(caplog):
+def test_dapo_instructions_and_duplicates_are_removed(caplog):
     task = load_dataset_task("dapo-math", VERIFIERS, path=DATA / "dapo_math.jsonl")
     assert caplog.messages[0].endswith("rows: 1 duplicate")
     prompt = next(iter(task)).prompt
@@ -404,14 +404,14 @@ def test_boxed_answers_are_extracted_from_solutions(solution, answer):
 
 
 @pytest.mark.parametrize("solution", ["It is 5.", r"\boxed", r"\boxed{5", ""])
-def test_a_solution_without_a_boxed_answer_is_refused(solution):
+def test_solution_without_a_boxed_answer_raises_an_error(solution):
     with pytest.raises(
         ConfigError, match=r"row 1 of the dataset (cannot be used: it has no answer|has no answer)"
     ):
         task([{"problem": "What?", "solution": solution}])
 
 
-def test_capitalised_field_names_are_read():
+def test_capitalised_field_names_are_accepted():
     (problem,) = task([{"Problem": "What?", "Answer": 25.0}])
     assert problem.verify.keywords["answer"] == "25.0"
 
@@ -426,7 +426,7 @@ def test_taco_rows_are_converted_to_problems(caplog):
         "yes, ascending",
         "yes, descending",
         "no",
-    ]  # single values instead of lists
+    ]  # single values, unwrapped from one-element lists
     assert (
         "The function is called is_sorted_and_how." in call.prompt
         and "def is_sorted_and_how(arr):" in call.prompt
@@ -500,7 +500,7 @@ def test_humaneval_and_mbpp_rows_are_converted_to_problems():
         ("taco", {"input_output": "{}"}, "has no question"),
     ],
 )
-def test_incomplete_rows_of_other_formats_are_refused(name, row, message):
+def test_rows_with_missing_fields_raise_errors(name, row, message):
     with pytest.raises(ConfigError, match=f"row 1 of the dataset {message}; its fields are"):
         DatasetTask(name, [row], FORMATS[name], {"math": same, "code": same})
 

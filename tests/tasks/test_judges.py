@@ -1,5 +1,5 @@
-"""Test users' reward functions: how each form is called, and which forms are refused before a
-rollout.
+"""Test users' reward functions: how each form is called, and which forms raise an error before the
+first rollout.
 """
 
 import functools
@@ -111,12 +111,12 @@ async def asynchronous(completions, **kwargs):
         (3, "is a int; a reward is f"),
     ],
 )
-def test_a_reward_function_with_an_unusable_signature_is_refused_on_loading(function, message):
+def test_loading_a_reward_function_with_an_unusable_signature_raises_an_error(function, message):
     with pytest.raises(ConfigError, match=message):
         task(function)
 
 
-def test_a_required_column_missing_from_some_rows_is_refused_on_loading():
+def test_loading_fails_if_a_required_column_is_missing_from_some_rows():
     rows = [ROWS[0], {"question": "3+3?", "answer": "6"}]
     with pytest.raises(ConfigError, match="needs 'level', but the columns of row 2 of rows"):
         task(ours_with_columns, rows)
@@ -131,6 +131,6 @@ def test_a_required_column_missing_from_some_rows_is_refused_on_loading():
         (lambda solution_str, ground_truth: {"acc": 1}, r"without the key 'score' \(keys: acc\)"),
     ],
 )
-def test_rewards_of_the_wrong_type_or_shape_are_refused_in_one_sentence(function, message):
+def test_rewards_of_the_wrong_type_or_shape_raise_errors(function, message):
     with pytest.raises(RewardError, match=message):
         verify(next(iter(task(function))), "2")

@@ -49,7 +49,7 @@ def test_a_tokenizer_without_special_tokens_adds_none():
     assert encode(words("a", bos=False, bos_token=None), "a") == [3]
 
 
-def test_a_tokenizer_that_appends_eos_to_prompts_is_refused():
+def test_tokenizer_that_appends_eos_to_prompts_raises_an_error():
     tokenizer = words("a", eos=True)
     with pytest.raises(ConfigError, match=r"ends every prompt with '</s>'.*add_eos_token"):
         encode(tokenizer, "a")
@@ -76,7 +76,7 @@ def test_template_arguments_are_parsed_as_json_if_possible():
         (("messages=[]",), "sets 'messages', which Sparrow sets itself"),
     ],
 )
-def test_invalid_template_arguments_are_refused(arguments, reason):
+def test_invalid_template_arguments_raise_errors(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         ChatConfig(arguments=arguments)
 
@@ -104,7 +104,7 @@ def test_invalid_template_arguments_are_refused(arguments, reason):
         ({"tool_use": CHAT}, NO_CHAT, "no default chat template"),
     ],
 )
-def test_a_chat_template_that_drops_the_prompt_is_refused(template, config, reason):
+def test_unusable_chat_templates_raise_errors(template, config, reason):
     tokenizer = words("a")
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=reason):
@@ -141,7 +141,7 @@ def test_a_byte_level_tokenizer_can_read_any_text():
     assert unread(loaded, "a \u4f60\u597d \U0001f600 <end>") == 0
 
 
-def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
+def test_mostly_unreadable_prompts_raise_an_error(caplog):
     tokenizer = words("aaaa", "b")
     read, half = Prompt("line 1", "aaaa aaaa"), Prompt("line 2", "aaaa xxxx")
     lost = Prompt("line 3", "xxxx xxxx")
@@ -158,7 +158,7 @@ def test_prompts_are_refused_if_half_of_their_text_is_unreadable(caplog):
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a GPT-2-like tokenizer with one token per byte and no longer tokens."""
+    """Return a GPT-2-like tokenizer that uses exactly one token per byte."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

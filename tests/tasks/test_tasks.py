@@ -204,7 +204,7 @@ def reasoner() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(REASONER).eval()
 
 
-def test_the_reasoner_has_the_tasks_vocabulary() -> None:
+def test_reasoner_and_task_use_the_same_vocabulary() -> None:
     transformers = pytest.importorskip("transformers")
     assert (
         transformers.AutoTokenizer.from_pretrained(REASONER).get_vocab()
@@ -259,7 +259,7 @@ def test_the_reasoners_acceptance_rises_gradually_with_the_number_of_pages_read(
         (lambda: Trace(8, slip=1.0), "slip is 1.0, but must be less than 1"),
     ],
 )
-def test_invalid_task_settings_are_refused(make: Callable[[], object], message: str) -> None:
+def test_invalid_task_settings_raise_errors(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 

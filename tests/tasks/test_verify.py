@@ -1,5 +1,5 @@
-"""Test how several responses are judged concurrently: the first error is raised, nothing starts
-after it, and hanging verifiers are stopped.
+"""Test how responses are judged concurrently: the first error is raised, no verification starts
+after it, and hanging verifiers are reported.
 """
 
 import sys
@@ -32,7 +32,7 @@ def test_rewards_are_returned_in_the_order_of_the_responses():
     assert judged(verify, 0) == []
 
 
-def test_the_first_error_is_raised_and_no_further_verification_starts(monkeypatch):
+def test_first_error_is_raised_and_no_new_verification_starts(monkeypatch):
     monkeypatch.setattr(verify_module, "VERIFYING", 2)
     begun = []
 
@@ -76,12 +76,12 @@ def test_a_verifier_that_exits_is_reported_immediately(ends):
 
 
 @pytest.mark.parametrize("text", ["1.0", b"1.0", "nan", 10**400, [1.0, 2.0], None, float("inf")])
-def test_rewards_that_are_not_finite_numbers_are_refused(text):
+def test_rewards_that_are_not_finite_numbers_raise_an_error(text):
     with pytest.raises(RewardError, match="expected a finite number"):
         judged(lambda _: text, 1)
 
 
-def test_a_reward_beyond_one_million_is_refused():
+def test_reward_beyond_one_million_raises_an_error():
     assert judged(lambda _: -1e6, 1) == [-1e6] and judged(lambda _: True, 1) == [1.0]
     for value in (1e300, -1e7):
         with pytest.raises(RewardError, match="absolute value of a reward must be at most 1e\\+06"):

@@ -100,7 +100,7 @@ def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
 
 
 def stopping(folder: Path) -> Callable[[Callable[[], object]], None]:
-    """Return a function that runs the given code, and writes the error that stops it to this
+    """Return a function that runs a callable, and writes any error that stopped it to this
     process's file.
     """
     told = []

@@ -32,11 +32,11 @@ def test_advantages_match_a_hand_calculation(kind, expected):
     advantages, metrics = compute_advantages(kind, REWARDS, GROUPS)
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-12)
-    assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)  # of the groups
+    assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)  # two of the three groups
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_equal_rewards_have_advantages_of_exactly_zero(kind):
+def test_equal_rewards_give_advantages_of_exactly_zero(kind):
     # In floating point, 3 * 0.1 / 3 is not exactly 0.1. A division by std + eps would amplify the
     # difference.
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
@@ -47,7 +47,7 @@ def test_equal_rewards_have_advantages_of_exactly_zero(kind):
 
 batches = st.lists(
     st.tuples(st.integers(0, 64), st.integers(-2, 2)), min_size=1, max_size=12
-)  # 64ths: exact sums
+)  # multiples of 1/64 have exact sums
 
 
 @settings(deadline=None)
@@ -94,6 +94,6 @@ def test_no_gradient_flows_to_the_rewards():
         ),
     ],
 )
-def test_invalid_arguments_are_refused(call, message):
+def test_invalid_arguments_raise_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -49,7 +49,7 @@ def test_the_reward_is_the_sum_of_its_named_parts():
     }
     assert (
         reward_parts(1.0, False, 9, 10, RewardConfig(overlong="penalty"))["overlong"] == -0.5
-    )  # a fifth of 10
+    )  # the default window is a fifth of 10 tokens
 
 
 def test_reward_metrics_match_a_hand_calculation():
@@ -65,7 +65,7 @@ def test_reward_metrics_match_a_hand_calculation():
     assert set(reward_metrics([("math", {"correct": 1.0})])) == {"mean", "std"}
 
 
-def test_invalid_reward_settings_are_refused():
+def test_invalid_reward_settings_raise_errors():
     for make, message in (
         (lambda: RewardConfig(format=-1), "reward.format is -1"),
         (

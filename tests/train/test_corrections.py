@@ -129,7 +129,7 @@ def test_icepop_matches_a_hand_calculation():
     assert correction.metrics["weight_mean"] == pytest.approx(5.5 / 5)
     assert correction.metrics["ess_sequence"] == pytest.approx(
         1 / 2
-    )  # one sequence of two carries all weight
+    )  # one of two sequences carries all the weight
     assert_correction(correct("icepop", *batch([5, 5.001])), [[5, 0]], [[1, 0]])
     assert_correction(
         correct("icepop", *EXAMPLE, band=(0.2, 3.0)),
@@ -403,7 +403,7 @@ def test_no_gradient_flows_through_corrections(kind):
         ),
     ],
 )
-def test_invalid_arguments_are_refused(call, message):
+def test_invalid_arguments_raise_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -419,7 +419,7 @@ def test_invalid_arguments_are_refused(call, message):
         {"m2_bound": -0.04},
     ],
 )
-def test_the_correction_config_is_validated(options):
+def test_invalid_correction_settings_raise_errors(options):
     (name,) = options
     with pytest.raises(
         ConfigError,
@@ -428,7 +428,7 @@ def test_the_correction_config_is_validated(options):
         CorrectionConfig(**options)
 
 
-def test_the_correction_config_defines_command_line_options():
+def test_correction_settings_can_be_given_on_the_command_line():
     parsed = tyro.cli(CorrectionConfig, args=["--kind", "icepop", "--band", "0.4", "3"])
     assert parsed == CorrectionConfig(kind="icepop", band=(0.4, 3.0))
     assert tyro.cli(CorrectionConfig, args=[]) == CorrectionConfig(kind="token_tis", cap=2.0)

@@ -60,7 +60,7 @@ def test_bins_become_lossy_one_by_one_starting_with_the_longest():
         (tail(3, nan, low=nan), "may be below tau 0.95"),
     ],
 )
-def test_a_bin_that_may_miss_tau_stays_lossless_and_so_do_all_shorter_bins(longest, reason):
+def test_bin_that_may_miss_tau_and_all_shorter_bins_stay_lossless(longest, reason):
     dial = Dial(TAU, twice_as_fast)
     found = dial.turn([tail(1, 0.99), tail(2, 0.99), longest], [])
     assert dial.verified_up_to == inf and found[-1].verdict == "waits" and reason in found[-1].why
@@ -94,7 +94,7 @@ def test_a_bin_with_few_responses_cannot_become_lossy_but_can_restore_verificati
     )
 
 
-def test_only_a_failing_bin_and_all_shorter_bins_become_lossless():
+def test_only_the_failing_bin_and_shorter_bins_become_lossless_again():
     dial = Dial(TAU, twice_as_fast)
     dial.load({"verified_up_to": 100, "waits": [], "failures": []})
     found = dial.turn([], [tail(1, 0.99), tail(2, 0.9499), tail(3, 0.96)])

@@ -1,4 +1,4 @@
-"""Test which of a step's tokens the dial counts as drafts, as verified and as unverified, and what
+"""Test how the dial divides a step's tokens into drafts, verified and unverified tokens, and what
 is logged.
 """
 
@@ -120,7 +120,7 @@ def test_a_run_in_auto_mode_resumes_exactly(tmp_path):
     assert [row["reward"] for row in cut] == [row["reward"] for row in whole]
 
 
-def test_an_engine_that_cannot_stop_verifying_mid_response_is_refused(tmp_path):
+def test_engine_that_cannot_stop_verifying_mid_response_raises_an_error(tmp_path):
     class Server:
         pass
 

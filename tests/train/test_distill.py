@@ -64,14 +64,14 @@ def theta(trainer: Trainer) -> dict[str, torch.Tensor]:
     )
 
 
-def test_distillation_does_not_change_the_policy_by_a_single_bit(tmp_path):
+def test_distillation_leaves_the_policy_bitwise_unchanged(tmp_path):
     without, with_phi = run(tmp_path / "a", DistillConfig()), run(tmp_path / "b", ON)
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in theta(without).items())
     assert metrics_of(tmp_path / "b")[0]["distill"]["kl"] > 0.01
     saved = tmp_path / "b" / "model"
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(saved)  # without any trace of the adapter
+    loaded = AutoModelForCausalLM.from_pretrained(saved)  # contains no trace of the adapter
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in loaded.named_parameters())
 
 
@@ -198,7 +198,7 @@ def test_adapter_changes_smaller_than_the_weights_precision_are_preserved():
     torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
 
 
-def test_policy_and_adapter_are_resumed_and_the_adapter_can_be_loaded_by_peft(tmp_path):
+def test_resuming_restores_policy_and_adapter_and_peft_can_load_the_adapter(tmp_path):
     run(tmp_path / "whole", ON, steps=4)
     run(tmp_path / "parts", ON, steps=2)
     resumed = run(tmp_path / "parts", ON, steps=4, resume=True)
@@ -290,7 +290,7 @@ def test_excluded_responses_are_not_scored(tmp_path, monkeypatch):
     )
 
 
-def test_invalid_distillation_settings_are_refused_in_one_sentence(tmp_path):
+def test_invalid_distillation_settings_raise_errors(tmp_path):
     with pytest.raises(ConfigError, match="schedule is dense already"):
         Adapter(model_(), ON, SparsitySchedule.dense())
     for targets in (("warp_proj",), ("q_proj", "warp_proj")):
@@ -309,7 +309,7 @@ def test_invalid_distillation_settings_are_refused_in_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
 
 
-def test_an_adapter_is_accepted_after_further_training_of_its_base_but_not_for_another_model(
+def test_adapter_loads_after_more_training_of_its_base_model_but_not_for_another_model(
     tmp_path,
 ):
     model = model_()

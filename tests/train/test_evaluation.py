@@ -1,5 +1,5 @@
-"""Test evaluations and exports during a run. None must be lost or repeated, and they must not
-affect training.
+"""Test evaluations and exports during a run. Each must happen exactly once, and none may affect
+training.
 """
 
 import json
@@ -47,7 +47,7 @@ EVALUATED = dict(
 
 
 @pytest.mark.slow
-def test_evaluations_do_not_change_training_by_a_single_bit(tmp_path):
+def test_evaluations_leave_training_bitwise_unchanged(tmp_path):
     plain = make_trainer(tmp_path / "plain", steps=3)
     plain.train()
     made = make_trainer(
@@ -173,7 +173,7 @@ def test_an_interrupted_run_has_each_evaluation_and_export_exactly_once(
         ),
     ],
 )
-def test_invalid_evaluation_settings_are_refused(settings, message):
+def test_invalid_evaluation_settings_raise_errors(settings, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**{name: make() for name, make in settings.items()})
 

@@ -27,7 +27,9 @@ class Stopped(Exception):
 
 
 def step_of(tmp_path, monkeypatch, **changes):
-    """Return a first step's experience and assessment, the trainer, and the gradient by name."""
+    """Run the first step until its gradient is ready. Return the trainer, the experience, and the
+    gradient by parameter name.
+    """
     seen = {}
     made = make_trainer(tmp_path, rollout=ROLLOUT, optimizer=OPTIMIZER, **changes)
     # The reference must differ from the policy. Otherwise, the KL would have no gradient.

@@ -100,7 +100,7 @@ def test_clip_bounds_are_taken_from_the_settings():
     assert loss.item() == pytest.approx(0.0 / 5, abs=1e-12)
 
 
-def test_the_on_policy_gradient_is_the_same_as_in_reinforce():
+def test_on_policy_gradient_equals_the_reinforce_gradient():
     logp = OLD.clone().requires_grad_()
     config = LossConfig(normalization="dapo")
     policy_loss(logp, OLD, ADVANTAGES, MASK, torch.ones(2, 3), config, NORMALIZERS)[0].backward()
@@ -256,7 +256,7 @@ def test_a_non_finite_loss_is_detected(bad):
         check_finite(metrics, 20.0)
 
 
-def test_any_metric_can_be_checked_for_non_finite_values():
+def test_non_finite_metrics_are_detected():
     with pytest.raises(TrainingDiverged, match="grad_norm is inf"):
         check_finite({"loss": 0.1, "grad_norm": math.inf}, 20.0)
 
@@ -271,7 +271,7 @@ def test_any_metric_can_be_checked_for_non_finite_values():
         ),
     ],
 )
-def test_invalid_arguments_are_refused(call, message):
+def test_invalid_arguments_raise_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -280,7 +280,7 @@ def test_invalid_arguments_are_refused(call, message):
     "options",
     [{"clip_low": 1.5}, {"clip_high": 0.0}, {"max_log_ratio": math.inf}],
 )
-def test_the_loss_config_is_validated(options):
+def test_invalid_loss_settings_raise_errors(options):
     (name,) = options
     with pytest.raises(ConfigError, match=rf"^loss\.{name} is .*, but must be .*$"):
         LossConfig(**options)

@@ -74,13 +74,15 @@ def test_modules_that_must_stay_in_float32_are_saved_in_float32(tmp_path, source
     model._keep_in_fp32_modules = {"norm"}
     save_model(model, dict(model.named_parameters()), tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             expected = torch.float32 if "norm" in name else torch.bfloat16
             assert file.get_tensor(name).dtype == expected, name
 
 
 @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend", None])
-def test_a_tokenizer_is_saved_with_a_class_available_in_every_version(tmp_path, checkpoint, named):
+def test_tokenizer_is_saved_with_a_class_available_in_every_transformers_version(
+    tmp_path, checkpoint, named
+):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     path = source / "tokenizer_config.json"

@@ -174,8 +174,8 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
         )
-    # One process resumes the run of two processes. It must get the same result as one process
-    # throughout.
+    # One process resumes a run of two processes, and must get the same result as a run of one
+    # process.
     from dataclasses import replace
 
     trainer(replace(PLAIN, resume=True), tmp_path / "killed").train()

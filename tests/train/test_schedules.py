@@ -65,13 +65,13 @@ def test_a_tau_that_dense_rollouts_cannot_reach_is_reported_once():
 
 
 def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
-    """Return a bin that has this relative p5 when the engines are noisy."""
+    """Return a bin with this relative p5, in a run whose engine is noisy."""
     p5 = Tau(relative, relative=True).level(ceiling)
     known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
     return replace(seen(bin, p5, p5 - half, p5 + half), **known)
 
 
-def test_with_relative_tau_schedules_are_adjusted_by_the_loss_due_to_sparsity():
+def test_relative_tau_adjusts_schedules_only_for_the_loss_due_to_sparsity():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
     # A ceiling of 0.95 is below an absolute tau of 0.96, so the loop raises any schedule. With
     # relative tau, it judges only the loss due to sparsity.
@@ -121,7 +121,7 @@ def test_exactly_one_kind_of_tau_is_required():
 # --- the update against hand calculations (3 pages are always kept) ---
 
 
-def test_a_bin_below_tau_is_raised_at_once_in_proportion_and_at_most_doubled():
+def test_bin_below_tau_is_raised_proportionally_but_at_most_doubled():
     assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == (
         (21, 27, 40),
         (0, 1),
@@ -166,7 +166,7 @@ def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
 
-def test_a_dense_start_schedule_is_lowered_in_bounded_steps_up_to_the_longest_length_seen():
+def test_dense_start_schedule_is_lowered_in_bounded_steps_only_up_to_the_longest_length_seen():
     assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
     assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (
         90,
@@ -461,7 +461,7 @@ def tables(run_dir) -> list[list]:
 
 
 @pytest.mark.slow
-def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
+def test_closed_loop_recovers_within_two_steps_after_the_schedule_is_halved(tmp_path):
     def halve(event, metrics):
         if event == "step" and metrics["step"] == 1:
             trainer.set_schedule(

@@ -241,8 +241,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
 
 
 class Choosing(HFEngine):
-    """An engine that chooses different numbers of drafts in every process, as a choice by speed
-    would. It can also replay given choices.
+    """An engine that chooses a different number of drafts in every process, like an engine that
+    chooses by measured speed. It can also replay given choices.
     """
 
     def __init__(self, *args, **kwargs):
@@ -282,7 +282,7 @@ def test_a_resumed_run_repeats_the_logged_draft_lengths(tmp_path, monkeypatch, c
     assert again[:2] == logged[:2] and (again[2:4] == logged[2:]) is not changed
 
 
-def test_draft_choices_of_a_run_that_logged_no_guesses_are_repeated(tmp_path, monkeypatch):
+def test_resume_repeats_draft_choices_logged_without_guesses(tmp_path, monkeypatch):
     """Runs of earlier versions did not log the number of guesses per pass."""
     monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
     make_trainer(tmp_path, steps=2, save_every=1).train()
@@ -328,7 +328,7 @@ def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
 @pytest.mark.parametrize(
     ("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")]
 )
-def test_an_invalid_reward_is_reported_with_its_problem_and_finished_steps_are_kept(
+def test_invalid_reward_error_names_the_problem_and_keeps_finished_steps(
     tmp_path, returned, message
 ):
     with pytest.raises(RewardError, match=rf"problem 'words-12' {message}.*resume"):
@@ -379,10 +379,10 @@ def test_a_run_directory_is_not_overwritten(tmp_path):
         make_trainer(tmp_path / "new", resume=True)
 
 
-def test_a_second_precision_in_one_process_is_refused_before_anything_is_written(tmp_path):
+def test_second_precision_in_one_process_raises_an_error_before_anything_is_written(tmp_path):
     make_trainer(
         tmp_path / "first"
-    ).run_dir.release()  # like the earlier tests of this process, in float32
+    ).run_dir.release()  # sets float32, as earlier tests in this process may have done
     message = "precision is 'bf16', but this process has already trained in 'fp32', .*; start this run in a new"
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))
@@ -451,9 +451,7 @@ def test_the_acceptance_tail_by_length_is_logged_to_tensorboard_under_fixed_name
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
-    tmp_path, name, monkeypatch
-):
+def test_missing_tracker_raises_an_error_before_anything_is_written(tmp_path, name, monkeypatch):
     monkeypatch.setattr("sparrow.train.trackers.get_available_trackers", lambda: ["tensorboard"])
     message = f"trackers includes {name}, but the package '{name}' is not installed; run pip install {name}"
     with pytest.raises(ConfigError, match=message):

@@ -219,7 +219,7 @@ def test_seeded_samples_match_stock_vllm_with_adapters(made):
     assert found[0] == found[1]
 
 
-def test_drafts_use_adapters_that_were_replaced(made):
+def test_drafts_use_the_new_adapters_after_a_replacement(made):
     """One adapter is replaced under the same name, and another one is removed and loaded again."""
     folder, models = made
     with cases.engine(folder, lossless(4, pages=1000), **LORA) as llm:
@@ -236,7 +236,7 @@ def test_drafts_use_adapters_that_were_replaced(made):
             assert share_accepted(llm) > 0.85
 
 
-def test_drafts_use_base_weights_that_were_updated_while_adapters_are_loaded(made, tmp_path):
+def test_drafts_use_updated_base_weights_while_adapters_are_loaded(made, tmp_path):
     folder, _ = made
     plain = tiny.checkpoint(tmp_path, num_hidden_layers=2, seed=1)
     models = [plain, *(adapter_on(tmp_path, folder / f"adapter-{n}") for n in (1, 2))]
@@ -281,7 +281,7 @@ def test_drafts_use_adapters_on_the_embedding(made, tmp_path):
     assert found[0] == found[1]
 
 
-def test_adapters_on_the_output_layer_are_refused(made, tmp_path):
+def test_adapter_on_the_output_layer_raises_an_error(made, tmp_path):
     folder, _ = made
     adapter_of(tmp_path, folder, 1, ["lm_head", "o_proj"])
     asked = LoRARequest("outputs", 1, str(tmp_path))
@@ -320,7 +320,7 @@ def test_an_audit_with_an_adapter_is_exact_only_if_the_scorer_uses_the_same_adap
     assert audited.verdict.status == ("exact" if is_scored_with_it else "cannot tell")
 
 
-def test_adapters_for_training_engines_and_missing_adapters_are_refused(tmp_path):
+def test_missing_adapters_and_adapters_for_training_engines_raise_errors(tmp_path):
     asked = Asked(
         parse_engine("vllm:adapter=tuned"), "m", None, None, lossless(3), "fp32", sleeps=True
     )

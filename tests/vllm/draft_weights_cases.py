@@ -28,7 +28,7 @@ from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
-EVERYTHING = 40  # pages; drafts then differ from the policy only in their weights
+EVERYTHING = 40  # so many pages that drafts differ from the policy only in their weights
 
 
 @pytest.fixture
@@ -109,9 +109,7 @@ def answered(llm, found, seed=3):
     return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
 
 
-def test_drafts_use_rounded_weights_and_the_meter_measures_the_acceptance_of_drafts(
-    old_and_new, cycles
-):
+def test_drafts_use_rounded_weights_and_the_meter_measures_their_acceptance(old_and_new, cycles):
     folder, model, *_ = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         llm.collective_rpc("sparrow_acceptance")
@@ -130,7 +128,7 @@ def test_drafts_use_rounded_weights_and_the_meter_measures_the_acceptance_of_dra
         p, q = (cycle[name].double().softmax(-1) for name in ("p", "q"))
         alphas += torch.minimum(p[:K], q).sum(-1)[: cycle["count"]].tolist()
     assert metered.mean == pytest.approx(np.mean(alphas), abs=1e-4) and 0.7 < metered.mean < 0.98
-    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # by the model's original weights
+    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # drafts with the original weights
         llm.collective_rpc("sparrow_acceptance")
         written = answered(llm, cycles)
         metered = DraftAcceptance.from_dict(
@@ -174,7 +172,7 @@ def test_a_compiled_model_drafts_with_the_rounded_copy(old_and_new, monkeypatch)
     assert acceptance[0] == pytest.approx(acceptance[1], abs=1e-4) and acceptance[0] < 0.98
 
 
-# --- what is logged and refused ---
+# --- logging and errors ---
 
 
 def test_the_size_of_the_weight_copy_is_logged(tmp_path, monkeypatch):
@@ -199,7 +197,7 @@ def test_the_size_of_the_weight_copy_is_logged(tmp_path, monkeypatch):
     )
 
 
-def test_a_model_without_any_layer_that_can_be_copied_is_refused(tmp_path):
+def test_model_without_layers_that_can_be_copied_raises_an_error(tmp_path):
     odd = dict(hidden_size=60, head_dim=32, intermediate_size=100)
     checkpoint(tmp_path, num_hidden_layers=2, **odd)
     with (
@@ -212,7 +210,7 @@ def test_a_model_without_any_layer_that_can_be_copied_is_refused(tmp_path):
         pass
 
 
-def test_renewing_draft_weights_without_a_copy_is_refused(old_and_new):
+def test_renewing_draft_weights_without_a_copy_raises_an_error(old_and_new):
     with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
         with pytest.raises(
@@ -291,7 +289,7 @@ def where_copies_are(worker):
     return [x.data_ptr() for method in copies(worker) for x in (method.values, method.scales)]
 
 
-def test_the_weight_copy_is_made_again_after_sleep(old_and_new, cycles):
+def test_weight_copy_is_recreated_after_sleep(old_and_new, cycles):
     """vLLM does not sleep on a CPU. The test instead overwrites the memory that vLLM's allocator
     would drop, including the copy.
     """

@@ -15,8 +15,8 @@ THETA = 10_000.0
 
 
 def states(model, ids):
-    """Return a model's hidden states ``[B, N, 3 W]`` before the first layer, in the middle, and
-    before the final norm, and its logits.
+    """Return a model's hidden states ``[B, N, 3 W]`` and its logits. The states are taken before
+    the first layer, in the middle, and before the final norm.
     """
     seen = []
     layers = model.model.layers
@@ -34,12 +34,12 @@ def states(model, ids):
 
 
 def places(config):
-    """Return the indices of these states, in vLLM's numbering."""
+    """Return the indices of the hidden states that the head reads, in vLLM's numbering."""
     return 0, config.num_hidden_layers // 2, config.num_hidden_layers
 
 
 class Head:
-    """A head with random weights for a model whose embedding and output layer it uses.
+    """A head with random weights that shares the model's embedding and output layer.
 
     Args:
         words: the tokens that the head can guess; None for all.

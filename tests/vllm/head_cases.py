@@ -256,7 +256,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
     assert set(told["cycles"]) == {0, 3, 5, 8} and set(told["cycles_with_guesses"]) == {3, 5, 8}
     assert set(told["cycles_with_guesses_alone"]) == {3}
     assert described["guess_head"] == str(of_head)
-    assert described["sparse_layers"] == [0, 1]  # the head's layer is not among them
+    assert described["sparse_layers"] == [0, 1]  # the head's layer is not listed
 
 
 def test_stages_with_a_head_replay_their_graphs(made, monkeypatch):
@@ -280,7 +280,7 @@ def test_stages_with_a_head_replay_their_graphs(made, monkeypatch):
     assert alone.count == told["cycles_with_guesses_alone"][3] > 0
 
 
-def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, monkeypatch):
+def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(made, monkeypatch):
     folder, of_head, model, head = made
     preempted = []
     stock = cases.Scheduler._preempt_request
@@ -311,7 +311,7 @@ def test_rows_may_be_chunked_preempted_and_stopped_by_the_context_length(made, m
     assert assert_as_the_reference(head, seen.rows) > 50
 
 
-def test_updating_the_model_keeps_samples_exact_and_the_heads_weights(made, tmp_path):
+def test_updating_the_model_keeps_samples_exact_and_the_head_unchanged(made, tmp_path):
     folder, of_head, _, _ = made
     new = tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.05, seed=1)
     asked = tiny.prompts(*LENGTHS, seed=1)
@@ -406,10 +406,10 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         assert cases.likelihood(np.bincount(tokens[:, place], minlength=V), p) > 1e-3, place
 
 
-# --- refusals ---
+# --- errors ---
 
 
-def test_requests_are_checked_with_a_head_too(made):
+def test_unsupported_request_options_raise_an_error_with_a_head(made):
     folder, of_head, _, _ = made
     with cases.engine(folder, with_head(of_head)) as llm:
         asked = tiny.prompts(33)
@@ -433,7 +433,7 @@ def test_requests_are_checked_with_a_head_too(made):
         (dict(eagle_config={"use_aux_hidden_state": False}), "only the model's last hidden state"),
     ],
 )
-def test_heads_of_other_models_are_refused(made, tmp_path, changes, problem):
+def test_head_that_does_not_fit_the_model_raises_an_error(made, tmp_path, changes, problem):
     folder, _, _, head = made
     of_head = head.save(tmp_path, **changes)
     with (
@@ -443,8 +443,8 @@ def test_heads_of_other_models_are_refused(made, tmp_path, changes, problem):
         pass
 
 
-def test_a_broken_head_is_detected(made, monkeypatch, tmp_path):
-    """A head that reads slots of the wrong tokens makes other guesses, but samples stay exact."""
+def test_broken_head_gives_wrong_guesses_but_exact_samples(made, monkeypatch, tmp_path):
+    """A head that reads slots of the wrong tokens makes wrong guesses, but samples stay exact."""
     folder, of_head, model, head = made
     asked = tiny.prompts(*LENGTHS, seed=1)
     stock = HeadSource.follow

@@ -178,7 +178,7 @@ def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
     drafts = torch.randn(4, 2, 97, generator=generator)
 
     tokens = torch.randint(0, 97, (12, 3), generator=generator)
-    tokens[3::4] = tokens[3::4, :1]  # because their counts are read after being written, twice
+    tokens[3::4] = tokens[3::4, :1]  # reads each repeated token's count after writing it, twice
     numbers = torch.tensor([0, 1, 2, 3] * 3, dtype=torch.int32)
     starts = torch.arange(0, 39, 3, dtype=torch.int32)
 
@@ -247,7 +247,7 @@ def stock(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock")
     tiny.checkpoint(
         folder, num_hidden_layers=2, initializer_range=0.1
-    )  # a few pages, which is enough for some drafts
+    )  # with these weights, a few pages are enough for some drafts to be accepted
     asked = prompts(*RAGGED * 4, seed=1)
     with engine(folder) as llm:
         return folder, asked, tokens_of(generate(llm, asked, 256, logprobs=None))
@@ -682,7 +682,7 @@ def seeded(llm, asked, tokens=24):
 
 
 def test_seeded_tokens_match_stock_vllm_with_any_drafts(tmp_path, monkeypatch):
-    """With ``drafter_invariant``, this holds for any number of drafts, any pages and any batches,
+    """With ``drafter_invariant``, tokens match for any number of drafts, any pages and any batches,
     even if the number of drafts changes.
     """
     tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
@@ -891,7 +891,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     assert p_value > 1e-3 if variant in EXACT else p_value < 1e-4
 
 
-# --- what changes while an engine runs ---
+# --- changes while an engine runs ---
 
 
 def test_the_draft_schedule_may_change_between_calls(folder, model):

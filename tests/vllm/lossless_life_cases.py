@@ -33,7 +33,7 @@ SIZES = (100, 1500, 1500)
 
 
 def lose(worker, level):
-    """Overwrite the memory of a worker that vLLM drops in sleep: the KV cache and, at level 2, the
+    """Overwrite the worker memory that vLLM drops during sleep: the KV cache and, at level 2, the
     weights.
     """
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
@@ -84,7 +84,7 @@ def test_tuning_flashinfer_changes_neither_tokens_nor_counts(old_and_new, monkey
         assert cases.counters(llm)["accepted"] > 0 and found.worst < 1e-4
 
 
-# --- a cache that is initialised again ---
+# --- a reinitialised cache ---
 
 
 class StaleGraph:
@@ -112,7 +112,7 @@ def initialise_again(worker):
     return before() is not None
 
 
-def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
+def test_drafts_use_the_new_cache_after_it_is_reinitialised(old_and_new):
     folder, model, *_ = old_and_new
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
@@ -122,7 +122,7 @@ def test_drafts_use_a_cache_that_is_initialised_again(old_and_new):
         assert cases.counters(llm)["accepted"] > 0
 
 
-# --- drafts that are chosen by speed ---
+# --- drafts chosen by speed ---
 
 
 def test_replaying_another_engines_choices_reproduces_its_samples(old_and_new, monkeypatch):
@@ -157,7 +157,7 @@ def test_replaying_another_engines_choices_reproduces_its_samples(old_and_new, m
     assert kept[2] == kept[0] != kept[1] and len(kept[0]) > 5
 
 
-# --- weights that change during a rollout ---
+# --- weight updates during a rollout ---
 
 
 def tokens_cached(worker):
@@ -208,7 +208,7 @@ def test_drafts_made_with_old_weights_are_verified_with_new_weights(old_and_new)
         assert np.abs(own - of_old).max() > 0.1  # the new weights were in use
 
 
-# --- a run that is resumed ---
+# --- resumed runs ---
 
 
 def test_a_new_engine_reproduces_samples_only_with_the_same_number_of_drafts(

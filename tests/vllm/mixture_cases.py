@@ -42,7 +42,7 @@ def test_an_engine_passes_its_self_check(made, monkeypatch):
         assert sum("self-check passed" in line for line in said) == 1
 
 
-def test_drafts_in_fp8_are_refused(made):
+def test_fp8_draft_weights_are_not_supported(made):
     with (
         pytest.raises(ConfigError, match=r"experts, .* cannot be copied; leave draft_weights"),
         cases.engine(made[0], Decoding.lossless(draft_weights="fp8")),

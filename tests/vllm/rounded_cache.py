@@ -16,7 +16,7 @@ from sparrow.vllm.runtime import find
 from tests.vllm.tiny_vllm import prompts
 
 PROMPTS = prompts(5, 40, 130, 300)
-PROMPTS.append(PROMPTS[2])  # it reads the other prompt's blocks in the step that fills them
+PROMPTS.append(PROMPTS[2])  # equal prompts share blocks that the same step fills
 
 
 def scales_of(sparrow):

@@ -61,7 +61,7 @@ def test_drafts_that_differ_from_verification_fail_the_self_check(worker, monkey
         check(worker)
 
 
-def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, monkeypatch):
+def test_capturing_graphs_records_the_cache_and_a_new_cache_clears_the_record(worker, monkeypatch):
     """There are no CUDA graphs here, so no sizes are captured."""
     speculator = worker.model_runner.speculator
     drafter = speculator.drafter
@@ -75,7 +75,7 @@ def test_a_capture_records_its_cache_and_a_new_cache_clears_the_record(worker, m
     assert drafter.captured_over == {}
 
 
-def test_a_graph_captured_over_a_replaced_cache_is_refused(worker, monkeypatch):
+def test_graph_captured_over_a_replaced_cache_fails_the_self_check(worker, monkeypatch):
     """A captured step cannot report its cache, so the cache is recorded during the capture."""
     drafter = worker.model_runner.speculator.drafter
     monkeypatch.setattr(drafter, "captured_over", drafter.addresses())
@@ -93,7 +93,7 @@ def test_a_graph_captured_over_a_replaced_cache_is_refused(worker, monkeypatch):
             check(worker)
 
 
-def test_a_vllm_sampler_without_a_required_parameter_is_refused(worker, monkeypatch):
+def test_vllm_sampler_without_a_required_parameter_fails_the_self_check(worker, monkeypatch):
     from vllm.v1.worker.gpu.sample import gumbel
 
     from sparrow.vllm import patches

@@ -54,7 +54,7 @@ def test_scales_are_recomputed_for_new_weights(tmp_path, folder):
 
 
 @tiny.CACHE_IN_8_BITS
-def test_scales_are_kept_while_anything_is_cached(folder):
+def test_renewing_scales_requires_resetting_the_prefix_cache(folder):
     with fp8_engine(folder) as sparrow:
         first = sparrow.generate(PROMPTS, SAMPLED)
         sparrow.drop_prefixes()
@@ -87,7 +87,7 @@ def test_values_beyond_the_range_are_clamped_and_counted(folder, reference, monk
     with fp8_engine(folder, UNBOUNDED) as sparrow:
         rollouts = sparrow.generate(prompt, SAMPLED)
         counted, scales = kv_clipped(sparrow), scales_of(sparrow)
-        assert kv_clipped(sparrow) == 0  # reset by the last call
+        assert kv_clipped(sparrow) == 0  # reset by the previous call
     with rounded(scales) as seen:
         assert agree(rollouts, reference.score(rollouts, UNBOUNDED, 1.0))
     beyond = torch.zeros(2, len(scales), cached, dtype=torch.bool)  # keys, values
@@ -124,7 +124,7 @@ def test_scales_are_the_smallest_powers_of_two_with_headroom(largest, dtype, sca
     assert torch.isfinite(torch.tensor(448.0 * scale).to(dtype))
 
 
-def test_only_tokens_stored_in_the_same_step_may_be_read():
+def test_reads_of_tokens_stored_in_earlier_steps_are_detected():
     cache = fp8.Fp8Cache(torch.device("cpu"))
     table = torch.tensor([[3, 4, 0], [3, 7, 9]], dtype=torch.int32)
     slots = torch.cat([torch.arange(48, 80), torch.arange(112, 128)])  # blocks 3, 4 and 7

@@ -185,7 +185,7 @@ def test_copied_blocks_equal_the_stored_codes_times_their_scales():
     codes = torch.randint(-127, 128, (3, 2, 6, 7), dtype=torch.int8)
     exponents = torch.randint(77, 178, (3, 2, 2, 6), dtype=torch.uint8)[
         :, :, 1
-    ]  # a part of a block, as in vLLM's
+    ]  # a part of a block, as in vLLM's cache
     kv_cache.copy_blocks(codes, torch.tensor([2, 0]), exponents, out)
     assert torch.equal(
         out.double(), codes.double()[[2, 0]] * scale_of(exponents[[2, 0]])[..., None].double()

@@ -1,4 +1,6 @@
-"""Test vLLM's configuration in lossless mode before a model is loaded, and what is refused."""
+"""Test vLLM's configuration in lossless mode before a model is loaded, and which settings and
+requests are refused.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -61,7 +63,7 @@ def test_vllm_is_configured_to_load_a_head_that_guesses(monkeypatch):
     assert made.speculative_config["method"] == "eagle3"
     assert made.speculative_config["model"] == "h"
     assert made.speculative_config["num_speculative_tokens"] == 5
-    assert made.sleep_preserve_parameter_names == ["draft.*"]  # for a sleep that drops weights
+    assert made.sleep_preserve_parameter_names == ["draft.*"]  # kept when sleep drops weights
     setup.prepare(made, decoding, on_cpu=True)
     assert made.sleep_preserve_parameter_names == ["draft.*"]
     assert prepared().sleep_preserve_parameter_names == []
@@ -81,9 +83,7 @@ def test_an_adaptive_draft_count_configures_choices_and_the_scheduler():
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("adapts", [True, False])
-def test_preparing_the_configuration_twice_has_no_further_effect(
-    cuda_version, on_cpu, adapts, monkeypatch
-):
+def test_preparing_the_configuration_is_idempotent(cuda_version, on_cpu, adapts, monkeypatch):
     monkeypatch.setattr(versions, "check", lambda on_cpu: None)
     decoding = Decoding.lossless(adapt_draft_tokens=adapts)
     made = prepared(decoding, on_cpu)
@@ -105,7 +105,7 @@ def test_the_backend_and_graph_sizes_are_set_on_a_gpu(cuda_version):
     assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
 
 
-def test_choices_of_the_draft_count_match_a_table():
+def test_draft_count_choices_match_the_expected_values():
     assert setup.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
     assert setup.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
     assert setup.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
@@ -171,7 +171,7 @@ def test_compiled_models_are_cached_separately_for_different_settings(monkeypatc
     assert config.requested(made) == decoding and "theirs" in made.additional_config
 
 
-def test_a_fixed_draft_count_works_with_other_schedulers():
+def test_fixed_draft_count_works_with_any_scheduler():
     fixed = Decoding.lossless(adapt_draft_tokens=False)
     assert prepared(fixed, async_scheduling=False).async_scheduling is False
     assert prepared(fixed, scheduler_cls="mine.Scheduler").scheduler_cls == "mine.Scheduler"
@@ -184,7 +184,7 @@ def test_a_fixed_draft_count_works_with_other_schedulers():
         ("0.31.0", True, "on CPUs only in vLLM 0.32 or later, got 0.31.0"),
     ],
 )
-def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch):
+def test_unsupported_vllm_versions_raise_errors(version, on_cpu, message, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(ConfigError, match=message):
         versions.check(on_cpu)
@@ -205,7 +205,7 @@ def test_unsupported_versions_are_refused(version, on_cpu, message, monkeypatch)
         ),
     ],
 )
-def test_configurations_that_would_prevent_drafting_are_refused(wrong, message):
+def test_configurations_that_would_prevent_drafting_raise_errors(wrong, message):
     parallel = SimpleNamespace(
         **{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})}
     )
@@ -241,7 +241,7 @@ def test_configurations_that_would_prevent_drafting_are_refused(wrong, message):
         ({}, 89, None),
     ],
 )
-def test_engines_whose_weights_cannot_be_copied_are_refused(
+def test_draft_weights_setting_raises_an_error_if_weights_cannot_be_copied(
     monkeypatch, wrong, capability, message
 ):
     from vllm import platforms
@@ -299,7 +299,7 @@ def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
 
 
 def speculative_configs():
-    """Return vLLM's configuration with lossless mode, and with another draft model."""
+    """Return vLLM's speculative configurations for lossless mode and for a different draft model."""
     ours, other = SimpleNamespace(), SimpleNamespace()
     setup.claim(ours)
     return ours, other

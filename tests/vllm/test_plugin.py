@@ -91,7 +91,7 @@ def test_steps_with_a_different_schedule_are_not_counted():
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0"])
-def test_unsupported_versions_are_refused(version, monkeypatch):
+def test_unsupported_vllm_versions_raise_errors(version, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
     message = f"does not run in vLLM {version}; install 'vllm{versions.SUPPORTED}'"
     with pytest.raises(ConfigError, match=message):
@@ -113,7 +113,7 @@ def test_the_vllm_extra_installs_the_supported_versions():
     assert extras["vllm"] == [f"vllm{versions.SUPPORTED}"]
 
 
-def test_a_worker_with_an_unsupported_version_is_refused_before_it_allocates_memory(monkeypatch):
+def test_worker_with_an_unsupported_vllm_fails_before_allocating_memory(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.25.1")
     monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
     from sparrow.vllm import patches
@@ -162,7 +162,7 @@ def test_sparse_engines_on_a_cpu_use_vllm_kernels_that_do_not_reorder_keys(monke
     assert cpu.CpuBuilder("spec", ["layer"], None, "cpu").isa == "amx" and len(told) == 1
 
 
-def test_workers_that_cannot_find_the_plugin_are_refused(monkeypatch):
+def test_workers_that_cannot_find_the_plugin_cause_an_error(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other.*add 'sparrow' to VLLM_PLUGINS"):
         engine.check_discoverable()
@@ -190,7 +190,7 @@ def test_page_counts_of_a_step_match_a_hand_calculation():
         made.set_schedule(SCHEDULE.replace(page_size=8))
 
 
-def test_settings_of_lossless_mode_are_reported():
+def test_description_includes_the_lossless_settings():
     asked = Decoding.lossless(
         SCHEDULE, draft_tokens=3, adapt_draft_tokens=False, meter_schedule=SCHEDULE
     )
@@ -257,14 +257,14 @@ def test_dense_steps_and_their_rows_are_counted():
     made = runtime(sparse=3, dense=1)
     made.begin_step(3, torch.tensor([False, True, False]))
     made.begin_dense_step(lengths(100, 7, 40))
-    made.begin_dense_step(lengths())  # a step of prompts only
+    made.begin_dense_step(lengths())  # a step with only prompts
     counts = made.counters()
     assert counts["dense_steps"] == 1
     assert (counts["rows"], counts["dense_rows_short"], counts["dense_rows_prefill"]) == (2, 2, 1)
     assert counts["tokens_read"] == counts["tokens_held"] == 4 * 140
 
 
-def test_counters_use_the_drafts_budget():
+def test_page_counts_and_counters_follow_the_draft_budget():
     decoding = Decoding.lossless(
         SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True
     )
@@ -341,7 +341,7 @@ def test_a_running_engines_head_budgets_cannot_change():
         made.check_metered(SCHEDULE)
 
 
-def test_each_worker_uses_its_own_heads_budgets():
+def test_each_worker_uses_the_budgets_of_its_own_heads():
     made = runtime(UNEVEN)
     assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
     assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [
@@ -385,12 +385,12 @@ def test_counters_add_up_over_any_sequence_of_steps(steps, bin_pages):
         ("FULL_DECODE_ONLY", 60, "Steps of 57 to 60 sequences .* set max_num_seqs to 56 or 64"),
         ("FULL_AND_PIECEWISE", 3, "Steps of 3 to 3 sequences .* set max_num_seqs to 2 or 4"),
         ("FULL_DECODE_ONLY", 64, ""),
-        ("FULL_DECODE_ONLY", 1000, ""),  # like its default, larger than any captured size
+        ("FULL_DECODE_ONLY", 1000, ""),  # larger than any captured size, like the default
         ("FULL", 60, ""),
         ("NONE", 60, ""),
     ],
 )
-def test_batches_not_covered_by_a_graph_are_logged(mode, most, said, monkeypatch):
+def test_warning_is_logged_for_batch_sizes_without_a_cuda_graph(mode, most, said, monkeypatch):
     vllm = pytest.importorskip("vllm.config")
     warnings = []
     logger = SimpleNamespace(info=lambda text: None, warning=warnings.append)
@@ -409,7 +409,7 @@ def test_batches_not_covered_by_a_graph_are_logged(mode, most, said, monkeypatch
     assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
-def test_the_requested_kernels_are_used_or_else_the_best_supported_ones(monkeypatch):
+def test_kernels_in_the_config_override_the_environment(monkeypatch):
     def asked(additional):
         return config.kernels(SimpleNamespace(additional_config=additional))
 
@@ -469,7 +469,7 @@ def test_the_environment_specifies_mode_and_schedule(mode, schedule, expected, m
     assert config.from_environment() == expected
 
 
-def test_conflicting_settings_in_two_environment_variables_are_refused(monkeypatch):
+def test_conflicting_environment_variables_raise_an_error(monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
     with pytest.raises(
@@ -555,7 +555,7 @@ def vllm_config(model=None, **parts):
         ),
     ],
 )
-def test_configurations_that_would_be_dense_or_wrong_are_refused(wrong, message):
+def test_unsupported_configurations_raise_errors(wrong, message):
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
@@ -584,7 +584,7 @@ def guessing(adapt_draft_tokens=False, **changes):
         (guessing(), dict(max_num_seqs=512), "reads 2048 tokens, more than .* lower max_num_seqs"),
     ],
 )
-def test_settings_that_do_not_work_with_guesses_are_refused_by_name(decoding, change, message):
+def test_error_names_the_setting_that_does_not_work_with_guesses(decoding, change, message):
     values = dict(tensor_parallel_size=1, cache_dtype="auto", method="standard", heads=16) | change
     made = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -620,7 +620,7 @@ def test_lossless_mode_supports_fp8_but_not_int8_caches(monkeypatch, on_cpu):
         config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
 
 
-def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
+def test_fp8_cache_reports_its_scales_and_clipped_values(monkeypatch):
     made, said = runtime(), []
     worker = SimpleNamespace(
         vllm_config=SimpleNamespace(
@@ -670,7 +670,7 @@ def test_an_fp8_cache_is_reported_with_its_clipped_values(monkeypatch):
         )
 
 
-def test_an_int8_cache_is_reported():
+def test_int8_cache_has_no_scales_to_report_or_renew():
     made = runtime()
     made.cache.in_8_bits = torch.int8
     assert (
@@ -722,7 +722,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     ):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
-        importlib.import_module("vllm.triton_utils")  # it logs as well
+        importlib.import_module("vllm.triton_utils")  # this import also logs a message
         said: list[str] = []
         logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
@@ -735,7 +735,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
 
 
 def test_a_meter_schedule_is_logged_at_start(monkeypatch):
-    pytest.importorskip("vllm.triton_utils")  # importing it logs as well
+    pytest.importorskip("vllm.triton_utils")  # this import also logs a message
     other = SCHEDULE.replace(top_k=(3, 5))
     decoding = Decoding.lossless(SCHEDULE, meter_schedule=other, meter_every=7)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
@@ -753,7 +753,7 @@ def test_a_meter_schedule_is_logged_at_start(monkeypatch):
     )
 
 
-def test_unsupported_head_sizes_are_refused_only_on_a_gpu():
+def test_unsupported_head_sizes_raise_an_error_only_on_a_gpu():
     odd = vllm_config(dict(get_head_size=lambda: 48))
     config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=True)
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=False)
@@ -773,7 +773,7 @@ def test_unsupported_head_sizes_are_refused_only_on_a_gpu():
         (dict(kv_sharing_target_layer_name="model.layers.0"), "a KV cache shared"),
     ],
 )
-def test_layers_with_unsupported_attention_are_refused(wrong, message):
+def test_layers_with_unsupported_attention_raise_errors(wrong, message):
     plain = dict(
         kv_cache_dtype="auto",
         sliding_window=None,
@@ -856,14 +856,14 @@ def test_lists_from_a_server_are_truncated_and_sorted(as_text):
     assert rollout.top_logprobs.ravel().tolist() == pytest.approx([-0.1, -0.2] * 2)
 
 
-def test_an_unreachable_server_is_reported_in_one_sentence():
+def test_unreachable_server_raises_an_error():
     with pytest.raises(
         EngineError, match=r"no vLLM server answers at http://localhost:9 .*start one"
     ):
         VLLMServer("http://localhost:9/", SCHEDULE)
 
 
-def test_registering_the_plugin_twice_has_no_further_effect():
+def test_registering_the_plugin_is_idempotent():
     pytest.importorskip("vllm.version")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
@@ -893,8 +893,8 @@ def engine_arguments(**given):
     ],
 )
 def test_environment_variables_configure_an_engine_like_its_config(given, backend):
-    """This also holds after a plain engine has started, in which case FlashAttention is not
-    Sparrow's.
+    """This also holds if an engine without Sparrow has started before. FlashAttention is then
+    vLLM's own.
     """
     made = engine_arguments(**given, additional_config={"theirs": 1})
     config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)

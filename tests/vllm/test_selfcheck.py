@@ -196,7 +196,9 @@ def test_decode_steps_that_differ_from_a_dense_pass_fail_the_self_check(worker, 
 
 
 @pytest.mark.parametrize("name", ["split_decodes_and_prefills", "gone"])
-def test_a_renamed_vllm_parameter_is_refused_before_memory_is_allocated(name, folder, monkeypatch):
+def test_renamed_vllm_parameter_raises_an_error_before_memory_is_allocated(
+    name, folder, monkeypatch
+):
     from vllm.v1.attention.backends import utils
 
     if name == "gone":
@@ -247,7 +249,7 @@ def test_versions_listed_as_exact_match_the_recorded_results():
     assert dict(sorted(found.items())) == versions.PROVEN
 
 
-def test_an_untested_version_is_supported(monkeypatch):
+def test_untested_vllm_version_is_accepted(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.41.0")
     versions.check(on_cpu=False)
     assert "vLLM 0.41.0 and torch" in versions.known()

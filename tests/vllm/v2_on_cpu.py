@@ -32,6 +32,6 @@ def _patched_tensor(tensor, scope):
 interpreter._patch_lang_tensor = _patched_tensor
 libdevice.log1p = lambda x, _semantic=None: tl.log(1.0 + x)  # the interpreter has no libdevice
 
-from tests.vllm import kernels_in_numpy  # noqa: E402  what is above must be done first
+from tests.vllm import kernels_in_numpy  # noqa: E402  the code above must run first
 
 kernels_in_numpy.install()

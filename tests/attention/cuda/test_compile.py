@@ -1,5 +1,5 @@
-"""Test, without a GPU, that the CUDA kernel compiles and that unsupported devices are refused with
-a reason.
+"""Test, without a GPU, that the CUDA kernel compiles and that unsupported devices are reported with
+the reason.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ DEFINES = dict(
         dict(G=4, NEW_TOKENS=8, STAGES=4, EACH_RANKS=1),
     ],
 )
-def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
+def test_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     pytest.importorskip("cuda.bindings.nvrtc")
     defines = DEFINES | changes | cache | dict(FP8_LANDMARKS=FP8_LANDMARKS)
     code, _ = compiled("decode.cu", tuple(defines.items()), "sm_90")
@@ -79,9 +79,7 @@ def test_the_source_compiles_for_hopper(changes, cache, FP8_LANDMARKS):
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_fit_in_the_registers_without_spilling(
-    items, D, G, cache, FP8_LANDMARKS
-):
+def test_shipped_configurations_do_not_spill_registers(items, D, G, cache, FP8_LANDMARKS):
     assert spilled(items, D, G, 1, cache, FP8_LANDMARKS) == 0
 
 
@@ -110,7 +108,9 @@ def test_shipped_configurations_fit_in_the_registers_without_spilling(
     ],
 )
 @pytest.mark.parametrize("items", [8, 512])
-def test_several_tokens_spill_at_most_four_registers(items, D, G, tokens, cache, FP8_LANDMARKS):
+def test_kernels_for_several_tokens_spill_at_most_four_registers(
+    items, D, G, tokens, cache, FP8_LANDMARKS
+):
     # Only the kernel for 32 queries and an int8 cache spills registers.
     most = 16 if G * tokens == 32 and cache == torch.int8 else 0
     assert spilled(items, D, G, tokens, cache, FP8_LANDMARKS) <= most
@@ -139,7 +139,7 @@ def spilled(items: int, D: int, G: int, tokens: int, cache: torch.dtype, FP8_LAN
     return max(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)))
 
 
-def test_the_launcher_passes_the_fields_declared_in_the_source():
+def test_launcher_passes_the_fields_declared_in_the_source():
     source = Path(launch.__file__).with_name("program.cuh").read_text()
     declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
@@ -183,7 +183,7 @@ def test_unsupported_macro_values_fail_to_compile_with_a_reason(changed, reason)
 
 
 @pytest.mark.parametrize("D", launch.HEAD_DIMS)
-def test_the_launcher_knows_how_many_queries_the_source_accepts(D):
+def test_launcher_and_source_agree_on_the_maximum_number_of_queries(D):
     pytest.importorskip("cuda.bindings.nvrtc")
     most = launch.MAX_QUERIES[D]
     defines = DEFINES | dict(D=D, G=most // 8, NEW_TOKENS=8, STAGES=2)
@@ -193,7 +193,7 @@ def test_the_launcher_knows_how_many_queries_the_source_accepts(D):
         compiled("decode.cu", tuple(defines.items()), "sm_90")
 
 
-def test_devices_other_than_hopper_gpus_are_refused():
+def test_cuda_kernel_is_unsupported_without_a_hopper_gpu():
     assert "needs a Hopper GPU" in unsupported_reason(
         16, 128, 2, torch.bfloat16, torch.device("cpu")
     )
@@ -211,7 +211,7 @@ def test_devices_other_than_hopper_gpus_are_refused():
 def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity, dtype, several):
     queries = launch.MAX_QUERIES[D] if several else launch.MAX_GROUP
     config = launch.choose_config(items, D, capacity, H200, dtype, queries)
-    if not several:  # configurations of one token do not depend on the group
+    if not several:  # with one token per row, the group size does not matter
         assert config == launch.choose_config(items, D, capacity, H200, dtype)
     size = config.shared_bytes(launch.key_bytes(D, dtype), capacity)
     assert config.resident * (size + 1024) <= H200.shared_memory + 1024
@@ -223,7 +223,7 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
-def test_the_shared_memory_size_covers_all_of_the_kernels_buffers():
+def test_shared_memory_size_covers_every_kernel_buffer():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
     assert (
         CudaConfig(4, 3, 2).shared_bytes(256, 2560)

@@ -127,7 +127,7 @@ def test_decode_kernels_compile_and_fit_in_shared_memory(
         pytest.param(100, DeviceLimits(148, 227 * 1024), id="B200"),
     ],
 )
-def test_shipped_and_tuned_kernels_compile_for_other_gpus(
+def test_shipped_and_tuned_kernels_compile_for_gpus_other_than_hopper(
     compiled, capability, limits, monkeypatch
 ):
     monkeypatch.setattr(driver, "_active", Device(capability))
@@ -146,9 +146,7 @@ def test_shipped_and_tuned_kernels_compile_for_other_gpus(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_an_a100_has_room_for_the_maximum_number_of_queries_with_the_widest_heads(
-    compiled, monkeypatch, dtype
-):
+def test_most_queries_with_the_widest_heads_fit_on_an_a100(compiled, monkeypatch, dtype):
     monkeypatch.setattr(driver, "_active", Device(80))
     monkeypatch.setattr(launch, "_can_overlap", lambda x: False)
     monkeypatch.setattr(launch, "device_limits", lambda device: A100)

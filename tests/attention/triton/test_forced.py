@@ -248,7 +248,7 @@ def test_steps_of_several_tokens_match_the_reference(tokens, G, page_size):
     assert not torch.equal(alone, shared)
 
 
-def test_other_page_layouts_match_the_reference():
+def test_teacher_forcing_matches_the_reference_with_any_page_layout():
     small = dict(K=1, D=16)
     check(
         make_case(
@@ -264,7 +264,7 @@ def test_other_page_layouts_match_the_reference():
     )
 
 
-def test_a_budget_of_all_pages_matches_dense_attention():
+def test_budget_of_all_pages_matches_dense_attention():
     case = make_case([(0, 40, 1)], K=1, D=16, layout=PageLayout(4), top_k=ALL_PAGES)
     assert torch.equal(
         case.results("triton", torch.float16)[0], prompted(case).results("triton", torch.float16)[0]
@@ -279,7 +279,7 @@ def prompted(case: Case) -> Case:
     return replace(case, prompt=case.length, top_k=torch.zeros_like(case.top_k))
 
 
-def test_strided_inputs_and_int32_arguments_give_the_same_output():
+def test_strided_inputs_and_int32_arguments_do_not_change_the_output():
     case = make_case(ROWS[1:], K=1, D=16, layout=PageLayout(4))
     apart = [
         torch.empty(*x.transpose(1, 2).shape[:-1], 24, dtype=x.dtype, device=DEVICE)
@@ -310,7 +310,7 @@ def test_autocast_casts_inputs_as_in_dense_attention():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_model_can_be_trained_through_the_kernels(autocast):
+def test_model_gradients_match_the_reference(autocast):
     found = []
     for implementation in ("reference", "triton"):
         model = tiny_model(num_hidden_layers=2, head_dim=16).train().to(DEVICE)
@@ -339,7 +339,7 @@ def test_a_model_can_be_trained_through_the_kernels(autocast):
     assert (found[0] - found[1]).norm() < (0.05 if autocast else 1e-4) * found[0].norm()
 
 
-def test_a_checkpointed_layer_recomputes_neither_selection_nor_attention(monkeypatch):
+def test_checkpointed_layer_recomputes_neither_selection_nor_attention(monkeypatch):
     calls, gradients = {"select": 0, "attend": 0}, []
     for name in calls:
         method = getattr(Call, name)
@@ -364,7 +364,7 @@ def test_a_checkpointed_layer_recomputes_neither_selection_nor_attention(monkeyp
         for ids in torch.arange(2, 50, device=DEVICE).view(2, 1, 24):
             with actor.teacher_forced(model, [7], implementation="triton"):
                 losses.append(model(input_ids=ids, use_cache=False).logits.float().square().mean())
-        # Both forward passes run before the backward passes, which run in the same order.
+        # Both forward passes run before either backward pass. Backward passes run in the same order.
         losses[0].backward()
         losses[1].backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -388,7 +388,7 @@ def refuse(match: str, case: Case, **changes) -> None:
         )
 
 
-def test_unsupported_inputs_are_refused():
+def test_unsupported_inputs_raise_an_error():
     case = make_case([(0, 20, 1)], D=16, layout=PageLayout(4))
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
@@ -416,7 +416,7 @@ def sum_kernel(out, count, COMPENSATED: tl.constexpr):
     tl.store(out + tl.arange(0, 1), total)
 
 
-def test_the_error_of_a_compensated_sum_does_not_grow_with_length():
+def test_compensated_sum_error_does_not_grow_with_length():
     count, off = 4000, {}
     for compensated in (False, True):
         out = torch.zeros(1, device=DEVICE)
@@ -444,7 +444,7 @@ def test_the_error_of_a_compensated_sum_does_not_grow_with_length():
         (16, 128, 16, torch.bfloat16),
     ],
 )
-def test_thousands_of_positions_match_the_reference(G, D, page_size, dtype):
+def test_sequences_of_thousands_of_positions_match_the_reference(G, D, page_size, dtype):
     case = make_case(
         [(0, 2001, 300), (77, 1500, 1)],
         G=G,
@@ -484,6 +484,6 @@ def test_memory_stays_bounded_at_32k_tokens():
         case.layout,
         128**-0.5,
     )
-    # Landmarks are rounded to bfloat16 here but not in the reference: one page in a thousand may
+    # Landmarks are rounded to bfloat16 here but not in the reference, so one page in 1000 may
     # rank differently.
     assert (out[0, :, t].transpose(0, 1).float() - picked).abs().mean() < 2e-3

@@ -1,7 +1,7 @@
 """Test the decode kernels against the reference. The tests run on a GPU or, with
 TRITON_INTERPRET=1, in Triton's interpreter, which cannot run the CUDA kernel. The interpreter must
-be switched on before triton is imported, so ``test_interpreted.py`` runs this file in a process of
-its own.
+be switched on before triton is imported, so ``test_interpreted.py`` runs this file in a separate
+process.
 
 Queries and landmarks are small integers, so scores are exact in float32 in any order of summation,
 ties are common, and the selected pages must *equal* the reference's. All buffers contain NaN
@@ -148,9 +148,7 @@ def make_caches(
     before_marks = size + 2 * block_tokens * K * (dtype == INT8)
     stride = before_marks + pages * K * D * max(1, mark.itemsize // dtype.itemsize) + tail
     if dtype == torch.int8:
-        memory = torch.full(
-            (blocks * stride,), -128, dtype=dtype, device=DEVICE
-        )  # a value that no token has
+        memory = torch.full((blocks * stride,), -128, dtype=dtype, device=DEVICE)  # no code is -128
     else:
         memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
     if kind == "2NHD":  # keys and values as two planes: (blocks, 2, N, H, D)
@@ -191,7 +189,7 @@ def make_scales(k: torch.Tensor) -> CacheScales:
 
 
 def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
-    """Assign ``to[at] = values``. Values of 8 bits are assigned as bytes, because torch has no
+    """Assign ``to[at] = values``. 8-bit values are assigned as bytes, because torch has no
     kernel that assigns float8.
     """
     if to.itemsize == 1:
@@ -413,7 +411,7 @@ def test_several_new_tokens_match_the_reference_for_any_group_and_page_size(conf
         (5, 256, 3),
     ],
 )
-def test_cuda_decodes_several_tokens_of_any_group(
+def test_cuda_kernel_decodes_several_tokens_for_any_group_size(
     G, D, tokens, config, landmark_dtype, cache_dtype
 ):
     case = make_case(
@@ -448,7 +446,7 @@ def with_room(config: Config, case: Case) -> Config:
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
-def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(config, layout):
+def test_several_tokens_match_the_reference_for_any_sink_and_recent_pages(config, layout):
     case = make_case([400, 517, 93, 8], [1, 9, 2, 1], layout=layout, tokens=8)
     check(case, config)
     check(replace(case, budgets=torch.tensor([640, 64], dtype=torch.int32, device=DEVICE)), config)
@@ -461,12 +459,12 @@ def test_several_tokens_with_any_sink_and_recent_pages_match_the_reference(confi
         (1, {}),
         (64, dict(cache_dtype=E4M3)),
         (64, dict(cache_dtype=INT8)),
-        # far beyond the range of float16, in which 8-bit landmarks are multiplied
+        # far beyond float16's range, although 8-bit landmarks are multiplied in float16
         (2.0**40, dict(layout=FP8, dtype=torch.bfloat16)),
     ],
     ids=["16-bit cache", "fp8 cache", "int8 cache", "fp8 landmarks"],
 )
-def test_later_tokens_queries_do_not_change_what_a_token_reads(config, louder, stored):
+def test_queries_of_later_tokens_do_not_change_earlier_outputs(config, louder, stored):
     case = make_case([517, 200], [3, 2], tokens=4, **stored)
     out = run(case, config).unflatten(0, (2, 4))
     q = case.q.unflatten(0, (2, 4)).clone()
@@ -476,7 +474,7 @@ def test_later_tokens_queries_do_not_change_what_a_token_reads(config, louder, s
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_only_the_newest_token_reads_its_key_and_value(config):
+def test_value_of_the_newest_token_is_read_only_by_that_token(config):
     case = make_case([517, 200, 33], [3, 2, ALL_PAGES], tokens=4)
     out = run(case, config).unflatten(0, (3, 4))
     for b, length in enumerate([517, 200, 33]):
@@ -489,7 +487,7 @@ def test_only_the_newest_token_reads_its_key_and_value(config):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("length", [64, 65, 66, 67, 68])
-def test_a_page_filled_by_any_new_token_gets_a_landmark(config, length):
+def test_page_filled_by_any_new_token_gets_a_landmark(config, length):
     case = make_case([length], [1], K=1, tokens=4)
     marks = case.landmark_cache.float().clone()
     run(case, config)
@@ -500,7 +498,7 @@ def test_a_page_filled_by_any_new_token_gets_a_landmark(config, length):
     assert torch.equal(case.landmark_cache[others].float(), marks[others])
 
 
-def test_too_many_new_tokens_are_refused():
+def test_too_many_new_tokens_raise_an_error():
     case = make_case([64, 64], [1, 1], tokens=4)
     with pytest.raises(
         ValueError, match="each sequence has 4 new tokens, but the workspace allows 1"
@@ -540,7 +538,7 @@ def test_each_head_has_its_own_budget(config, split, budgets):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_one_plan_can_be_reused_by_layers_with_different_budgets(config):
+def test_layers_with_different_budgets_can_share_a_plan(config):
     fine = small_parts(config)
     case = make_case([700, 517, 333], [12, 3, 9], budgets=(1.75, 0.25))
     other = replace(case, budgets=case.budgets.flip(0))
@@ -554,7 +552,7 @@ def test_one_plan_can_be_reused_by_layers_with_different_budgets(config):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_equal_head_budgets_are_bit_identical_to_no_head_budgets(config):
+def test_equal_head_budgets_do_not_change_any_bit_of_the_output(config):
     case = make_case([700, 333, 200, 48], [7, 5, ALL_PAGES, 2], budgets=(1.0, 1.0))
     assert torch.equal(run(case, config), run(replace(case, budgets=None), config))
 
@@ -600,7 +598,7 @@ SHAPES = [
     SHAPES,
     ids=lambda x: "cuda" if isinstance(x, cuda.CudaConfig) else None,
 )
-def test_every_shape_dtype_and_cache_layout_matches_the_reference(
+def test_all_shapes_dtypes_and_cache_layouts_match_the_reference(
     G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype
 ):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
@@ -640,7 +638,7 @@ def test_every_shape_dtype_and_cache_layout_matches_the_reference(
         (16, 256, torch.bfloat16),
     ],
 )
-def test_the_cuda_kernel_decodes_large_groups_and_heads(
+def test_cuda_kernel_decodes_large_groups_and_heads(
     G, D, dtype, config, cache_dtype, landmark_dtype
 ):
     """Check all kinds of rows, including some with more pages than a warp looks up at once, and the
@@ -670,7 +668,7 @@ def test_the_cuda_kernel_decodes_large_groups_and_heads(
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_fp8_cache_matches_the_reference(config, dtype):
+def test_fp8_cache_matches_the_reference(config, dtype):
     case = make_case(
         [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, cache_dtype=E4M3
     )
@@ -694,7 +692,7 @@ def test_an_fp8_cache_matches_the_reference(config, dtype):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [8, 21])
-def test_an_int8_cache_matches_the_reference(config, dtype, spread):
+def test_int8_cache_matches_the_reference(config, dtype, spread):
     """Check values whose scales differ by a factor of 2^20, vectors of zeros, and tiny and huge
     keys and values.
     """
@@ -721,7 +719,7 @@ def test_an_int8_cache_matches_the_reference(config, dtype, spread):
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("token", [0, 100, 332])
-def test_a_nan_scale_in_an_int8_cache_makes_that_heads_output_nan(config, which, token):
+def test_nan_scale_in_an_int8_cache_yields_nan_only_for_its_head(config, which, token):
     case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
     expected = run(case, config).clone()
     block, head, place = case.table[0, token // 16].long(), 1, token % 16
@@ -733,7 +731,7 @@ def test_a_nan_scale_in_an_int8_cache_makes_that_heads_output_nan(config, which,
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_an_int8_cache_of_zeros_yields_zeros(config):
+def test_int8_cache_of_zeros_yields_zeros(config):
     case = make_case([333, 40], [4, 1], cache_dtype=INT8)
     for cache, scales in ((case.k_cache, case.scales.k), (case.v_cache, case.scales.v)):
         cache.zero_()
@@ -792,7 +790,7 @@ def test_every_8_bit_key_and_value_is_read_exactly(config, cache_dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_pages_are_ranked_by_8_bit_landmarks(config, dtype):
+def test_ranking_by_8_bit_landmarks_matches_the_reference(config, dtype):
     case = make_case(
         [517, 0, 333, 333, 48, 200],
         [3, 5, ALL_PAGES, 0, 1, 9],
@@ -815,7 +813,7 @@ def test_layouts_with_any_number_of_sink_and_recent_pages_match_the_reference(co
     check(make_case([1, 90, 400], [1, 2, 4], layout=layout), config)
 
 
-def test_the_shipped_configurations_decode_small_and_large_batches():
+def test_shipped_configurations_match_the_reference_for_small_and_large_batches():
     check(make_case([333], [4]), None)
     check(make_case([40] * 50 + [100], [1] * 51, K=4, G=1), None)
 
@@ -835,9 +833,8 @@ def scored_case(
     marks_ND = torch.copysign(
         torch.zeros(len(scores), 64, device=DEVICE, dtype=dtype), scores_N[:, None]
     )
-    marks_ND[:, 0] = (
-        scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
-    )
+    # All other dimensions are zeros with the sign of the score, so that the sum for -0.0 is -0.0.
+    marks_ND[:, 0] = scores_N
     # Assigned as bytes, because some versions of torch cannot index-assign 8-bit floats.
     cache, marks = (
         x.view(torch.uint8 if layout is FP8 else x.dtype)
@@ -858,7 +855,7 @@ def check_selection(
     budgets = budgets if budgets is None else budgets.to(DEVICE)
     case = replace(scored_case(scores, top_k, dtype, layout), budgets=budgets)
     if isinstance(config, cuda.CudaConfig):
-        return check(case, config)  # no list of kept pages is written
+        return check(case, config)  # the CUDA kernel writes no list of kept pages
     workspace = make_workspace(case)
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
@@ -872,13 +869,13 @@ def check_selection(
     if budgets is not None:
         check(case, config)
     if keep_N.all():
-        return  # read from the block table, without a list
+        return  # without a list, all pages are read from the block table
     pages = case.table[0, : len(scores)].cpu()[keep_N].tolist()
     assert kept_pages(workspace, 0, len(pages)) == pages
 
 
 @pytest.mark.parametrize("config", TRITON)
-def test_the_earlier_of_two_pages_with_equal_scores_is_kept(config):
+def test_earlier_of_two_pages_with_equal_scores_is_kept(config):
     case = scored_case([2.0] * 40, 5, torch.float16)
     workspace = make_workspace(case)
     run(case, config, workspace)
@@ -931,7 +928,7 @@ def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
 
 
-def test_a_full_budget_matches_dense_attention_bit_for_bit():
+def test_full_budget_matches_dense_attention_bit_for_bit():
     case = make_case([333, 517], [ALL_PAGES, ALL_PAGES])
     dense = run(case, ONE)
     case.top_k[:] = torch.tensor([-(-333 // 16) - 3, -(-517 // 16) - 3])
@@ -952,8 +949,8 @@ def small_parts(config: Config) -> Config:
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_split_across_programs(config, top_k):
-    """Check batches with a row that is much longer than the others and with more items than a
-    launch has programs. Rows are dense or ranked.
+    """Check batches in which one row is much longer than the others, and batches with more items
+    than programs. Rows are dense or ranked.
     """
     case = make_case(
         [700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2
@@ -988,7 +985,7 @@ def test_extra_programs_must_be_a_multiple_of_the_kv_heads():
         [130, 100, 90, 80, 70],
     ],
 )
-def test_the_plan_covers_every_row_and_the_largest_part_is_nearly_minimal(lengths, target, P):
+def test_plan_covers_every_row_and_nearly_minimizes_the_largest_part(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
@@ -1089,7 +1086,7 @@ def test_8_bit_landmarks_match_the_reference(kind, dtype):
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_landmark_is_computed_when_its_page_is_completed(kind, dtype):
+def test_landmark_is_computed_when_its_page_is_completed(kind, dtype):
     P, per_block, K, D = 8, 2, 2, 80
     k, _, marks = make_caches(kind, 5, K, P * per_block, D, PageLayout(P), dtype)
     k[:, :, :] = torch.randn(5, K, P * per_block, D).to(DEVICE, dtype)
@@ -1199,7 +1196,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
     )
     assert (
         v_scales[4, 2, 0] == 127 and v_scales[0, 0, 3] == 255
-    )  # 127, the largest code for the scale 1; and NaN
+    )  # 127, the largest code at scale 1, and NaN
     assert k[0, 1, 3, [1, 3, 5, 79]].tolist() == [0, 2, 2, 126]
     for t, block, place in ((0, 2, 5), (2, 4, 0), (4, 0, 5)):
         for cache, scale, x in ((k, k_scales, key), (v, v_scales, value)):
@@ -1212,7 +1209,7 @@ def test_tokens_are_stored_in_int8_as_in_the_reference(kind, dtype):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
-def test_decoding_reads_tokens_stored_immediately_before(config, cache_dtype):
+def test_decoding_reads_newly_stored_tokens(config, cache_dtype):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1
@@ -1238,7 +1235,7 @@ def test_decoding_reads_tokens_stored_immediately_before(config, cache_dtype):
         assert torch.equal(out, expected)
 
 
-def test_the_public_operation_uses_exactly_the_requested_implementation():
+def test_public_operation_uses_exactly_the_requested_implementation():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     out = torch.empty_like(case.q)
@@ -1279,9 +1276,9 @@ def check_shipped_cuda(one_row: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the kernel itself is tested")
-def test_the_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
-    """Check everything about a launch except the kernel itself, which needs a GPU: the plan, the
-    macros, and all fields of its argument.
+def test_cuda_kernel_receives_all_arguments_of_a_step(monkeypatch):
+    """Check the plan, the macros, and every field of the kernel's argument. The kernel itself does
+    not run, because it needs a GPU.
     """
     launched = []
 
@@ -1429,7 +1426,7 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
         )
 
 
-def test_unsupported_inputs_are_refused():
+def test_unsupported_inputs_raise_an_error():
     case = make_case([100], [2])
     workspace = make_workspace(case)
     refuse(
@@ -1512,7 +1509,7 @@ def test_long_sequences_match_the_reference(config, layout, cache_dtype):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_follows_changes_in_lengths_budgets_and_queries():
+def test_captured_graph_uses_updated_lengths_budgets_and_queries():
     every = ((ONE, (), None), (THREE, (0.5, 1.5), None), (CUDA, (), None), (CUDA, (0.5, 1.5), None))
     for config, budgets, cache_dtype in (*every, (ONE, (), INT8), (CUDA, (), INT8)):
         case = make_case([700, 333, 48], [5, 4, 1], budgets=budgets, cache_dtype=cache_dtype)

@@ -1,5 +1,5 @@
-"""Test the files that ``sparrow tune`` writes: they are read back as written, used for the nearest
-batch, and refused if they are damaged or belong to another GPU or shape.
+"""Test the files that ``sparrow tune`` writes. They are read back unchanged and used for the nearest
+batch. A file that is damaged, or that belongs to a different GPU or shape, is rejected.
 """
 
 import json
@@ -62,7 +62,7 @@ def chosen(rows: int, device: str = "cuda", tokens: int = 1, **changed) -> tuple
     items = rows * sizes["kv_heads"]
     config = shipped_tables.choose(items, sizes["kv_heads"], 256, A100)
 
-    class Batch:  # the properties of a batch on a GPU that the choice depends on
+    class Batch:  # the properties that determine the choice
         length_B = range(rows)
         q_BHD = torch.empty(0)
         k_cache = torch.empty(0, dtype=sizes["dtype"])
@@ -76,14 +76,14 @@ def chosen(rows: int, device: str = "cuda", tokens: int = 1, **changed) -> tuple
     return config, saved.tuned(Batch, config)
 
 
-def test_a_file_is_read_back_as_written_from_the_users_cache_folder(tmp_path):
+def test_saved_file_is_read_back_unchanged_from_the_user_cache_folder(tmp_path):
     path = CHOICES.save()
     assert path.parent == tmp_path / "sparrow" / "tuned"
     assert path.name.startswith("NVIDIA-A100-SXM4-80GB-8-4-128-bfloat16-pages16-triton3.")
     assert Choices.load(TARGET) == CHOICES
 
 
-def test_without_a_file_the_shipped_configuration_is_used():
+def test_shipped_configuration_is_used_without_a_tuned_file():
     for rows in (1, 4, 64, 300):
         config, used = chosen(rows)
         assert used is config
@@ -93,13 +93,13 @@ def test_without_a_file_the_shipped_configuration_is_used():
 @pytest.mark.parametrize(
     "rows, variant", [(1, FEW), (4, FEW), (16, FEW), (17, MANY), (64, MANY), (500, MANY)]
 )
-def test_a_batch_uses_the_variant_of_the_nearest_tuned_batch(rows, variant):
+def test_batch_uses_the_variant_of_the_nearest_tuned_batch(rows, variant):
     CHOICES.save()
     config, used = chosen(rows)
     assert used == variant.of(config, 8, 256, A100) != config
 
 
-def test_batches_that_were_not_tuned_use_the_shipped_configuration():
+def test_untuned_shapes_use_the_shipped_configuration():
     CHOICES.save()
     for changed in (
         dict(group=2),
@@ -113,14 +113,14 @@ def test_batches_that_were_not_tuned_use_the_shipped_configuration():
         assert used is config, changed
 
 
-def test_another_version_of_triton_does_not_use_the_file(monkeypatch):
+def test_tuned_file_is_ignored_under_a_different_triton_version(monkeypatch):
     CHOICES.save()
     monkeypatch.setattr(triton, "__version__", "9.9.9")
     config, used = chosen(4)
     assert used is config
 
 
-def test_a_file_is_read_once_per_process():
+def test_tuned_file_is_read_once_per_process():
     path = CHOICES.save()
     before = chosen(4)
     path.unlink()
@@ -128,7 +128,7 @@ def test_a_file_is_read_once_per_process():
     assert chosen(4) == before
 
 
-def test_the_launcher_uses_the_choice_unless_a_configuration_is_given(monkeypatch):
+def test_launcher_uses_the_tuned_choice_unless_a_configuration_is_given(monkeypatch):
     k, v = torch.empty(8, 8, 16, 256, dtype=torch.bfloat16).split(128, dim=-1)
     q = torch.empty(4, 32, 128, dtype=torch.bfloat16)
     rows = torch.zeros(4, dtype=torch.int32)
@@ -145,18 +145,18 @@ def test_the_launcher_uses_the_choice_unless_a_configuration_is_given(monkeypatc
         assert launch.Launches(batch, workspace, shipped).config is shipped
 
 
-def test_the_reported_name_says_that_the_kernels_are_tuned():
+def test_reported_implementation_says_that_the_kernels_are_tuned():
     CHOICES.save()
     choice = choose(None, **MODEL, device=torch.device("cuda"))
     assert str(choice) == "triton as tuned by sparrow tune"
     assert str(choose("reference", **MODEL, device=torch.device("cuda"))) == "reference"
 
 
-# --- damaged and foreign files ---
+# --- files that are damaged or do not match ---
 
 
 def damaged(change) -> str:
-    """Change the record in the file, start an engine, and return why it refuses the file."""
+    """Change the record in the file, start an engine, and return its error about the file."""
     path = CHOICES.save()
     record = json.loads(path.read_text())
     changed = change(record)
@@ -171,7 +171,7 @@ def damaged(change) -> str:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '"text"', "{}", '{"format": 1}', "[" * 100_000]
 )
-def test_a_file_that_is_not_a_record_is_refused(text):
+def test_tuned_file_without_a_valid_record_is_rejected(text):
     assert "is not a file from sparrow tune" in damaged(lambda record: text or " ")
 
 
@@ -187,7 +187,7 @@ def test_a_file_that_is_not_a_record_is_refused(text):
         ("variant", {"attend": None}),
     ],
 )
-def test_a_damaged_cell_is_refused(field, value):
+def test_damaged_cell_is_rejected(field, value):
     message = damaged(lambda record: record["cells"][0].update({field: value}))
     assert "is not a file from sparrow tune" in message
 
@@ -202,20 +202,20 @@ def test_a_damaged_cell_is_refused(field, value):
         ("splits", None),
     ],
 )
-def test_parameters_that_were_never_tried_are_refused(field, value):
+def test_parameters_that_sparrow_tune_never_tries_are_rejected(field, value):
     message = damaged(lambda record: record["cells"][0]["variant"].update({field: value}))
     assert "which sparrow tune never chooses" in message
 
 
-def test_a_file_for_another_gpu_or_shape_is_refused():
+def test_tuned_file_for_a_different_gpu_or_shape_is_rejected():
     message = damaged(lambda record: record["target"].update(gpu="NVIDIA L40S", group=2))
     assert "is for {'gpu': 'NVIDIA L40S', 'group': 2}, expected {'gpu': 'NVIDIA A100" in message
 
 
-def test_a_file_of_another_format_is_refused():
+def test_tuned_file_in_a_different_format_is_rejected():
     message = damaged(lambda record: record.update(format=0))
     assert "has format 0, but this version of Sparrow reads format 1" in message
 
 
-def test_a_file_without_cells_is_refused():
+def test_tuned_file_without_cells_is_rejected():
     assert "has no cells" in damaged(lambda record: record.update(cells=[]))

@@ -43,7 +43,7 @@ SHIPPED = Variant()
 # --- the search ---
 
 
-def test_the_search_combines_all_changes_that_make_a_variant_faster():
+def test_search_combines_all_changes_that_make_a_variant_faster():
     def times(variant):
         us = 100.0 - 20 * (variant.attend == ATTEND[4]) - 10 * (variant.rank == RANK[1])
         return [us - 5 * (variant.extra == 2.0) - 4 * (variant.splits == 0.5)]
@@ -51,21 +51,21 @@ def test_the_search_combines_all_changes_that_make_a_variant_faster():
     assert fastest(times) == Variant(ATTEND[4], RANK[1], 2.0, 0.5)
 
 
-def test_the_shipped_configuration_stays_unless_another_is_faster():
+def test_shipped_configuration_is_kept_unless_another_is_faster():
     assert fastest(lambda variant: [100.0, 50.0]) == SHIPPED
     assert fastest(lambda variant: [100.0 if variant == SHIPPED else 101.0]) == SHIPPED
     # Half a percent may be noise.
     assert fastest(lambda variant: [100.0 if variant == SHIPPED else 99.5]) == SHIPPED
 
 
-def test_a_variant_that_is_slower_for_some_page_counts_is_not_chosen():
+def test_variant_that_is_slower_for_some_page_counts_is_not_chosen():
     def times(variant):
         return [50.0, 100.1] if variant.attend == ATTEND[0] else [100.0, 100.0]
 
     assert fastest(times) == SHIPPED
 
 
-def test_variants_that_cannot_be_used_are_skipped():
+def test_unusable_variants_are_skipped():
     def times(variant):
         if variant.attend == ATTEND[0]:
             return None
@@ -74,12 +74,12 @@ def test_variants_that_cannot_be_used_are_skipped():
     assert fastest(times) == Variant(ATTEND[1])
 
 
-def test_a_gpu_that_cannot_run_the_shipped_configuration_is_reported():
+def test_gpu_that_cannot_run_the_shipped_configuration_is_reported():
     with pytest.raises(ConfigError, match=r"shipped configuration .* does not run on this GPU"):
         fastest(lambda variant: None)
 
 
-def test_the_number_of_measurements_is_bounded():
+def test_number_of_measurements_is_bounded():
     seen = []
 
     def times(variant):
@@ -113,12 +113,12 @@ def test_final_times_are_medians_of_alternating_measurements():
         (TARGET, replace(GRID, tokens=2**19), "fewer than 16384"),
     ],
 )
-def test_unsupported_shapes_and_lengths_are_refused(target, grid, message):
+def test_unsupported_shapes_and_lengths_raise_an_error(target, grid, message):
     with pytest.raises(ConfigError, match=message):
         check_target(target, grid, torch.device("cpu"))
 
 
-def test_an_8_bit_cache_is_refused_on_a_gpu_that_cannot_convert_it(monkeypatch):
+def test_8_bit_cache_raises_an_error_on_a_gpu_that_cannot_convert_it(monkeypatch):
     monkeypatch.setattr(search, "fp8_lacking", lambda *_: "fp8 needs a newer GPU")
     with pytest.raises(ConfigError, match="newer GPU"):
         check_target(replace(TARGET, cache_dtype="float8_e4m3fn"), GRID, torch.device("cpu"))
@@ -156,7 +156,7 @@ def run(target=TARGET, grid=GRID, time=lambda launches: 100.0, notes=None):
 def test_every_variant_matches_the_reference():
     notes = []
     choices = run(grid=ONE, notes=notes)
-    assert notes == ["2 sequences: as shipped"]  # none was left out
+    assert notes == ["2 sequences: as shipped"]  # no variant was excluded
     assert choices.target == TARGET and choices.cells[0].variant == SHIPPED
 
 
@@ -169,7 +169,7 @@ def test_every_cache_format_matches_the_reference(few_variants, cache_dtype):
 
 
 @kernels
-def test_the_file_lists_measured_times_and_the_read_limit(few_variants):
+def test_tuned_file_lists_measured_times_and_the_read_limit(few_variants):
     configs = []
 
     def time(launches):
@@ -192,8 +192,7 @@ def test_the_file_lists_measured_times_and_the_read_limit(few_variants):
 
 
 @kernels
-def test_a_choice_that_the_final_measurement_does_not_confirm_is_dropped(few_variants):
-    """The final measurement decides: a variant that turns out slower there is not chosen."""
+def test_chosen_variant_is_dropped_if_the_final_measurement_does_not_confirm_it(few_variants):
     lucky = set()
 
     def time(launches):
@@ -209,7 +208,7 @@ def test_a_choice_that_the_final_measurement_does_not_confirm_is_dropped(few_var
 
 
 @kernels
-def test_a_variant_with_wrong_results_is_left_out_and_reported(few_variants, monkeypatch):
+def test_variant_with_wrong_results_is_excluded_and_reported(few_variants, monkeypatch):
     launch = search._rank_and_attend
 
     def broken(step):
@@ -248,7 +247,7 @@ def test_wrong_pages_and_missing_results_are_detected(change, monkeypatch):
 
 
 @kernels
-def test_a_variant_that_the_gpu_cannot_run_is_left_out(few_variants):
+def test_variant_that_the_gpu_cannot_run_is_excluded(few_variants):
     def time(launches):
         if launches[0].args[0].config.attend_stages == 3:
             raise OutOfResources(2, 1, "shared memory")

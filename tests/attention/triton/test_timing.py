@@ -40,7 +40,7 @@ def clock(monkeypatch):
     return launched
 
 
-def test_times_are_the_median_and_the_spread_per_launch(clock):
+def test_launch_times_are_reported_as_median_and_spread(clock):
     launches = [lambda: clock.append("a"), lambda: clock.append("b")]
     times = timed(launches, replays=11, rounds=2)
     # The replays take 1 to 11 ms, and each contains four launches.

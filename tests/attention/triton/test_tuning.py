@@ -58,7 +58,7 @@ def test_buffers_fit_in_shared_memory_and_tiles_suit_the_tensor_cores(
     st.sampled_from([16, 32, 64]),
     st.sampled_from(DEVICES),
 )
-def test_queries_of_several_tokens_fit_in_shared_memory_with_keys_and_values(
+def test_multi_token_queries_fit_in_shared_memory_with_keys_and_values(
     items, D, itemsize, queries, limits
 ):
     config = choose(items, 1, D * itemsize, limits, queries, 2 * D)
@@ -68,7 +68,7 @@ def test_queries_of_several_tokens_fit_in_shared_memory_with_keys_and_values(
         assert config == choose(items, 1, D * itemsize, limits)
 
 
-def test_an_a100_has_room_for_only_one_tile_with_the_most_queries_and_the_widest_heads():
+def test_only_one_tile_fits_on_an_a100_with_the_most_queries_and_widest_heads():
     # With two tiles in flight, the kernel compiled for an A100 needs 172,544 bytes.
     a100 = DEVICES[1]
     two = replace(choose(4, 4, 512, a100, 64, 512), attend_stages=2)
@@ -97,8 +97,8 @@ def test_small_batches_use_several_ranking_programs_per_item_and_extra_attention
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_capturing_vllms_batch_sizes_compiles_every_required_kernel(kv_heads):
-    def compiled(rows):  # the part of a configuration that a kernel is compiled for
+def test_capturing_vllm_batch_sizes_compiles_every_kernel(kv_heads):
+    def compiled(rows):  # keep only the fields that affect compilation
         return replace(
             choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0
         )
@@ -110,13 +110,13 @@ def test_capturing_vllms_batch_sizes_compiles_every_required_kernel(kv_heads):
 @pytest.mark.parametrize(
     "items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)]
 )
-def test_the_tile_with_the_fuller_last_wave_is_chosen(items, stages):
+def test_tile_with_the_fuller_last_wave_is_chosen(items, stages):
     # With 4 programs per multiprocessor, 512 items fill 97 % of one wave, and 768 items fill 73 %
     # of two waves. With 3 programs, 512 items fill 65 % of two waves, and 768 items fill 97 %.
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 
-def test_the_published_measurements_used_the_shipped_configurations():
+def test_published_measurements_used_the_shipped_configurations():
     """Also check the CUDA kernel's table, if it is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
@@ -128,11 +128,11 @@ def test_the_published_measurements_used_the_shipped_configurations():
             if few
             else cuda.launch.choose_config(items, 128, 2560, H200)
         )
-        assert case["config"].items() <= asdict(shipped).items()  # fields added since have defaults
+        assert case["config"].items() <= asdict(shipped).items()  # ignores fields added later
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 8]))
-def test_a_workspace_has_room_for_every_batch_up_to_its_maximum(max_batch, kv_heads):
+def test_workspace_has_room_for_every_batch_up_to_its_maximum(max_batch, kv_heads):
     workspace = DecodeWorkspace(max_batch, kv_heads, 2, 64, 100, "cpu")
     for batch in range(1, max_batch + 1):
         assert (
@@ -148,7 +148,7 @@ def test_a_workspace_has_room_for_every_batch_up_to_its_maximum(max_batch, kv_he
     assert workspace.nbytes == max_batch * kv_heads * (112 + 2) * 4 + parts
 
 
-def test_tensors_on_the_cpu_are_refused():
+def test_cpu_tensors_raise_an_error():
     k, marks = (
         torch.zeros(1, 1, 16, 64, dtype=torch.float16),
         torch.zeros(1, 1, 1, 64, dtype=torch.float16),

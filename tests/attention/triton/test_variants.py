@@ -16,7 +16,7 @@ from sparrow.attention.triton.variants import ATTEND, FACTORS, MOST_EXTRA, RANK,
 A100 = DeviceLimits(108, 163 * 1024)
 
 
-def test_a_variant_without_changes_is_the_shipped_configuration():
+def test_unchanged_variant_is_the_shipped_configuration():
     config = shipped_tables.choose(32, 8, 256, A100)
     assert Variant().of(config, 8, 256, A100) == config
     assert str(Variant()) == "as shipped"
@@ -43,7 +43,7 @@ def test_every_variant_suits_the_tensor_cores_and_the_workspace(kv_heads, rows, 
         assert made.registers * 32 * made.attend_warps <= 65536
 
 
-def test_a_workspace_has_room_for_the_maximum_number_of_extra_programs():
+def test_workspace_has_room_for_the_maximum_number_of_extra_programs():
     for rows in (1, 5, 64):
         workspace = DecodeWorkspace(rows, 8, 2, 64, 100, "cpu")  # without a GPU, an H200's limits
         config = shipped_tables.choose(rows * 8, 8, 256, H200)

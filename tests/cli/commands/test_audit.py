@@ -24,7 +24,7 @@ def status(capsys, *argv):
     return stopped.value.code, capsys.readouterr().out
 
 
-def test_an_audit_of_an_exact_engine_exits_with_0_and_reports_the_detectable_bias(tmp_path, capsys):
+def test_audit_of_an_exact_engine_exits_with_0_and_reports_the_detectable_bias(tmp_path, capsys):
     out = tmp_path / "audit.json"
     code, printed = status(capsys, *SMALL, "--mode", "lossless", "--out", str(out))
     assert code == 0
@@ -38,14 +38,14 @@ def test_an_audit_of_an_exact_engine_exits_with_0_and_reports_the_detectable_bia
     assert {f["place"] for f in written["findings"]} > {"all", "draft 1"}
 
 
-def test_an_audit_of_a_biased_actor_exits_with_1_and_reports_the_bias(capsys):
+def test_audit_of_a_biased_actor_exits_with_1_and_reports_the_bias(capsys):
     blind = '{"top_k": [0], "page_size": 4, "sink_pages": 0, "recent_pages": 1, "dense_layers": []}'
     code, printed = status(capsys, *SMALL, "--mode", "lossy", "--schedule", blind)
     assert code == 1
     assert "biased, at a significance level of 0.01" in printed and "corrected p =" in printed
 
 
-def test_an_inconclusive_audit_exits_with_2(capsys):
+def test_inconclusive_audit_exits_with_2(capsys):
     code, printed = status(capsys, *MODEL, "--count", "32", "--max-new-tokens", "2")
     assert code == 2
     assert "cannot tell" in printed and "times as many tokens" in printed
@@ -76,11 +76,11 @@ def test_an_inconclusive_audit_exits_with_2(capsys):
         (["--config", "no.toml"], "cannot read the configuration"),
     ],
 )
-def test_an_audit_with_bad_input_exits_with_2(options, reason, capsys):
+def test_audit_with_bad_input_exits_with_2(options, reason, capsys):
     assert reason in fails(capsys, *SMALL, *options, code=2)
 
 
-def test_an_audit_without_a_model_exits_with_2(capsys):
+def test_audit_without_a_model_exits_with_2(capsys):
     assert "sparrow audit needs --model" in fails(capsys, "audit", "--task", "trace", code=2)
 
 
@@ -98,18 +98,18 @@ def test_an_audit_without_a_model_exits_with_2(capsys):
         (["--engine", "http://a:1", "--dense-engine", "none"], None),
     ],
 )
-def test_the_dense_arm_uses_the_same_engine_without_drafts(options, dense):
+def test_dense_arm_uses_the_same_engine_without_drafts(options, dense):
     command = parse([*SMALL, *options])
     assert isinstance(command, Audit)
     assert command._dense_engine() == dense
 
 
-def test_an_audit_of_a_server_requires_the_dense_engine_option():
+def test_audit_of_a_server_requires_the_dense_engine_option():
     with pytest.raises(ConfigError, match="or to none, which counts rounding as bias"):
         parse([*SMALL, "--engine", "http://a:1"])._dense_engine()
 
 
-def test_an_audit_with_a_failing_engine_exits_with_2(monkeypatch, capsys):
+def test_audit_with_a_failing_engine_exits_with_2(monkeypatch, capsys):
     from sparrow.cli import loading
 
     def engine(*_, **__):

@@ -1,5 +1,5 @@
 """Test that mistakes and faults, such as settings out of range, bad files and full disks, are
-reported in one sentence, and before any work starts where that is possible.
+reported in one sentence. If possible, they must be reported before any work starts.
 """
 
 import errno
@@ -84,7 +84,7 @@ TRAIN = ["train", *PROMPTS]
         (COST, "--cutoff 0", "cutoff is 0, but must be greater than or equal to 1"),
     ],
 )
-def test_an_option_out_of_range_is_refused(command, option, message, capsys):
+def test_out_of_range_option_is_reported(command, option, message, capsys):
     assert fails(capsys, *command, *option.split(), code=2).startswith(f"sparrow: {message}")
 
 
@@ -112,16 +112,14 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_read_only_output_folder_is_refused_before_any_work_starts(
-    command, kind, capsys, no_work
-):
+def test_read_only_output_folder_is_reported_before_any_work_starts(command, kind, capsys, no_work):
     assert fails(capsys, *command, "/proc/self/new").startswith(
         "sparrow: cannot write to /proc/self"
     )
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_a_full_disk_is_reported_before_any_work_starts(
+def test_full_disk_is_reported_before_any_work_starts(
     command, kind, capsys, tmp_path, no_work, monkeypatch
 ):
     def full(**where):
@@ -134,7 +132,7 @@ def test_a_full_disk_is_reported_before_any_work_starts(
 
 
 @pytest.mark.parametrize(("command", "kind"), WRITERS)
-def test_an_output_path_of_the_wrong_kind_is_refused(command, kind, capsys, tmp_path, no_work):
+def test_output_path_of_the_wrong_kind_is_reported(command, kind, capsys, tmp_path, no_work):
     file = tmp_path / "there"
     file.write_text("")
     there = file if kind == "folder" else tmp_path
@@ -146,7 +144,7 @@ def test_an_output_path_of_the_wrong_kind_is_refused(command, kind, capsys, tmp_
     assert "Not a directory" in below or f"{file} is a file, expected a folder" in below
 
 
-def test_a_run_directory_that_already_contains_a_run_is_refused(capsys, tmp_path, no_work):
+def test_train_refuses_a_directory_that_already_contains_a_run(capsys, tmp_path, no_work):
     there = ["--run-dir", str(tmp_path)]
     RunConfig({}, SparsitySchedule.dense()).save(tmp_path)
     assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
@@ -159,7 +157,7 @@ def test_a_run_directory_that_already_contains_a_run_is_refused(capsys, tmp_path
     assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
 
 
-def test_a_missing_output_folder_is_created(checkpoint, tmp_path, capsys):
+def test_missing_output_folder_is_created(checkpoint, tmp_path, capsys):
     out = tmp_path / "not" / "there" / "report.json"
     main(
         [
@@ -209,7 +207,7 @@ def broken(checkpoint: str, tmp_path: Path, **changes: object) -> Path:
     return folder
 
 
-def test_truncated_weights_are_refused(checkpoint, tmp_path, capsys):
+def test_truncated_weights_are_reported(checkpoint, tmp_path, capsys):
     folder = broken(checkpoint, tmp_path)
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(1000)
@@ -217,7 +215,7 @@ def test_truncated_weights_are_refused(checkpoint, tmp_path, capsys):
     assert refused.startswith(f"sparrow: cannot load model '{folder}' (SafetensorError: ")
 
 
-def test_weights_whose_shapes_contradict_the_config_are_refused(checkpoint, tmp_path, capsys):
+def test_weights_whose_shapes_contradict_the_config_are_reported(checkpoint, tmp_path, capsys):
     refused = fails(
         capsys, *MEASURE, "--model", str(broken(checkpoint, tmp_path, intermediate_size=80))
     )
@@ -227,7 +225,7 @@ def test_weights_whose_shapes_contradict_the_config_are_refused(checkpoint, tmp_
     )
 
 
-def test_missing_weights_are_refused(checkpoint, tmp_path, capsys):
+def test_missing_weights_are_reported(checkpoint, tmp_path, capsys):
     folder = broken(checkpoint, tmp_path)
     weights = load_file(folder / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "layers.3.mlp" not in name}
@@ -236,7 +234,7 @@ def test_missing_weights_are_refused(checkpoint, tmp_path, capsys):
     assert "model.layers.3.mlp.down_proj.weight and 2 more weights are missing" in refused
 
 
-def test_an_empty_tokenizer_is_refused(checkpoint, tmp_path, capsys):
+def test_empty_tokenizer_is_reported(checkpoint, tmp_path, capsys):
     folder = broken(checkpoint, tmp_path)
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -250,7 +248,7 @@ def test_an_empty_tokenizer_is_refused(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     "name", ["/nowhere", "./nowhere", "tests/nowhere", "a/b/c", "no where", ""]
 )
-def test_a_mistyped_path_is_not_looked_up_on_the_hub(name, capsys, monkeypatch):
+def test_mistyped_path_is_not_looked_up_on_the_hub(name, capsys, monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     assert f"cannot load model '{name}': there is no such file or folder" in fails(
@@ -286,7 +284,7 @@ def test_measure_runs_in_bf16_on_a_cpu(checkpoint, tmp_path, capsys):
         ),
     ],
 )
-def test_cost_refuses_a_broken_config(config, message, tmp_path, capsys):
+def test_cost_reports_a_broken_config(config, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_bytes(config.encode("latin-1"))
     assert message in fails(capsys, "cost", "--schedule", "fixed:1", "--model", str(path))
@@ -314,7 +312,7 @@ def test_cost_refuses_a_broken_config(config, message, tmp_path, capsys):
         ("empty.txt", b"\n \n", "{path} contains no prompts"),
     ],
 )
-def test_unreadable_prompts_are_refused(name, content, message, tmp_path, capsys, no_work):
+def test_unreadable_prompts_are_reported(name, content, message, tmp_path, capsys, no_work):
     path = tmp_path / name
     path.write_bytes(content)
     assert message.format(path=path) in fails(
@@ -373,7 +371,7 @@ def test_rows_too_long_for_the_model_are_skipped_and_counted(checkpoint, tmp_pat
     assert f"{path}: dropped 1 of 4 rows: 1 longer than 1016 tokens" in caplog.messages
 
 
-def test_a_problem_that_is_too_long_is_named_in_the_error(checkpoint, tmp_path, capsys):
+def test_error_names_a_problem_that_is_too_long(checkpoint, tmp_path, capsys):
     refused = fails(capsys, *train(checkpoint, tmp_path, "--task", "trace:lines=200"))
     assert re.search(
         r"problem 'trace-200-0-0' has \d+ tokens, .* do not fit in the model's context of 1024",
@@ -381,7 +379,7 @@ def test_a_problem_that_is_too_long_is_named_in_the_error(checkpoint, tmp_path, 
     )
 
 
-def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
+def test_max_new_tokens_beyond_the_context_raises_an_error(checkpoint, capsys):
     refused = fails(capsys, *MEASURE, "--model", checkpoint, "--max-new-tokens", "1024")
     assert "max_new_tokens=1024 leaves no room for a prompt in the 1024-token context" in refused
 
@@ -402,7 +400,7 @@ def test_max_new_tokens_beyond_the_context_are_refused(checkpoint, capsys):
         ("template=hello", "the prompt template 'hello' has no {question}"),
     ],
 )
-def test_invalid_dataset_options_are_refused(option, message, checkpoint, tmp_path, capsys):
+def test_invalid_dataset_options_are_reported(option, message, checkpoint, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "ba", "answer": "1"}\n')
     assert message in fails(
@@ -461,7 +459,7 @@ def own(tmp_path, monkeypatch):
     return name
 
 
-def test_a_custom_task_can_be_specified_by_module_and_class(own, checkpoint, tmp_path, capsys):
+def test_custom_task_can_be_specified_by_module_and_class(own, checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", f"{own}:Reverse:digits=6"))
     logged = [
         json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
@@ -474,7 +472,7 @@ def test_a_custom_task_can_be_specified_by_module_and_class(own, checkpoint, tmp
     assert f"{own}:Reverse" in capsys.readouterr().out
 
 
-def test_a_custom_reward_can_be_specified_by_module_and_function(own, checkpoint, tmp_path, capsys):
+def test_custom_reward_can_be_specified_by_module_and_function(own, checkpoint, tmp_path, capsys):
     rows = "qa:path=rows.jsonl,template={question}"
     main(train(checkpoint, tmp_path, "--dataset", rows, "--reward", f"{own}:judge"))
     (step,) = [
@@ -521,7 +519,7 @@ def test_a_custom_reward_can_be_specified_by_module_and_function(own, checkpoint
         ("--task trace:lines", "the option 'lines' in 'trace:lines' should read name=value"),
     ],
 )
-def test_an_error_in_a_custom_task_or_reward_names_its_location(
+def test_error_in_a_custom_task_or_reward_names_its_location(
     options, message, own, checkpoint, tmp_path, capsys
 ):
     options = options.replace("OWN", own).replace("ROWS", "qa:path=rows.jsonl,template={question}")
@@ -530,7 +528,7 @@ def test_an_error_in_a_custom_task_or_reward_names_its_location(
         assert part in refused
 
 
-def test_a_hanging_verifier_is_stopped_at_the_time_limit(own, checkpoint, tmp_path, capsys):
+def test_hanging_verifier_is_stopped_at_the_time_limit(own, checkpoint, tmp_path, capsys):
     arguments = train(checkpoint, tmp_path, "--task", f"{own}:Hangs", "--reward.time-limit", "0.5")
     refused = fails(capsys, *arguments)
     assert (
@@ -539,7 +537,7 @@ def test_a_hanging_verifier_is_stopped_at_the_time_limit(own, checkpoint, tmp_pa
     )
 
 
-def test_an_interrupted_command_prints_how_to_resume(checkpoint, tmp_path, capsys, monkeypatch):
+def test_interrupted_command_prints_how_to_resume(checkpoint, tmp_path, capsys, monkeypatch):
     from sparrow.engines.hf import HFEngine
 
     def interrupted(*args):
@@ -568,9 +566,7 @@ def test_an_interrupted_command_prints_how_to_resume(checkpoint, tmp_path, capsy
 # --- resuming a run ---
 
 
-def test_a_checkpoint_with_a_tensor_of_the_wrong_size_is_refused_on_resume(
-    checkpoint, tmp_path, capsys
-):
+def test_resume_reports_a_checkpoint_tensor_of_the_wrong_size(checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
     (weights,) = (tmp_path / "run" / "checkpoints" / "step-1").glob("model*.safetensors")
     tensors = load_file(weights)
@@ -583,7 +579,7 @@ def test_a_checkpoint_with_a_tensor_of_the_wrong_size_is_refused_on_resume(
     assert "use the model that the run started with" in refused
 
 
-def test_a_resumed_run_ignores_an_invalid_last_line_in_its_log(checkpoint, tmp_path, capsys):
+def test_resumed_run_ignores_an_invalid_last_line_in_its_log(checkpoint, tmp_path, capsys):
     main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b'{"step": 2, "\xff')

@@ -43,7 +43,7 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(loading, "load_engine", refuse)
 
 
-def test_a_dry_run_prints_the_memory_and_time_predicted_by_the_cluster_model(tmp_path, capsys):
+def test_dry_run_prints_the_memory_and_time_predicted_by_the_cluster_model(tmp_path, capsys):
     main([*RUN, "--run-dir", str(tmp_path / "run")])
     printed = " ".join(re.sub("[│┌┐└┘─┬┴]", " ", capsys.readouterr().out).split())
     found = cluster.plan(
@@ -62,7 +62,7 @@ def test_a_dry_run_prints_the_memory_and_time_predicted_by_the_cluster_model(tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_the_dry_run_of_a_lossless_run_predicts_lossless_decoding(tmp_path, capsys):
+def test_dry_run_of_a_lossless_run_predicts_lossless_decoding(tmp_path, capsys):
     lossless = [
         *RUN,
         "--schedule",
@@ -77,7 +77,7 @@ def test_the_dry_run_of_a_lossless_run_predicts_lossless_decoding(tmp_path, caps
     assert "lossless step" in printed and "lossy" not in printed
 
 
-def test_each_problem_is_reported_in_a_separate_sentence(tmp_path, capsys):
+def test_every_problem_is_reported_in_a_separate_sentence(tmp_path, capsys):
     wrong = [
         "--run-dir",
         str(tmp_path / "run"),
@@ -125,5 +125,5 @@ def test_each_problem_is_reported_in_a_separate_sentence(tmp_path, capsys):
         (["--optimizer.precision", "fp32"], "optimizer.precision is 'fp32'"),
     ],
 )
-def test_a_dry_run_reports_what_would_stop_the_run(option, reason, tmp_path, capsys):
+def test_dry_run_reports_settings_that_would_stop_the_run(option, reason, tmp_path, capsys):
     assert reason in fails(capsys, *RUN, "--run-dir", str(tmp_path / "run"), *option)

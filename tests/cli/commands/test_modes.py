@@ -1,4 +1,4 @@
-"""Test how commands interpret ``mode``, and what they refuse."""
+"""Test how commands interpret ``mode``, and which settings they refuse."""
 
 import json
 from dataclasses import fields
@@ -113,7 +113,7 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         ),
     ],
 )
-def test_contradictory_settings_are_refused_with_the_remedy(options, schedule, message):
+def test_contradictory_settings_raise_an_error_with_the_remedy(options, schedule, message):
     with pytest.raises(ConfigError, match=message):
         DecodingOptions(**options).decoding(schedule)
 
@@ -125,14 +125,14 @@ def test_draft_weights_are_refused_in_auto_mode():
         RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
 
 
-def test_a_head_that_guesses_is_refused_in_auto_mode():
+def test_guess_head_is_refused_in_auto_mode():
     with pytest.raises(
         ConfigError, match="guess_head is 'h', but must be left out unless mode is lossless"
     ):
         RolloutConfig(mode="auto", guess_tokens=3, guess_head="h").decoding("fixed:9")
 
 
-def test_an_auto_schedule_starts_from_the_named_schedule():
+def test_auto_schedule_starts_from_the_named_schedule():
     assert RolloutConfig().decoding("auto") == Decoding.load("dense")
     assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
 
@@ -208,7 +208,7 @@ def test_settings_incompatible_with_lossless_rollouts_are_refused():
         RolloutConfig(mode="fast")
 
 
-def test_a_lossless_run_trains_on_samples_from_the_dense_policy(checkpoint, tmp_path, capsys):
+def test_lossless_run_trains_on_samples_from_the_dense_policy(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
     sampled = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "24"]
     main(
@@ -267,10 +267,8 @@ def test_a_lossless_run_trains_on_samples_from_the_dense_policy(checkpoint, tmp_
 @pytest.mark.parametrize(
     ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
 )
-def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
-    """If the draft schedule were adaptive, the measured acceptance would be that of a mix of
-    schedules.
-    """
+def test_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
+    """With an adaptive draft schedule, the measured acceptance would mix several schedules."""
     given = []
 
     def load_sampler(self, decoding):
@@ -284,7 +282,7 @@ def test_a_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, c
     assert (len(given[0].draft_budgets) > 1) is adapts
 
 
-def test_a_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(
+def test_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(
     checkpoint, tmp_path, capsys
 ):
     out = tmp_path / "report.json"
@@ -318,7 +316,7 @@ def test_a_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(
     assert "nothing to measure; pass --schedule" in fails(capsys, "measure", *sampled)
 
 
-def test_an_evaluation_in_lossless_mode_samples_the_same_tokens_as_dense_decoding(
+def test_evaluation_in_lossless_mode_samples_the_same_tokens_as_dense_decoding(
     checkpoint, tmp_path, monkeypatch
 ):
     sampled = {}
@@ -366,7 +364,7 @@ def test_an_evaluation_in_lossless_mode_samples_the_same_tokens_as_dense_decodin
 
 
 @pytest.mark.parametrize("mode", ["dense", "lossy", "lossless"])
-def test_the_demo_runs_in_every_mode(mode, monkeypatch):
+def test_demo_runs_in_every_mode(mode, monkeypatch):
     commands = []
     monkeypatch.setattr(Train, "run", lambda command: commands.append(command))
     monkeypatch.setattr(Demo, "compare", lambda command: None)
@@ -394,7 +392,7 @@ def test_vllm_engines_receive_the_decoding_settings(monkeypatch, checkpoint):
         )
 
 
-def test_an_auto_mode_run_reports_which_lengths_are_unverified_and_why(checkpoint, tmp_path):
+def test_auto_mode_run_reports_which_lengths_are_unverified_and_why(checkpoint, tmp_path):
     run = tmp_path / "run"
     schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
     main(

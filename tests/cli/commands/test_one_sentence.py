@@ -1,5 +1,5 @@
-"""Test bad inputs that commands used to ignore, or that made them hang or end with another
-program's error message. Each bad input must be reported in one sentence.
+"""Test bad inputs that commands used to ignore, or that made them hang or show the error message of
+another program. Each bad input must be reported in one sentence.
 """
 
 import json
@@ -73,16 +73,16 @@ TASK = ["--task", "trace:lines=4"]
         (["report", ".", "missing"], "missing does not exist; pass a run directory"),
     ],
 )
-def test_an_unusable_setting_is_refused_before_anything_is_loaded(
+def test_unusable_setting_is_refused_before_anything_is_loaded(
     command, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    code = 1 if command[0] == "report" else 2  # 2: an argument error, before the run
+    code = 1 if command[0] == "report" else 2  # an argument error, before the run
     assert message in fails(capsys, *command, code=code)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_demo_in_the_same_directory_is_refused(capsys, tmp_path):
+def test_second_demo_in_the_same_directory_is_refused(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
     assert (
@@ -91,14 +91,14 @@ def test_a_second_demo_in_the_same_directory_is_refused(capsys, tmp_path):
     )
 
 
-def test_a_task_together_with_a_dataset_is_refused():
+def test_task_together_with_a_dataset_is_refused():
     with pytest.raises(
         ConfigError, match="--task trace and --dataset gsm8k taco are mutually exclusive"
     ):
         load_problems("trace", ("gsm8k", "taco"), None)
 
 
-def test_an_error_names_the_commands_limit_option():
+def test_error_names_the_limit_option_of_the_command():
     with pytest.raises(ConfigError, match="as in --limit 64"):
         load_benchmark("trace:lines=4", None, None)
     with pytest.raises(ConfigError, match=r"as in --eval\.limit 64"):
@@ -106,21 +106,21 @@ def test_an_error_names_the_commands_limit_option():
 
 
 @pytest.mark.parametrize("path", ["my/judges.py:right", "judges.py:right"])
-def test_a_refused_reward_path_suggests_the_module_name(path):
+def test_error_about_a_reward_path_suggests_the_module_name(path):
     with pytest.raises(
         ConfigError, match="pass judges:right and run the command in the file's folder"
     ):
         load_object(path, "reward")
 
 
-def test_a_module_that_exits_on_import_is_named_in_the_error(tmp_path, monkeypatch):
+def test_error_names_a_module_that_exits_on_import(tmp_path, monkeypatch):
     (tmp_path / "ends_at_once.py").write_text("import sys\nsys.exit(2)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="importing ends_at_once raised SystemExit: 2"):
         load_object("ends_at_once:judge", "reward")
 
 
-def test_a_lone_surrogate_is_reported_with_its_row_number(tmp_path):
+def test_lone_surrogate_is_reported_with_its_row_number(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(
         json.dumps({"question": "a", "answer": "1"})
@@ -145,7 +145,7 @@ def test_a_lone_surrogate_is_reported_with_its_row_number(tmp_path):
         (Problem("p", "text", 1.0), "has a verifier of type float"),
     ],
 )
-def test_a_problem_with_fields_of_the_wrong_type_is_refused(problem, message):
+def test_problem_with_fields_of_the_wrong_type_raises_an_error(problem, message):
     class Task:
         def problem(self, index, seed=0):
             return problem
@@ -154,7 +154,7 @@ def test_a_problem_with_fields_of_the_wrong_type_is_refused(problem, message):
         draw(Task(), 0, 0)
 
 
-def test_invalid_schedules_passed_from_python_are_refused_in_one_sentence():
+def test_invalid_schedules_from_python_are_reported_in_one_sentence():
     with pytest.raises(ConfigError, match="got unknown"):
         SparsitySchedule.load({1: 2, "a": 3})
     for model, target in ((None, 0.86), ("qwen3-4b", None), ("qwen3-4b", "0.86"), (4, 0.86)):
@@ -162,7 +162,7 @@ def test_invalid_schedules_passed_from_python_are_refused_in_one_sentence():
             SparsitySchedule.preset(model, target)
 
 
-def test_missing_models_and_lengths_are_refused_in_one_sentence():
+def test_missing_models_and_lengths_are_reported_in_one_sentence():
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
     with pytest.raises(ConfigError, match="the model is None, not a transformers model"):
         set_schedule(None, schedule)
@@ -178,7 +178,7 @@ def test_missing_models_and_lengths_are_refused_in_one_sentence():
             pass
 
 
-def test_a_vocabulary_of_fewer_than_eight_tokens_can_be_scored():
+def test_vocabulary_of_fewer_than_eight_tokens_can_be_scored():
     TokenScorer(tiny_model(vocab_size=5))
 
 
@@ -198,7 +198,7 @@ def test_teacher_forcing_with_triton_reports_the_missing_package(monkeypatch):
         model(torch.arange(40)[None], use_cache=False)
 
 
-def test_a_truncated_file_is_reported_with_the_free_disk_space(tmp_path):
+def test_truncated_file_is_reported_with_the_free_disk_space(tmp_path):
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nmore")
     reason = _cut_short(error, tmp_path)
     assert reason.startswith("a file was cut short, with ") and "MB left on the disk" in reason
@@ -217,7 +217,7 @@ def test_a_truncated_file_is_reported_with_the_free_disk_space(tmp_path):
         (["--lora.r", "100000", "--dry-run", "h200"], "lora.r"),
     ],
 )
-def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
+def test_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
     options, setting, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -229,7 +229,7 @@ def test_a_lora_larger_than_the_model_is_refused_before_the_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_loras_rank_may_equal_the_models_width():
+def test_lora_rank_may_equal_the_model_width():
     from sparrow.engines.hf import load_shape
     from sparrow.train.config import LoraConfig
     from sparrow.train.lora import check_lora

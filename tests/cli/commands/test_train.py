@@ -1,4 +1,4 @@
-"""Test ``sparrow train`` in a process that also uses torch for other purposes."""
+"""Test ``sparrow train`` in a process that has already set up torch.distributed."""
 
 import torch
 

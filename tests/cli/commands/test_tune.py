@@ -1,5 +1,5 @@
-"""Test ``sparrow tune`` on a simulated GPU: which heads it tunes for, what it refuses, and what it
-prints and writes.
+"""Test ``sparrow tune`` on a simulated GPU: which heads it tunes for, which settings it refuses, and
+what it prints and writes.
 """
 
 import json
@@ -45,16 +45,16 @@ def test_heads_are_counted_per_gpu(options, heads):
         (["--shape", "8,4,128", "--batches"], "at least 1 item"),
     ],
 )
-def test_unusable_settings_are_refused(arguments, message, capsys):
+def test_unusable_settings_are_reported(arguments, message, capsys):
     assert message in fails(capsys, "tune", *arguments, code=2)
 
 
-def test_heads_that_cannot_be_divided_among_the_gpus_are_refused(capsys):
+def test_heads_that_cannot_be_divided_among_the_gpus_are_rejected(capsys):
     refused = fails(capsys, "tune", "--shape", "3,3,64", "--tensor-parallel", "2")
     assert "tensor_parallel is 2" in refused and "divides 9 query heads and 3 kv heads" in refused
 
 
-def test_a_machine_without_a_gpu_is_refused(capsys, monkeypatch):
+def test_tune_reports_a_missing_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "sparrow tune needs a GPU, but torch finds none" in fails(
         capsys, "tune", "--shape", "8,4,128"
@@ -76,7 +76,7 @@ def gpu(monkeypatch, tmp_path):
     saved.read.cache_clear()
 
 
-def test_choices_are_printed_and_written_where_engines_look(gpu, monkeypatch, capsys):
+def test_tuned_choices_are_printed_and_saved_where_engines_look_for_them(gpu, monkeypatch, capsys):
     def tune(target, grid, device, bytes_per_second, time, note):
         assert grid == search.Grid((8, 64), (64, 256), 16384) and bytes_per_second == 8e11
         measured = (Measurement(64, 200.0, 150.0, 120.0),)
@@ -93,7 +93,7 @@ def test_choices_are_printed_and_written_where_engines_look(gpu, monkeypatch, ca
     assert read.of(1) == Variant(ATTEND[0])
 
 
-def test_too_little_memory_is_reported_and_nothing_is_written(gpu, monkeypatch, capsys):
+def test_out_of_memory_is_reported_and_nothing_is_written(gpu, monkeypatch, capsys):
     def tune(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

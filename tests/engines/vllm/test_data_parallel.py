@@ -34,8 +34,8 @@ def by_rank(metrics, name):
 
 @torch.no_grad()
 def greediest(model, rollout):
-    """Return the largest gap between a token's log-prob and the best token's, according to
-    transformers.
+    """Return the largest difference between the best token's log-prob and the sampled token's, as
+    computed by transformers.
     """
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
     log_p = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -43,7 +43,7 @@ def greediest(model, rollout):
     return float((log_p.amax(1) - own).max())
 
 
-def test_both_ranks_draft_and_sample_the_dense_models_greedy_tokens(tmp_path):
+def test_both_ranks_draft_and_sample_greedy_tokens_of_the_dense_model(tmp_path):
     model = checkpoint(tmp_path / "model", num_hidden_layers=2)
     decoding = Decoding.lossless(DRAFTS, draft_tokens=4)  # the number of drafts adapts
     asked = prompts(*[60, 40, 90, 33] * 3, seed=6)

@@ -73,14 +73,14 @@ def stock(folder):
     "options",
     [
         {},
-        dict(max_num_batched_tokens=96, max_num_seqs=4),  # prompts in chunks, among decode rows
+        dict(max_num_batched_tokens=96, max_num_seqs=4),  # chunked prefill
         TIGHT,  # too few blocks for all sequences
     ],
     ids=["prefix-caching", "chunked-prefill", "preemption"],
 )
-def test_an_unlimited_budget_matches_stock_vllm(folder, stock, options):
+def test_unlimited_budget_matches_stock_vllm(folder, stock, options):
     with engine(folder, UNBOUNDED, **options) as sparrow:
-        for _ in range(2):  # the second time from the prefix cache, if enabled
+        for _ in range(2):  # the second pass reads the prefix cache, if enabled
             rollouts = sparrow.generate(RAGGED, GREEDY)
             counters = sparrow.counters()
             assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
@@ -120,12 +120,12 @@ def test_small_budgets_match_transformers_even_if_the_schedule_changes(folder, m
             assert counters.tokens_held == 4 * cached.sum()
             assert counters.tokens_read == cached.sum() + 3 * schedule.tokens_read(cached).sum()
         dense = reference.score(rollouts, UNBOUNDED, SAMPLED.temperature)
-        assert logprob_gap(rollouts, dense) > 0.1  # and the schedule matters
+        assert logprob_gap(rollouts, dense) > 0.1  # the schedule makes a difference
         with pytest.raises(ConfigError, match="start a new engine"):
             sparrow.set_schedule(SMALL.replace(recent_pages=3))
 
 
-def test_steps_that_leave_no_page_out_use_vllms_own_attention(folder, model):
+def test_steps_that_read_every_page_use_vllm_attention(folder, model):
     schedule = SparsitySchedule.fixed(3, dense_layers=(0,))  # everything up to 6 pages of 16 tokens
     asked = prompts(20, 40, 70)
     with engine(folder, schedule) as sparrow:
@@ -164,7 +164,7 @@ def test_each_layer_and_kv_head_has_its_own_budget(folder, model):
                 cached.sum() + 3 * schedule.tokens_read(cached).sum()
             )
         others = ((), tuple(row[::-1] for row in uneven.head_budgets))
-        for budgets in others:  # and the budgets matter
+        for budgets in others:  # budgets make a difference
             scores = reference.score(
                 rollouts, wider.replace(head_budgets=budgets), SAMPLED.temperature
             )
@@ -196,7 +196,7 @@ def test_rollouts_contain_the_log_probs_of_sampled_tokens(folder, model):
         assert np.array_equal(rollout.top_logprobs[listed], rollout.logprobs[listed.any(1)])
 
 
-def test_a_response_ends_with_an_eos_token(tmp_path):
+def test_response_ends_with_an_eos_token(tmp_path):
     model = checkpoint(tmp_path, eos_token_id=7)
     model.generation_config.eos_token_id = [7, 8]
     model.generation_config.save_pretrained(tmp_path)
@@ -236,7 +236,7 @@ def test_preemption_is_counted_and_does_not_change_recorded_tokens(folder, model
         assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
 
 
-def test_an_interrupted_rollout_leaves_no_unfinished_requests(folder, monkeypatch):
+def test_interrupted_rollout_leaves_no_unfinished_requests(folder, monkeypatch):
     with engine(folder) as vllm:
         expected = vllm.generate(RAGGED[:2], GREEDY)
         core, steps = vllm.llm.llm_engine, []
@@ -256,7 +256,7 @@ def test_an_interrupted_rollout_leaves_no_unfinished_requests(folder, monkeypatc
     assert [list(r.response_ids) for r in again] == [list(r.response_ids) for r in expected]
 
 
-def test_the_last_token_of_a_prompt_counts_as_prefill_even_if_scheduled_alone(folder):
+def test_last_token_of_a_prompt_counts_as_prefill_even_if_scheduled_alone(folder):
     prompt = prompts(257)
     with engine(folder) as sparrow:
         expected = sparrow.generate(prompt, GREEDY)
@@ -271,7 +271,7 @@ def test_the_last_token_of_a_prompt_counts_as_prefill_even_if_scheduled_alone(fo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_an_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied):
+def test_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied):
     old = checkpoint(tmp_path / "old", tie_word_embeddings=tied)
     new = checkpoint(tmp_path / "new", tie_word_embeddings=tied, seed=1)
     assert ("lm_head.weight" in dict(new.named_parameters())) != tied
@@ -283,7 +283,7 @@ def test_an_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied
         after = sparrow.generate(RAGGED, SAMPLED)
         assert not same_tokens(before, expected)
         assert same_tokens(after, expected) and logprob_gap(after, expected) < 1e-5
-        # Restore the weights the way other processes would.
+        # Restore the weights as if the engine ran in a different process.
         sparrow._in_process = False
         sparrow.update_weights(old.named_parameters())
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
@@ -341,7 +341,7 @@ def test_two_tensor_parallel_workers_match_a_single_worker(tmp_path, folder, mon
     assert counted == counted_too and not same_tokens(one, updated)
 
 
-def test_other_page_sizes_match_transformers(folder, model):
+def test_page_sizes_of_8_and_32_match_transformers(folder, model):
     for page_size in (8, 32):
         schedule = SMALL.replace(page_size=page_size, top_k=(1, 2, 3), sink_pages=2, recent_pages=1)
         with engine(folder, schedule) as sparrow:
@@ -373,7 +373,7 @@ def test_eight_bit_landmarks_select_the_same_pages_as_in_transformers(folder, mo
     )  # different pages are chosen
 
 
-def test_an_engine_can_be_configured_only_by_environment_variables(folder, monkeypatch):
+def test_engine_can_be_configured_only_by_environment_variables(folder, monkeypatch):
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
     [described] = llm.collective_rpc("sparrow_describe")
@@ -382,7 +382,7 @@ def test_an_engine_can_be_configured_only_by_environment_variables(folder, monke
 
 
 @pytest.mark.slow
-def test_an_engine_keeps_its_mode_if_the_environment_changes(folder, stock, monkeypatch):
+def test_engine_keeps_its_mode_if_the_environment_changes(folder, stock, monkeypatch):
     """The environment variable that requested the first engine's mode is removed while the engine
     runs.
     """
@@ -414,7 +414,7 @@ def test_an_engine_keeps_its_mode_if_the_environment_changes(folder, stock, monk
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_an_engine_does_not_change_the_environment(folder, monkeypatch):
+def test_engine_does_not_change_the_environment(folder, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     before = dict(os.environ)
     with engine(folder):
@@ -425,7 +425,7 @@ def test_an_engine_does_not_change_the_environment(folder, monkeypatch):
     assert not {name for name in changed if name.startswith(("SPARROW", "VLLM_ENABLE"))}
 
 
-def test_a_stock_engine_ignores_sparrows_environment_variables(folder, stock, monkeypatch):
+def test_stock_engine_ignores_sparrow_environment_variables(folder, stock, monkeypatch):
     """Here, the environment requests sparse decoding from every vLLM engine."""
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -441,7 +441,7 @@ def test_a_stock_engine_ignores_sparrows_environment_variables(folder, stock, mo
 
 
 @pytest.mark.slow
-def test_the_trainer_runs_unchanged_on_vllm(tmp_path):
+def test_trainer_runs_unchanged_on_vllm(tmp_path):
     options = "enforce_eager=true,kv_cache_memory_bytes=67108864,block_size=32,max_model_len=512"
     arguments = [
         "train",
@@ -471,7 +471,7 @@ def test_the_trainer_runs_unchanged_on_vllm(tmp_path):
 
 
 @pytest.mark.slow
-def test_unsupported_models_and_options_are_refused(tmp_path, folder, monkeypatch):
+def test_unsupported_models_and_options_raise_an_error(tmp_path, folder, monkeypatch):
     checkpoint(tmp_path / "mistral", name="mistral-mqa", sliding_window=64)
     with (
         pytest.raises(UnsupportedModel, match="sliding window of 64"),
@@ -494,10 +494,10 @@ def test_unsupported_models_and_options_are_refused(tmp_path, folder, monkeypatc
         engine(folder, SMALL.replace(dense_layers=(4,))),
     ):
         pass
-    assert not torch.distributed.is_initialized()  # no state of the first vLLM remains
+    assert not torch.distributed.is_initialized()  # vLLM left no process group
 
 
-def test_a_different_backend_under_the_same_name_is_detected(folder):
+def test_different_backend_under_the_same_name_is_detected(folder):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
 

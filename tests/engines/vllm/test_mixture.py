@@ -42,7 +42,7 @@ def sparrow(made, stock):
 
 
 @pytest.mark.slow
-def test_an_unlimited_budget_matches_stock_vllm(stock, sparrow):
+def test_unlimited_budget_matches_stock_vllm(stock, sparrow):
     assert tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), stock)
 
 
@@ -60,7 +60,7 @@ def test_small_budgets_match_transformers(made, sparrow):
 
 
 @pytest.mark.slow
-def test_new_weights_are_refused_if_the_kernel_uses_a_custom_weight_layout(made, sparrow):
+def test_weight_update_is_refused_if_the_kernel_rearranges_the_weights(made, sparrow):
     """vLLM's kernel for CPUs stores experts in blocks."""
     with pytest.raises(ConfigError, match=r"CPU kernel has rearranged .* new weights cannot"):
         sparrow.update_weights(made[1].named_parameters())
@@ -73,7 +73,7 @@ class Experts(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name, is_refused", [("TRITON", False), ("FLASHINFER_CUTLASS", True)])
-def test_new_weights_require_a_kernel_that_uses_vllms_expert_layout(name, is_refused):
+def test_weight_update_requires_a_kernel_with_the_vllm_expert_layout(name, is_refused):
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     loaded = []

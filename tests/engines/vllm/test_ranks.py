@@ -41,7 +41,7 @@ def train(folder: Path, run: str) -> None:
         Trainer(config, model, tokenizer, EarlyWords(), engine, SCHEDULE).train()
 
 
-def test_two_processes_that_each_have_an_engine_train_like_one_process(tmp_path):
+def test_two_processes_with_one_engine_each_train_like_one_process(tmp_path):
     tiny.checkpoint(tmp_path / "model", vocab_size=len(build_tokenizer()), initializer_range=0.3)
     code = f"import sys; sys.path[:0] = {sys.path!r}; import pathlib; from tests.engines.vllm import test_ranks as t\n"
     code += "from accelerate import PartialState; PartialState(cpu=True)\n"
@@ -61,7 +61,7 @@ def test_two_processes_that_each_have_an_engine_train_like_one_process(tmp_path)
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-def test_an_engine_on_several_devices_is_refused_in_multi_process_training(tmp_path, monkeypatch):
+def test_engine_on_several_devices_is_refused_in_multi_process_training(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(
         ConfigError, match=r"2 training processes .* 4 devices per engine; run this model"

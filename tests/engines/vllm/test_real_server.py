@@ -114,7 +114,7 @@ def served(tmp_path_factory):
         yield server
 
 
-def test_a_server_behaves_like_any_other_engine(served):
+def test_server_behaves_like_any_other_engine(served):
     url, _ = served
     model = tiny_model()
     scorer = HFEngine(model, SMALL, eos_ids=[])
@@ -144,14 +144,14 @@ def test_a_server_behaves_like_any_other_engine(served):
         )
         < 1e-4
     )
-    # A client that connects with a schedule sets it.
+    # A client that connects with a schedule sets the server's schedule.
     server.update_weights(model.named_parameters())
     assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
     with pytest.raises(ConfigError, match="not the page layout"):
         server.set_schedule(SMALL.replace(page_size=8))
 
 
-def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
+def test_http_probe_measures_the_same_acceptance_as_an_engine(served):
     """Compare the actor's lists from decoding with the policy's lists from a dense prefill, which
     must not read the actor's cache.
     """
@@ -159,9 +159,8 @@ def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
 
     url, _ = served
     asked = prompts(200, 17, 330, seed=5)
-    found = probe(
-        [url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB
-    )  # lists so long that the bounds meet
+    # Lists contain the whole vocabulary, so the two bounds are equal.
+    found = probe([url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB)
     for one in found:
         assert len(one.lower) == 40
         np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
@@ -176,7 +175,7 @@ def test_an_http_probe_measures_the_same_acceptance_as_an_engine(served):
         probe(["http://localhost:1"], asked, SMALL, 1)
 
 
-def test_a_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
+def test_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
     from sparrow.integrations.probe import Probe
 
     url, _ = served
@@ -202,11 +201,11 @@ def test_a_probe_logs_the_acceptance_tails_of_sparse_and_dense_rollouts(served):
     assert server.schedule == SMALL, "the schedule must be restored"
     server.generate(RAGGED, SAMPLED)
     assert 0.3 < watched.counted()["sparrow/tokens_read"] < 0.9
-    short = watched.measured(asked, max_new_tokens=40, top_n=8)  # the ceiling is kept
+    short = watched.measured(asked, max_new_tokens=40, top_n=8)  # keeps the ceiling
     assert short["sparrow/p5/200-300/ceiling"] == found["sparrow/p5/200-300/ceiling"]
 
 
-def test_a_killed_server_is_reported_in_one_sentence(served):
+def test_killed_server_is_reported_in_one_sentence(served):
     url, process = served
     server = VLLMServer(url, SMALL)
     threading.Timer(2, process.kill).start()

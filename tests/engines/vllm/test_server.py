@@ -1,4 +1,6 @@
-"""Test a vLLM server that dies, refuses or stalls, simulated by a small HTTP server."""
+"""Test how clients handle a vLLM server that dies, rejects a request or stalls. A small HTTP server
+stands in for vLLM.
+"""
 
 import asyncio
 import contextlib
@@ -100,7 +102,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    for name in ("HTTP_PROXY", "ALL_PROXY"):  # must not be used for a local server
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # clients must bypass the proxy
         monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)
@@ -123,11 +125,10 @@ SAMPLING = Sampling(max_new_tokens=4, top_n=1)
     ],
     ids=["dies", "refuses", "stalls"],
 )
-def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, generate, message):
+def test_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, generate, message):
     url, state = pretender
-    if (
-        generate != 60.0
-    ):  # a busy machine may need longer to report the failure than a stalled server is given here
+    # On a busy machine, reporting the failure may take longer than the short STALL_S.
+    if generate != 60.0:
         monkeypatch.setattr(server, "STALL_S", 30.0)
     before = threading.active_count()
     client = VLLMServer(url, SCHEDULE)
@@ -142,26 +143,26 @@ def test_a_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, ge
 
 
 @pytest.mark.slow
-def test_the_client_waits_for_a_slow_server_that_makes_progress(pretender):
+def test_client_waits_for_a_slow_server_that_makes_progress(pretender):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
-    state["generate"], state["progress"] = 1.5, 1  # three times the patience
+    state["generate"], state["progress"] = 1.5, 1  # three times STALL_S
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
 @pytest.mark.slow
-def test_the_client_waits_for_a_slow_server_without_counters(pretender):
+def test_client_waits_for_a_slow_server_without_counters(pretender):
     """With ``--disable-log-stats``, vLLM has no token counters, so a stalled server cannot be
     distinguished from one that does not count.
     """
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
-    state["generate"], state["counts"] = 1.5, False  # three times the patience
+    state["generate"], state["counts"] = 1.5, False  # three times STALL_S
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
 @pytest.mark.parametrize("end", ["abort", "repetition"])
-def test_an_aborted_response_raises_an_error(pretender, end):
+def test_aborted_response_raises_an_error(pretender, end):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     state["end"] = "length"
@@ -192,7 +193,7 @@ def test_generation_works_inside_a_running_event_loop(pretender):
     assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
 
 
-def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
+def test_server_in_a_different_mode_raises_an_error_with_the_remedy(pretender):
     url, _ = pretender
     with pytest.raises(
         ConfigError,
@@ -220,7 +221,7 @@ def test_a_server_in_a_different_mode_is_refused_with_the_remedy(pretender):
         ({}, None),  # omitted settings keep the server's values
     ],
 )
-def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, asked, message):
+def test_lossless_settings_that_contradict_the_server_raise_an_error(pretender, asked, message):
     url, state = pretender
     state["described"] = {
         "mode": "lossless",
@@ -232,7 +233,7 @@ def test_lossless_settings_that_differ_from_the_servers_are_refused(pretender, a
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
 
 
-def test_truncation_options_are_sent_but_refused_in_lossless_mode(pretender):
+def test_truncation_options_are_sent_in_lossy_mode_and_refused_in_lossless_mode(pretender):
     url, state = pretender
     engine = VLLMServer(url, SCHEDULE)
     engine.generate([[1]], Sampling(4, top_n=1, top_k=20, top_p=0.7))
@@ -279,9 +280,8 @@ def test_finished_steps_are_saved_if_an_engine_fails(tmp_path, failing):
 
     def fail(*args):
         calls.append(1)
-        if (
-            len(calls) == 4
-        ):  # fails in step 3, because weights are sent and the ceiling is sampled before step 1
+        # The fourth call is in step 3, because one call precedes step 1.
+        if len(calls) == 4:
             raise EngineError("it died")
         return works(*args)
 

@@ -89,7 +89,7 @@ def test_each_cause_of_a_failed_start_is_reported_with_a_remedy(error, expected)
     assert sentence(error) == expected
 
 
-def test_an_invalid_vllm_setting_is_reported_with_its_name_and_the_rule():
+def test_invalid_vllm_setting_is_reported_with_its_name_and_the_broken_rule():
     assert sentence(refused(gpu_memory_utilization=2)) == (
         "gpu_memory_utilization: Input should be less than or equal to 1; change the engine's "
         "options"
@@ -100,21 +100,21 @@ def test_an_invalid_vllm_setting_is_reported_with_its_name_and_the_rule():
     )
 
 
-def test_other_errors_during_the_start_are_not_changed():
+def test_unrelated_errors_during_startup_are_raised_unchanged():
     for error in (ConfigError("refused"), KeyboardInterrupt(), AssertionError("a bug")):
         with pytest.raises(type(error)) as raised, starting():
             raise error
         assert raised.value is error
 
 
-def test_the_death_of_a_worker_process_is_reported():
+def test_death_of_a_worker_process_is_reported():
     with pytest.raises(EngineError, match="see its error message above"), starting():
         raise Exception("WorkerProc initialization failed due to an exception. See stack trace.")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "stock"])
-def test_a_cache_that_is_too_small_is_refused_in_one_sentence(tmp_path, kind):
+def test_cache_that_is_too_small_is_reported_in_one_sentence(tmp_path, kind):
     pytest.importorskip("vllm")
     from sparrow.engines.vllm import VLLMEngine
     from sparrow.engines.vllm.stock import StockEngine

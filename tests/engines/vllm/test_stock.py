@@ -100,20 +100,20 @@ def test_top_lists_cover_only_the_response(served):
     assert prompts == [[9, 9, 2, 5], [9, 30]]
 
 
-def test_top_lists_shorter_than_requested_are_refused(served):
+def test_top_lists_shorter_than_requested_raise_an_error(served):
     served.longest = 5
     rollout = Rollout([9], np.array([2]), None, None, None, "length")
     with pytest.raises(EngineError, match=r"a list of 5 tokens, expected 8; .*--max-logprobs"):
         connected(served).top_lists([rollout], 8)
 
 
-def test_a_server_that_returns_no_token_ids_is_refused(served):
+def test_response_without_token_ids_raises_an_error(served):
     served.knows_ids = False
     with pytest.raises(EngineError, match="without token ids"):
         connected(served).generate([[1]], Sampling(3, top_n=0))
 
 
-def test_stock_vllm_refuses_schedules_and_prompts_that_are_too_long(served):
+def test_stock_vllm_rejects_overlong_prompts_and_any_schedule(served):
     engine = connected(served)
     with pytest.raises(PromptError, match="do not fit in the model's context of 100"):
         engine.generate([[1] * 98], Sampling(3, top_n=0))
@@ -121,6 +121,6 @@ def test_stock_vllm_refuses_schedules_and_prompts_that_are_too_long(served):
         engine.set_schedule(SparsitySchedule.dense())
 
 
-def test_an_unreachable_server_is_reported():
+def test_unreachable_server_is_reported():
     with pytest.raises(EngineError, match="no vLLM server answers at http://localhost:1"):
         StockServer("http://localhost:1")

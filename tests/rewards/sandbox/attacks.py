@@ -1,8 +1,8 @@
 """Programs that attack the sandbox, the process that judges them, or the machine. A program passes
-its tests if, and only if, its attack succeeds. Programs whose attack is the answer itself can never
+its tests if, and only if, its attack succeeds. Programs that attack through their answer can never
 pass. After every attack, ``harness.py`` also checks the judging process: it must be alive, must
-have answered in time, must not have grown, and must have judged an honest program correctly at the
-same time. Nothing may be left behind or changed.
+have answered in time without using much more memory, and must have judged an honest program
+correctly at the same time. Nothing may be left behind or changed.
 
     python tests/rewards/sandbox/attacks.py bwrap session    # the score of each isolation
 
@@ -30,7 +30,8 @@ ANSWER: dict[Kind, str] = {
     "assert": "\ndef f(x): return 2 * x\n",
 }
 
-# Raw system calls by their numbers on x86-64 and arm64; a refused call raises.
+# ``call`` makes a raw system call, given its numbers on x86-64 and arm64, and raises OSError if it
+# fails.
 PRELUDE = """
 import ctypes, os, platform
 libc = ctypes.CDLL(None, use_errno=True)

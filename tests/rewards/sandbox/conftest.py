@@ -1,5 +1,6 @@
-"""The isolation mechanisms that the sandbox tests require. This folder is a package so that its
-``conftest`` is not confused with the parent folder's, which other tests import from.
+"""Fixtures for the isolation mechanisms that the sandbox tests require. This folder is a package so
+that its ``conftest`` cannot be confused with the one in the parent folder, from which other tests
+import.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A judging process to attack, checked from outside."""
+"""Run attacks in a judging process, and check that process from outside."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ from sparrow.rewards.sandbox import box
 from sparrow.rewards.sandbox.walls import Held
 
 SECRET = "nobody's business"
-PATIENCE_S = (
-    30.0  # for one answer; a program's own limits allow it 15 s, and the machine may be busy
-)
+PATIENCE_S = 30.0  # for one answer; a program may take 15 s, and the machine may be busy
 GROWTH_MB = 128.0  # additional memory that the judging process may need for one answer
 
-# judges the attack it reads and, at the same time, an honest program
+# Judges each attack that it reads and, at the same time, an honest program.
 _JUDGE = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor

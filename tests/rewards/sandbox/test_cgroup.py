@@ -1,7 +1,7 @@
-"""Test that control groups are found if available, that they limit their programs from the start,
-and that they are removed with their contents. Writing limits is tested on a copy of the kernel's
-file layout. If this process may create groups, the tests also enter, kill and remove real ones. If
-real groups may limit memory and tasks, the effects of these limits are tested too.
+"""Test that control groups are found if available, limit programs from the start, and are removed
+with their contents. Writing limits is tested on a copy of the kernel's file layout. If this process
+may create groups, the tests also enter, kill and remove real ones. If real groups may limit memory
+and tasks, the effects of these limits are tested too.
 """
 
 import errno
@@ -74,13 +74,13 @@ def test_groups_that_cannot_be_entered_are_not_used(tmp_path, monkeypatch):
     ]
 
 
-def test_no_groups_are_created_without_version_2(tmp_path, monkeypatch):
+def test_no_groups_are_created_without_cgroup_version_2(tmp_path, monkeypatch):
     layout(tmp_path, monkeypatch, "memory pids")
     (tmp_path / "mounts").write_text("31 30 0:26 / /sys/fs/cgroup rw - cgroup cgroup rw,memory\n")
     assert cgroup.parent() is None
 
 
-def test_a_group_enforces_its_programs_limits(tmp_path):
+def test_group_limits_are_derived_from_the_programs_limits(tmp_path):
     limits = Limits(memory_bytes=1 << 30, files_bytes=64 << 20, output_bytes=8 << 20, tasks=100)
     made = cgroup.make(tmp_path, limits)
     assert (made / "pids.max").read_text() == "116"
@@ -110,7 +110,7 @@ def test_a_sandbox_runs_in_a_group_and_removes_the_group_afterwards(
     assert "control groups (each in its own)" in caplog.text
 
 
-def test_a_group_that_remains_busy_is_reported_without_an_error(tmp_path, monkeypatch, caplog):
+def test_busy_group_that_cannot_be_removed_is_logged_without_raising(tmp_path, monkeypatch, caplog):
     def busy(path):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -128,7 +128,7 @@ def _writable() -> list[Path]:
 
 
 @pytest.mark.parametrize("mount", _writable(), ids=str)
-def test_real_kernel_groups_are_entered_and_emptied(mount):
+def test_removing_a_real_group_kills_its_processes(mount):
     group = mount / f"sparrow-test-{os.getpid()}"
     group.mkdir()
     process = subprocess.Popen(cgroup.enter(group, ["sh", "-c", "sleep 60 & sleep 60"]))
@@ -150,7 +150,7 @@ def kernel_s() -> Path:
     return group
 
 
-def test_the_kernel_limits_a_groups_tasks(kernel_s):
+def test_kernel_enforces_a_groups_task_limit(kernel_s):
     group = cgroup.make(kernel_s, Limits(tasks=10))
     forks = "for i in $(seq 40); do sleep 60 & done; wait"
     with subprocess.Popen(
@@ -165,7 +165,7 @@ def test_the_kernel_limits_a_groups_tasks(kernel_s):
     assert not group.exists()
 
 
-def test_the_kernel_limits_a_groups_memory(kernel_s, monkeypatch):
+def test_kernel_enforces_a_groups_memory_limit(kernel_s, monkeypatch):
     monkeypatch.setattr(cgroup, "_HARNESS_BYTES", 0)
     group = cgroup.make(kernel_s, Limits(memory_bytes=64 << 20, files_bytes=1, output_bytes=1))
     try:
@@ -177,7 +177,7 @@ def test_the_kernel_limits_a_groups_memory(kernel_s, monkeypatch):
         cgroup.remove(group)
 
 
-def test_a_program_that_exceeds_its_groups_memory_limit_does_not_affect_the_next_one(
+def test_exceeding_a_groups_memory_limit_does_not_affect_the_next_program(
     kernel_s, monkeypatch, mode
 ):
     """The group's limit is lower than the limit on the address space, which would otherwise take

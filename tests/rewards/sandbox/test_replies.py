@@ -31,7 +31,7 @@ class Said(Child):
         json.dumps(message)
 
     def _within(self, time_limit, attempt):
-        return attempt(0.0)  # there are no processes whose time could be measured
+        return attempt(0.0)  # no process is running, so there is no time to measure
 
     def _read(self, deadline):
         raise ChildEndedError("nothing more")
@@ -96,7 +96,7 @@ def test_any_json_object_results_in_a_verdict(reply, expected):
         and isinstance(detail, str)
         and len(detail) < 1000
     )
-    if found == "pass":  # a pass must be deserved
+    if found == "pass":  # only a correct value may pass
         value = unpack(reply["value"])
         assert judge.same_value(value, expected) and detail == ""
 
@@ -159,7 +159,7 @@ def test_a_reply_may_arrive_in_pieces_of_any_size(body, size, most):
     ],
     ids=["values", "containers", "strings", "depth", "digits", "no JSON", "no object"],
 )
-def test_replies_over_a_limit_are_refused(line, message):
+def test_oversized_or_malformed_replies_raise_errors(line, message):
     with pytest.raises(ValueError, match=message):
         parse(line)
 
@@ -188,7 +188,7 @@ def test_the_number_of_digits_is_limited_even_if_python_sets_no_limit(monkeypatc
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
 @pytest.mark.parametrize("inside", ["int", "tuple"])
-def test_many_keys_with_the_same_hash_are_refused(kind, inside):
+def test_more_than_32_keys_with_the_same_hash_raise_an_error(kind, inside):
     keys = [i * PRIME for i in range(1, 34)]
     if inside == "tuple":
         keys = [{"tuple": [key]} for key in keys]
@@ -224,7 +224,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
+def test_parsing_eight_megabytes_of_hostile_input_takes_little_time_and_memory(name):
     line = HOSTILE[name] + b"\n"
     assert len(line) < 8 << 20
     tracemalloc.start()
@@ -238,10 +238,10 @@ def test_eight_megabytes_of_hostile_input_take_little_time_and_memory(name):
     assert seconds < 10 and peak < 96 << 20, (
         seconds,
         peak >> 20,
-    )  # tracing memory slows down reading several times
+    )  # memory tracing makes parsing several times slower
 
 
-def test_comparing_words_does_not_store_all_of_them():
+def test_comparing_long_outputs_uses_little_memory():
     for output in ("\n" * 8_000_000 + "x", "x " * 4_000_000, "x\n" * 4_000_000):
         tracemalloc.start()
         try:
@@ -259,7 +259,7 @@ def test_comparing_words_does_not_store_all_of_them():
     "raised",
     ["StopIteration", "StopAsyncIteration", "GeneratorExit", "type('S', (StopIteration,), {})"],
 )
-def test_exceptions_raised_by_a_program_do_not_end_a_loop_in_the_test_early(raised, bwrap):
+def test_program_exceptions_do_not_end_the_tests_loop_early(raised, bwrap):
     tests = {"test": "assert all(map(lambda case: f(case[0]) == case[1], [(21, 42), (4, 8)]))"}
     judged = CodeVerifier().judge(f"def f(x): raise {raised}", tests)
     assert judged.verdicts == ("error",) and judged.detail in (raised, "S")

@@ -157,8 +157,8 @@ HOSTILE = {
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Return a function that waits until none of this test's sandboxed processes is left, and fails
-    if one does not end.
+    """Return a function that waits for this test's sandboxed processes to end, and returns whether
+    all of them ended in time.
     """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
@@ -230,9 +230,7 @@ def test_programs_cannot_see_each_others_files(mode):
 
 @pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
 def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent):
-    """If a clone below /tmp contains the environment, programs can read its packages but not change
-    them.
-    """
+    """If the Python environment is below /tmp, programs can read its packages but not change them."""
     if not os.access(parent, os.W_OK):
         pytest.skip(f"{parent} is not writable")
     program = """
@@ -245,7 +243,7 @@ def test_a_python_environment_below_a_private_folder_is_read_only(bwrap, parent)
         os.chmod(folder, 0o755)
         venv.create(folder / "venv", symlinks=True)
         packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-        (packages / "numpy.py").write_text("")  # a package only in this environment
+        (packages / "numpy.py").write_text("")  # a package that exists only in this environment
         (folder / "secret").write_text(SECRET)
         code = f"""
 from sparrow.rewards import CodeVerifier
@@ -274,7 +272,7 @@ def test_a_session_removes_its_folder(marked, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [] and Path("/etc/passwd").exists()
 
 
-def test_huge_input_may_be_read_in_full_or_ignored(mode):
+def test_programs_may_read_or_ignore_huge_input(mode):
     numbers = "1\n" * 5_000_000
     tests = {"inputs": [numbers] * 2, "outputs": ["5000000\n"] * 2}
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
@@ -290,7 +288,7 @@ def test_output_up_to_the_limit_is_accepted(mode):
     assert longer.verdicts == ("error",) and longer.detail == "OSError: [Errno 27] File too large"
 
 
-def test_various_honest_programs_pass(mode):
+def test_honest_programs_in_many_styles_pass(mode):
     verifier = CodeVerifier(Limits(cpu_s=5, wall_s=20), mode)
     for program in (
         "import sys\nfor line in sys.stdin: print(int(line) * 2)",
@@ -310,7 +308,7 @@ def test_various_honest_programs_pass(mode):
         assert verifier.judge(program, DOUBLE).passed, program
 
 
-def test_python_starts_as_usual_except_for_pth_files(mode):
+def test_python_starts_normally_but_skips_pth_files(mode):
     """Installed packages add .pth files that run whenever Python starts, which takes 25 ms here.
     Sandboxed programs skip them.
     """
@@ -324,7 +322,7 @@ def test_python_starts_as_usual_except_for_pth_files(mode):
     assert judged.passed, judged.detail
 
 
-def test_programs_run_with_garbage_collection_and_without_unneeded_harness_modules(mode):
+def test_programs_run_with_garbage_collection_on_and_without_unneeded_harness_modules(mode):
     """The harness imports only the modules that a mode needs. It imports them with the garbage
     collector off.
     """
@@ -361,7 +359,7 @@ def test_closing_a_sandbox_during_a_run_ends_its_processes(program, mode, marked
         choose_isolation(mode),
     ) as held:
         held.send({"stdin": ""}, time.monotonic() + 60)
-        runs_on = "close" not in program  # the other may already have ended
+        runs_on = "close" not in program  # this program may already have ended
         with (
             pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError)
         ):
@@ -387,7 +385,9 @@ def test_programs_end_when_the_trainer_is_killed(mode, marked, tmp_path):
     assert marked()
 
 
-def test_a_time_limit_that_expires_just_as_the_program_ends_is_handled(monkeypatch, tmp_path):
+def test_timer_that_fires_just_after_the_program_ends_does_not_change_its_outcome(
+    monkeypatch, tmp_path
+):
     reap = os.wait4
 
     def slowly(*arguments):
@@ -451,7 +451,7 @@ def test_without_bubblewrap_nothing_runs_unless_explicitly_allowed(
     assert caplog.text == ""
 
 
-def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
+def test_session_isolation_requires_landlock_version_3(forgetful, monkeypatch):
     monkeypatch.setattr(box, "landlock_version", lambda: 2)
     with pytest.raises(
         RewardError,
@@ -460,9 +460,7 @@ def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
         CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
 
 
-def test_running_without_isolation_must_be_requested_and_logs_one_warning(
-    forgetful, caplog, tmp_path
-):
+def test_explicitly_running_without_isolation_logs_one_warning(forgetful, caplog, tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     verifier = CodeVerifier(LIMITS, "none")
     program = f"print(open('{tmp_path}/secret').read())"
@@ -494,7 +492,7 @@ def test_the_enforced_limits_are_logged_at_start(held, said, forgetful, caplog):
     assert re.search(said, record.message)
 
 
-def test_bubblewrap_is_not_used_if_it_is_installed_but_fails(forgetful, monkeypatch, tmp_path):
+def test_broken_bubblewrap_raises_an_error(forgetful, monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -543,7 +541,7 @@ def test_limits_must_be_positive(limits):
         Limits(**limits)
 
 
-def test_an_unknown_isolation_is_refused():
+def test_unknown_isolation_raises_an_error():
     with pytest.raises(
         ValueError, match="isolation must be auto, bwrap, session or none, got 'docker'"
     ):

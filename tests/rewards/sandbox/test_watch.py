@@ -46,7 +46,7 @@ def test_files_folders_and_links_are_counted_at_any_depth(tmp_path):
     )
 
 
-def test_bytes_are_counted_as_disk_usage(tmp_path):
+def test_sparse_files_count_only_the_disk_space_they_use(tmp_path):
     with open(tmp_path / "hole", "wb") as file:
         file.truncate(1 << 30)
     assert Watch(request(tmp_path)).over(os.getpid()) is None
@@ -69,10 +69,10 @@ def test_threads_are_counted(tmp_path):
         )
     finally:
         stop.set()
-    assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that has ended
+    assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that does not exist
 
 
-def test_a_slow_check_is_not_repeated_at_once(tmp_path, monkeypatch):
+def test_slow_file_check_is_not_repeated_immediately(tmp_path, monkeypatch):
     watch = Watch(request(tmp_path))
     looks = []
     monkeypatch.setattr(watch, "_files", lambda: looks.append(time.sleep(0.05)))
@@ -153,7 +153,7 @@ for i in range(3000):
     files.remove(str(folder))  # already gone
 
 
-def test_files_that_cannot_be_removed_are_reported_without_an_error(tmp_path, caplog, monkeypatch):
+def test_files_that_cannot_be_removed_are_logged_without_raising(tmp_path, caplog, monkeypatch):
     folder = tmp_path / "left"
     (folder / "a").mkdir(parents=True)
 

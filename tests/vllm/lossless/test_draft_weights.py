@@ -73,7 +73,7 @@ def test_each_row_has_a_separate_scale_and_zeros_stay_zero():
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_cuda_graph_keeps_the_kind_of_matrix_product_used_during_capture():
+def test_cuda_graph_replays_the_kind_of_matrix_product_that_it_captured():
     x, weight, other = random(8, 512), random(192, 512, seed=2), random(192, 512, seed=3)
     layer, method = copied(weight)
     outputs, graphs = [], []

@@ -103,6 +103,6 @@ def test_a_batch_with_uneven_token_counts_uses_the_smallest_piecewise_graph(stoc
 
 
 @pytest.mark.parametrize("decoding", [None, Decoding.lossy("fixed:8")])
-def test_other_modes_keep_vllms_graph_sizes(monkeypatch, decoding):
+def test_stock_and_lossy_engines_keep_vllms_graph_sizes(monkeypatch, decoding):
     stock, patched = stock_and_patched(monkeypatch, decoding)
     assert patched._candidates == stock._candidates

@@ -124,7 +124,7 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
     assert observed == [
         (3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)
-    ]  # not the first, which followed drafts
+    ]  # the first of these steps is left out, because it followed drafts
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_step_is_recorded_with_its_accepted_and_judged_drafts(make, observed):
     [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)],
     ids=["short", "long"],
 )
-def test_a_dense_steps_time_excludes_launching_the_next_steps_drafts(
+def test_dense_step_time_excludes_launching_the_drafts_of_the_next_step(
     make, dense, verified, draft, drafts
 ):
     """The host launches a step before the previous one ends. A launch takes about twice as long if
@@ -185,7 +185,7 @@ def test_the_first_step_with_a_different_draft_count_is_marked(make, observed):
     ]
 
 
-def test_steps_are_recorded_with_their_drafts_budget(make, observed):
+def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
     """A step verifies drafts that the previous step made. A dense step reads everything, whatever
     the budget for drafts is.
     """
@@ -204,7 +204,7 @@ def test_steps_are_recorded_with_their_drafts_budget(make, observed):
 
 def test_drafting_with_guesses_is_a_separate_choice(make, observed):
     """Acceptance of drafts with guesses is recorded per cycle. The first step after a change is
-    marked, also if the number of drafts is the same and only the use of guesses has changed.
+    marked, even if only the use of guesses has changed.
     """
     scheduler, alone = make(guesses=3), Guessed(2, alone=True)
     assert scheduler.chooser.choices == (*CHOICES, Guessed(2), Guessed(4), alone)
@@ -330,7 +330,7 @@ def test_choices_are_recorded_and_can_be_replayed(make, monkeypatch):
     again.replay(choices)
     assert chosen(again, [(0, 1)] * 5, monkeypatch) == told
     assert again.take_choices() == choices
-    unread = make(budgets=True)  # in a server, nobody would retrieve them
+    unread = make(budgets=True)  # like a server's scheduler, whose choices nobody would retrieve
     chosen(unread, [(4, 1)], monkeypatch)
     assert unread.take_choices() == []
     assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [DraftPlan(0, 1)] * 2, (
@@ -353,7 +353,7 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
     ("steps", "warning"),
     [(1, "no recorded draft choices left"), (9, "were not replayed"), (6, None)],
 )
-def test_a_replay_of_the_wrong_length_is_reported(make, monkeypatch, steps, warning):
+def test_replay_of_the_wrong_length_logs_a_warning(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
     scheduler.replay([(2, 1.0, 0, steps)])
@@ -363,7 +363,7 @@ def test_a_replay_of_the_wrong_length_is_reported(make, monkeypatch, steps, warn
     assert len(said) == bool(warning) and all(warning in text for text in said)
 
 
-def test_choices_that_an_engine_does_not_offer_cannot_be_replayed(make):
+def test_replaying_choices_that_the_engine_does_not_offer_raises_an_error(make):
     for guesses, choice in (
         (0, (3, 1.0, 0, 1)),
         (0, (2, 0.5, 0, 1)),

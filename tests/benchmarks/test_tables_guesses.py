@@ -1,0 +1,53 @@
+"""Test the tables of lossless decoding with real guesses."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def point(tokens, seconds, **more):
+    return {"text": "sources.txt", "temperature": 0.7, "tokens": tokens, "seconds": seconds, **more}
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("tables_guesses")
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    return script
+
+
+def write(tables, folder, **arms):
+    engines = {arm: {"points": points} for arm, points in arms.items()}
+    (folder / f"{tables.REAL}.json").write_text(json.dumps({"runs": [{"engines": engines}]}))
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_speeds_are_relative_to_stock_over_all_repeats(tables, tmp_path):
+    stock = [point(1000, 2.0), point(1000, 2.0)]
+    guessed = [point(1000, 0.5), point(1000, 1.5)]
+    write(tables, tmp_path, stock=stock, guess3=guessed, ngram=[])
+    head, _, row = cells(tables.real_speed())
+    assert head[3:] == [tables.REAL_ARMS["guess3"]]
+    assert row == ["sources", "0.7", "500", "2.00x"]
+
+
+def test_yields_are_averaged_over_repeats_and_empty_if_not_measured(tables, tmp_path):
+    guessed = [
+        point(1000, 1.0, acceptance=0.9, drafts_per_pass=2.0),
+        point(1000, 1.0, acceptance=0.92, drafts_per_pass=3.0),
+    ]
+    write(tables, tmp_path, stock=[point(1000, 2.0)], guess3=guessed)
+    _, _, row = cells(tables.real_yields())
+    assert row == ["sources", "0.7", "0.910", "2.50", ""]
+
+
+def test_tables_are_empty_without_results(tables):
+    assert len(cells(tables.real_speed())) == 2
