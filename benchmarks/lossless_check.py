@@ -415,7 +415,7 @@ def main() -> None:
     command.add_argument(
         "--vary",
         action="store_true",
-        help="randomly change the number of drafts, and whether to guess, between cycles (for "
+        help="randomly change the number of drafts, and how guesses are used, between cycles (for "
         "equal and samples)",
     )
     command.add_argument("--count", type=int, default=1_000_000)

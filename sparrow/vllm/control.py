@@ -57,12 +57,13 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
     """Report draft acceptance since the last call. Only lossless mode has drafts.
 
     ``cycles`` counts the dense passes by the number of tokens drafted after each pass. With
-    ``guess_tokens``, ``cycles_with_guesses`` has the same counts for drafts with guesses. For each
-    length bin, ``bins`` has the number of verified drafts, their mean acceptance and its 5th
-    percentile. ``acceptance`` has the same data as counts, for ``DraftAcceptance.from_dict``. If
-    the budget is adaptive, ``budgets`` has bins and acceptance for each budget, given as a
-    ``multiple`` of the draft schedule. If ``meter_schedule`` is set, ``metered`` has bins and
-    acceptance under that schedule.
+    ``guess_tokens``, ``cycles_with_guesses`` has the same counts for drafts made in sparse passes
+    over guesses, and ``cycles_with_guesses_alone`` for drafts that are guesses, made without a
+    pass. For each length bin, ``bins`` has the number of verified drafts, their mean acceptance and
+    its 5th percentile, all without guesses that no pass has checked. ``acceptance`` has the same
+    data as counts, for ``DraftAcceptance.from_dict``. If the budget is adaptive, ``budgets`` has
+    bins and acceptance for each budget, given as a ``multiple`` of the draft schedule. If
+    ``meter_schedule`` is set, ``metered`` has bins and acceptance under that schedule.
 
     All of this is for drafts that read a dense cache. A lossy actor reads cache entries it wrote
     itself, so its acceptance is lower.
@@ -324,7 +325,8 @@ def check(vllm_config: Any) -> None:
         source = "history" if decoding.guess_head is None else f"the head {decoding.guess_head!r}"
         guesses = f"{decoding.guess_tokens} guesses from {source} ({model.pass_kernels})"
         steps = (
-            f"sparse steps, or one sparse pass over {guesses} for every {DRAFTS_PER_PASS} drafts,"
+            f"sparse steps, one sparse pass over {guesses} for every {DRAFTS_PER_PASS} drafts, or "
+            "guesses alone"
             if decoding.adapt_draft_tokens
             else f"{passes_of(decoding.draft_tokens)} sparse passes over {guesses}"
         )

@@ -75,8 +75,9 @@ class DensePasses:
         self._cycles: Counter[int] = Counter()
         # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # the same for cycles with guesses
+        # the same for cycles with guesses and sparse passes, and for cycles with guesses alone
         self._guessed_cycles: Counter[int] = Counter()
+        self._alone_cycles: Counter[int] = Counter()
         # if the engine uses guesses: the number of drafts, and the number of guesses among them
         # that no pass has checked
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -90,9 +91,11 @@ class DensePasses:
         self._cycles[drafts] += 1
         return self._verified
 
-    def count_drafts(self, drafts: int, with_guesses: bool) -> Tensor:
+    def count_drafts(self, drafts: int, with_guesses: bool, alone: bool) -> Tensor:
         """See ``Runtime.count_drafts``."""
-        if with_guesses:
+        if alone:
+            self._alone_cycles[drafts] += 1
+        elif with_guesses:
             self._guessed_cycles[drafts] += 1
         return self._drafts
 
@@ -120,9 +123,15 @@ class DensePasses:
         return cycles
 
     def take_guessed_cycles(self) -> dict[int, int]:
-        """Like ``take_cycles``, but only for cycles that drafted with guesses."""
+        """Like ``take_cycles``, but only for cycles with sparse passes over guesses."""
         cycles = dict(sorted(self._guessed_cycles.items()))
         self._guessed_cycles = Counter()
+        return cycles
+
+    def take_alone_cycles(self) -> dict[int, int]:
+        """Like ``take_cycles``, but only for cycles whose drafts were guesses alone."""
+        cycles = dict(sorted(self._alone_cycles.items()))
+        self._alone_cycles = Counter()
         return cycles
 
     def add_to(self, counts: Counter[str], layers: int, guesses: bool) -> None:

@@ -224,14 +224,18 @@ class Runtime:
         """
         return self.passes.count(drafts)
 
-    def count_drafts(self, drafts: int, with_guesses: bool) -> Tensor:
+    def count_drafts(self, drafts: int, with_guesses: bool, alone: bool = False) -> Tensor:
         """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
+
+        Args:
+            with_guesses: whether the cycle uses guesses.
+            alone: whether the guesses themselves are the drafts.
 
         Returns:
             Running totals, int64 [2], which the caller must update. They count all drafts, and the
             drafts that are guesses and that no sparse pass has checked.
         """
-        return self.passes.count_drafts(drafts, with_guesses)
+        return self.passes.count_drafts(drafts, with_guesses, alone)
 
     def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass in lossless mode that has no drafts before or after it. Every
@@ -310,6 +314,7 @@ class Runtime:
         cycles = {"cycles": self.passes.take_cycles()}
         if self.decoding.guess_tokens:
             cycles["cycles_with_guesses"] = self.passes.take_guessed_cycles()
+            cycles["cycles_with_guesses_alone"] = self.passes.take_alone_cycles()
         meter = self.drafting.meter
         if meter is None:
             return dict(cycles)

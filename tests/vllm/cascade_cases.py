@@ -33,6 +33,11 @@ def in_turn(monkeypatch, seed=0):
     )
 
 
+def hold(monkeypatch, choice):
+    """Make every step draft like this."""
+    monkeypatch.setattr(DraftChooser, "choose", lambda *_: choice)
+
+
 def repetitive(*lengths, words=3, seed=0):
     """Return prompts in which short phrases recur, so that history has guesses."""
     rng = np.random.default_rng(seed)
@@ -120,6 +125,27 @@ def test_greedy_tokens_match_stock_vllm(made, m):
         assert counts["passes"] < drawn < counts["drafted"]
 
 
+def test_greedy_tokens_match_stock_vllm_with_guesses_alone(made, monkeypatch):
+    """There are no sparse passes, so nothing is written to the cache before verification."""
+    folder, model = made
+    asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
+    with cases.engine(folder) as llm:
+        expected = cases.generate(llm, asked, 120)
+    hold(monkeypatch, Guessed(4, alone=True))
+    found = cases.Landmarks(monkeypatch)
+    decoding = lossless(12, adapt=True, pages=4, guess_tokens=2)
+    with cases.engine(folder, decoding, checks_itself=True) as llm:
+        got = cases.generate(llm, asked, 120)
+        counts, told = cases.counters(llm), llm.collective_rpc("sparrow_acceptance")[0]
+    assert cases.tokens_of(got) == cases.tokens_of(expected)
+    cases.assert_greedy_and_dense(model, asked, got)
+    assert found.worst < 1e-5 and found.pages > 500
+    assert counts["passes"] == 0 < counts["accepted"] < counts["guessed"] == counts["drafted"]
+    assert set(told["cycles"]) == {0, 4} and told["cycles_with_guesses"] == {}
+    assert told["cycles_with_guesses_alone"] == {4: told["cycles"][4]}
+    assert not told["bins"]  # no draft is drawn from the actor
+
+
 def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
     folder, _ = made
     asked = [
@@ -137,7 +163,9 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
 
 @pytest.mark.parametrize("m, pages", [(1, 2), (3, 4), (3, 12)])
 def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m, pages):
-    """Cycles without drafts, with drafts, and with drafts from guesses alternate at random."""
+    """Cycles without drafts, with drafts, with drafts from guesses, and with guesses alone alternate
+    at random.
+    """
     folder, model = made
     asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
     with cases.engine(folder) as llm:
@@ -152,8 +180,17 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m
     cases.assert_greedy_and_dense(model, asked, got)
     assert found.worst < 1e-5 and found.pages > 500
     assert set(told["cycles"]) == {0, 3, 5, 8} and set(told["cycles_with_guesses"]) == {3, 5, 8}
+    assert set(told["cycles_with_guesses_alone"]) == {3}
     assert all(n < told["cycles"][k] for k, n in told["cycles_with_guesses"].items())
     assert 0 < counts["guessed"] < counts["drafted"] and 0 < counts["accepted"] < counts["drafted"]
+
+
+class ReplayedAlone(cases.Replayed):
+    """A stand-in for a CUDA graph that makes guesses for a cycle without sparse passes."""
+
+    def replay(self):
+        self.count += 1
+        self.drafter.source.guess_alone(self.rows)
 
 
 def test_each_stage_replays_its_own_graphs(made, monkeypatch):
@@ -173,13 +210,16 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
                 graph.drafter._draft(graph.rows)
                 graph.drafter._graphs[False][graph.rows] = graph
         drafter._plain._step_index.zero_()
+        alone = ReplayedAlone(drafter._guessing)
+        drafter._guessing._alone_graphs[alone.rows] = alone
         got = cases.generate(llm, asked, 60)
         told = llm.collective_rpc("sparrow_acceptance")[0]
     assert cases.tokens_of(got) == expected
-    guessed = told["cycles_with_guesses"]
-    plain = {k: n - guessed.get(k, 0) for k, n in told["cycles"].items()}
+    guessed, of_alone = told["cycles_with_guesses"], told["cycles_with_guesses_alone"]
+    plain = {k: n - guessed.get(k, 0) - of_alone.get(k, 0) for k, n in told["cycles"].items()}
     assert graphs[0].count == sum(k * n for k, n in plain.items()) > 0
     assert graphs[1].count == sum(passes_of(k) * n for k, n in guessed.items()) > 0
+    assert alone.count == sum(of_alone.values()) > 0
 
 
 def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeypatch):
@@ -201,21 +241,22 @@ def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeyp
         cases.assert_greedy_and_dense(model, asked, cases.generate(llm, asked, 200))
         chooser = llm.llm_engine.engine_core.engine_core.scheduler.chooser
         described = llm.collective_rpc("sparrow_describe")[0]
-    assert chooser.choices == (0, 2, 4, 6, Guessed(2), Guessed(4), Guessed(6))
+    alone = Guessed(2, alone=True)
+    assert chooser.choices == (0, 2, 4, 6, Guessed(2), Guessed(4), Guessed(6), alone)
     [line] = [each for each in said if "Sparrow is lossless" in each]
-    assert ": sparse steps, or one sparse pass over 3 guesses from history (" in line
-    assert ") for every 2.5 drafts, draft 0 to 6 tokens (" in line
+    assert ": sparse steps, one sparse pass over 3 guesses from history (" in line
+    assert ") for every 2.5 drafts, or guesses alone draft 0 to 6 tokens (" in line
     assert any(each.startswith("numbers of drafts in use") for each in said)
     assert described["drafts_have_guesses"] in (True, False)
     timed = set().union(*(case.seconds for case in chooser.measured.cases.values()))
-    assert {0, 2, Guessed(2)} <= timed
+    assert {0, 2, alone} <= timed
 
 
 def test_replayed_stages_reproduce_samples(made, monkeypatch):
     folder, _ = made
     asked, sampling = repetitive(150, 17, 64, seed=4) * 2, Sampling(24, top_n=2, seed=4)
     answers, kept = [], []
-    for seed, replayed in ((1, False), (2, False), (3, True)):
+    for seed, replayed in ((9, False), (2, False), (3, True)):
         in_turn(monkeypatch, seed)
         decoding = lossless(4, adapt=True, pages=4, guess_tokens=3)
         with tiny.engine(folder, decoding, max_num_seqs=4) as made_engine:
@@ -229,7 +270,7 @@ def test_replayed_stages_reproduce_samples(made, monkeypatch):
             kept.append(made_engine.counters().choices)
     assert answers[2] == answers[0] != answers[1]
     assert kept[2] == kept[0] != kept[1]
-    assert {guesses for _, _, guesses, _ in kept[0]} == {0, 3}
+    assert {(multiple, guesses) for _, multiple, guesses, _ in kept[0]} == {(1, 0), (1, 3), (0, 3)}
 
 
 def test_drafts_are_counted_in_every_stage(made, monkeypatch):
@@ -323,7 +364,7 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
     if not is_directed:
         monkeypatch.setattr(cascade_kernels, "begin_kernel", Undirected())
 
-    def run(drafter, drafts, B):
+    def run(drafter, plan, B):
         vllm = drafter._vllm
         table = drafter._blocks_SM
         reserved = vllm.block_tables.num_blocks.gpu[0]
@@ -333,7 +374,7 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
             own |= set(table[row, :count].tolist())
             table[row, count:] = len(layers[0].kv_cache) - 1  # a block of another sequence
         before = [selfcheck._bytes_of(layer).clone() for layer in layers]
-        stock(drafter, drafts, B)
+        stock(drafter, plan, B)
         for layer, old in zip(layers, before, strict=True):
             changed = (selfcheck._bytes_of(layer) != old).any(1).nonzero()[:, 0].tolist()
             foreign.extend(set(changed) - own)
@@ -397,8 +438,10 @@ def test_a_seed_reproduces_samples_with_dense_log_probs(made):
 SAMPLES = {
     "exact": 20_000,
     "any stage": 20_000,
+    "guesses alone": 4_000,
     "guesses become drafts without being judged": 4_000,
     "guesses used as drafts keep an earlier pass's distribution": 4_000,
+    "guesses alone are verified as if drawn from another distribution": 2_000,
     "rejected drafts are kept": 4_000,
 }
 
@@ -435,18 +478,26 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     model = tiny.checkpoint(
         tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
+    k = T - 1
     if variant == "any stage":
         in_turn(monkeypatch)
+    elif variant.startswith("guesses alone"):
+        k = 3 * (T - 1)  # so that T - 1 is the smallest number of drafts
+        hold(monkeypatch, Guessed(T - 1, alone=True))
     phrase = np.random.default_rng(1).integers(0, V, 30)
     prompt = np.tile(phrase, 5).tolist()
     if variant == "guesses become drafts without being judged":
         drafting_guesses(monkeypatch)
-    elif variant == "guesses used as drafts keep an earlier pass's distribution":
+    elif variant in (
+        "guesses used as drafts keep an earlier pass's distribution",
+        "guesses alone are verified as if drawn from another distribution",
+    ):
         monkeypatch.setattr(cascade_kernels, "one_hot_kernel", NoKernel())
     elif variant == "rejected drafts are kept":
         cases.keep_rejected(monkeypatch)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
-    decoding = lossless(T - 1, adapt=variant == "any stage", guess_tokens=2)
+    adapts = variant == "any stage" or variant.startswith("guesses alone")
+    decoding = lossless(k, adapt=adapts, guess_tokens=2)
     with cases.engine(tmp_path, decoding, **layout) as llm:
         wanted = [
             cases.parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None)
@@ -454,7 +505,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = cases.counters(llm)
-    if variant != "guesses become drafts without being judged":  # so all drafts come from passes
+    if variant.startswith("guesses alone"):
+        assert 0 < counts["guessed"] == counts["drafted"]
+    elif variant != "guesses become drafts without being judged":  # so all drafts come from passes
         assert 0 < counts["guessed"] < counts["drafted"]
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
@@ -462,4 +515,5 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         np.bincount(code, minlength=V**T), cases.enumerated(model, prompt, T, 1.0)
     )
     print(variant, p_value, counts)  # shown if the test fails
-    assert p_value > 1e-3 if variant in ("exact", "any stage") else p_value < 1e-4
+    is_exact = variant in ("exact", "any stage", "guesses alone")
+    assert p_value > 1e-3 if is_exact else p_value < 1e-4

@@ -3,6 +3,7 @@ its own process.
 """
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import numpy as np
 
 from sparrow.errors import ConfigError
 from sparrow.vllm import selfcheck
-from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless import plan, setup
+from sparrow.vllm.lossless.guesses import Cycle
 from sparrow.vllm.lossless.head import HeadSource
 from tests.vllm import cascade_cases, eagle_head
 from tests.vllm import tiny_vllm as tiny
@@ -42,25 +44,32 @@ def with_head(folder, k=8, **options):
     return lossless(k, **{"guess_tokens": 3, "guess_head": str(folder), **options})
 
 
-class Guessed:
-    """Collects what the head guessed before every sparse pass: for each row, the tokens so far, the
-    number of drafts among them, and the guesses.
+class Guesses:
+    """Collects what the head guessed, before every sparse pass and in every cycle without passes:
+    for each row, the tokens so far, the number of drafts among them, and the guesses.
     """
 
     def __init__(self, monkeypatch):
         self.rows = []
+        self.alone = []  # the rows of cycles without passes
         self.worker = None
-        stock = HeadSource.guess
+        guess, guess_alone = HeadSource.guess, HeadSource.guess_alone
 
-        def guess(source, rows):
-            stock(source, rows)
+        def collected(source, rows):
+            guess(source, rows)
             if self.worker is not None:
-                self._collect(source, rows)
+                self.rows += self._collect(source, rows, source._guess_tokens)
 
-        monkeypatch.setattr(HeadSource, "guess", guess)
+        def collected_alone(source, rows):
+            guess_alone(source, rows)
+            if self.worker is not None:
+                self.alone += self._collect(source, rows, source._alone)
 
-    def _collect(self, source, rows):
-        vllm, cycle, m = source._vllm, source._cycle, source._guess_tokens
+        monkeypatch.setattr(HeadSource, "guess", collected)
+        monkeypatch.setattr(HeadSource, "guess_alone", collected_alone)
+
+    def _collect(self, source, rows, m):
+        vllm, cycle = source._vllm, source._cycle
         text = self.worker.model_runner.req_states.all_token_ids.gpu
         for row in range(rows):
             length, made = int(cycle.length_R[row]), int(cycle.made_R[row])
@@ -68,7 +77,7 @@ class Guessed:
             if takes_part and length + made + m <= vllm.max_model_len:
                 known = text[vllm.idx_mapping[row], : length - 1].tolist()
                 known += [int(cycle.newest_R[row]), *vllm.draft_tokens[row, :made].tolist()]
-                self.rows.append((known, made, source.guesses_RG[row, :m].tolist()))
+                yield known, made, source.guesses_RG[row, :m].tolist()
 
 
 def worker_of(llm):
@@ -96,14 +105,15 @@ def assert_as_the_reference(head, rows, every=3):
 @pytest.mark.parametrize("adapts", [False, True])
 def test_guesses_match_those_of_a_head_in_plain_torch(made, monkeypatch, adapts):
     """Passes read everything, so the head sees the policy's own hidden states. Prompts share blocks
-    and are prefilled in chunks. If drafting is adaptive, some cycles have no guesses.
+    and are prefilled in chunks. If drafting is adaptive, some cycles have no guesses, and some have
+    guesses alone.
     """
     folder, of_head, _, head = made
     if adapts:
         cascade_cases.in_turn(monkeypatch)
     shared = tiny.prompts(70, seed=2)[0]
     asked = [shared + rest for rest in tiny.prompts(5, 90, 33, seed=3)] + tiny.prompts(17, 150)
-    seen = Guessed(monkeypatch)
+    seen = Guesses(monkeypatch)
     decoding = with_head(of_head, adapt=adapts, pages=1000)
     with cases.engine(folder, decoding, max_num_batched_tokens=48, max_num_seqs=4) as llm:
         seen.worker = worker_of(llm)
@@ -113,7 +123,38 @@ def test_guesses_match_those_of_a_head_in_plain_torch(made, monkeypatch, adapts)
     assert assert_as_the_reference(head, seen.rows) > 100
     assert assert_as_the_reference(head, [row for row in seen.rows if row[1] == 0]) > 30
     assert any(made for _, made, _ in seen.rows)
+    assert bool(seen.alone) == adapts
+    assert not adapts or assert_as_the_reference(head, seen.alone, 1) > 15
     assert counts["drafted"] - counts["guessed"] > 1.1 * counts["passes"]
+
+
+def test_rows_that_are_too_long_for_guesses_alone_keep_only_the_first(monkeypatch):
+    """Their other guesses would be old, or about other tokens."""
+    device = torch.device("cpu")
+    speculator = SimpleNamespace(
+        max_num_reqs=3, device=device, hidden_size=1, dtype=torch.float32, max_model_len=32
+    )
+    cycle = Cycle(3, device)
+    source = HeadSource(speculator, cycle, guess_tokens=1, alone=3, guesses=5)
+    source._runtime = SimpleNamespace(pages=SimpleNamespace(everything=lambda rows: None))
+    source._blocks_SM, source._block_tokens = torch.arange(12, dtype=torch.int32).view(3, 4), 8
+    run = []
+
+    def draft(ids, positions, output, step, slots):
+        run.append((ids.tolist(), positions.tolist(), slots.tolist()))
+        return output, output + 1
+
+    monkeypatch.setattr(source, "_draft", draft)
+    monkeypatch.setattr(source, "_most_likely", lambda hidden: hidden[:, 0].long() + 20)
+    cycle.length_R[:] = torch.tensor([29, 30, 0])  # the last row drafts nothing
+    cycle.drafts.fill_(3)
+    source.guesses_RG[:] = 7
+    source.guess_alone(3)
+    assert source.guesses_RG.tolist() == [[7, 20, 21, 0, 0], [7, 0, 0, 0, 0], [7, 0, 0, 0, 0]]
+    assert run == [
+        ([7, 0, 0], [28, 0, 0], [28, -1, -1]),
+        ([20, 0, 0], [29, 0, 0], [29, -1, -1]),
+    ]
 
 
 def test_guesses_at_the_start_of_a_cycle_match_vllms_own_eagle3(made, monkeypatch):
@@ -137,7 +178,7 @@ def test_guesses_at_the_start_of_a_cycle_match_vllms_own_eagle3(made, monkeypatc
 
         monkeypatch.setattr(runner.speculator, "propose", propose)
         expected = cases.tokens_of(cases.generate(llm, asked, 40))
-    seen = Guessed(monkeypatch)
+    seen = Guesses(monkeypatch)
     with cases.engine(folder, with_head(of_head, pages=4)) as llm:
         seen.worker = worker_of(llm)
         assert cases.tokens_of(cases.generate(llm, asked, 40)) == expected
@@ -148,6 +189,13 @@ def test_guesses_at_the_start_of_a_cycle_match_vllms_own_eagle3(made, monkeypatc
     ]
     assert len(common) > 20
     assert [guesses for _, guesses in common] == [theirs[known] for known, _ in common]
+    cascade_cases.hold(monkeypatch, plan.Guessed(3, alone=True))
+    with cases.engine(folder, with_head(of_head, adapt=True, guess_tokens=1)) as llm:
+        seen.worker = worker_of(llm)
+        assert cases.tokens_of(cases.generate(llm, asked, 40)) == expected
+        assert cases.counters(llm)["passes"] == 0
+    ours = {tuple(known): guesses for known, _, guesses in seen.alone if tuple(known) in theirs}
+    assert len(ours) > 20 and ours == {known: theirs[known] for known in ours}
 
 
 def test_a_head_with_its_own_vocabulary_guesses_only_its_words(made, monkeypatch, tmp_path):
@@ -157,7 +205,7 @@ def test_a_head_with_its_own_vocabulary_guesses_only_its_words(made, monkeypatch
     asked = tiny.prompts(*LENGTHS, seed=1)
     with cases.engine(folder) as llm:
         expected = cases.tokens_of(cases.generate(llm, asked, 30))
-    seen = Guessed(monkeypatch)
+    seen = Guesses(monkeypatch)
     decoding = with_head(head.save(tmp_path / "head"), pages=1000, guess_tokens=2)
     with cases.engine(folder, decoding) as llm:
         seen.worker = worker_of(llm)
@@ -188,8 +236,8 @@ def test_greedy_tokens_match_stock_vllm(made, m):
 
 
 def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
-    """The head also has to read passes that are followed by no drafts, or by drafts without
-    guesses.
+    """The head also has to read passes that are followed by no drafts, by drafts without guesses,
+    or by guesses alone.
     """
     folder, of_head, model, _ = made
     asked = tiny.prompts(*LENGTHS, seed=1)
@@ -206,6 +254,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
     cases.assert_greedy_and_dense(model, asked, got)
     assert found.worst < 1e-5 and found.pages > 500
     assert set(told["cycles"]) == {0, 3, 5, 8} and set(told["cycles_with_guesses"]) == {3, 5, 8}
+    assert set(told["cycles_with_guesses_alone"]) == {3}
     assert described["guess_head"] == str(of_head)
     assert described["sparse_layers"] == [0, 1]  # the head's layer is not listed
 
@@ -216,14 +265,19 @@ def test_stages_with_a_head_replay_their_graphs(made, monkeypatch):
     asked = tiny.prompts(*LENGTHS, seed=1)
     with cases.engine(folder) as llm:
         expected = cases.tokens_of(cases.generate(llm, asked, 60))
-    with cases.engine(folder, with_head(of_head, pages=4), max_num_seqs=8) as llm:
-        drafter = worker_of(llm).model_runner.speculator.drafter
-        graph = cases.Replayed(drafter)
+    cascade_cases.in_turn(monkeypatch)
+    with cases.engine(folder, with_head(of_head, adapt=True, pages=4), max_num_seqs=8) as llm:
+        drafter = worker_of(llm).model_runner.speculator.drafter._guessing
+        graph, alone = cases.Replayed(drafter), cascade_cases.ReplayedAlone(drafter)
         with torch.inference_mode():
             drafter._draft(graph.rows)
         drafter._graphs[False][graph.rows] = graph
+        drafter._alone_graphs[alone.rows] = alone
         assert cases.tokens_of(cases.generate(llm, asked, 60)) == expected
-        assert graph.count == 4 * llm.collective_rpc("sparrow_acceptance")[0]["cycles"][8] > 0
+        told = llm.collective_rpc("sparrow_acceptance")[0]
+    guessed = told["cycles_with_guesses"]
+    assert graph.count == sum(setup.passes_of(k) * n for k, n in guessed.items()) > 0
+    assert alone.count == told["cycles_with_guesses_alone"][3] > 0
 
 
 def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(made, monkeypatch):
@@ -246,7 +300,7 @@ def test_requests_may_be_chunked_preempted_or_cut_off_at_the_context_length(made
         fills.append(int(source.guesses_RG[:B, 1:].count_nonzero()))
 
     monkeypatch.setattr(HeadSource, "fill", fill)
-    seen = Guessed(monkeypatch)
+    seen = Guesses(monkeypatch)
     with cases.engine(folder, with_head(of_head, 4, pages=1000), **small) as llm:
         seen.worker = worker_of(llm)
         got = cases.generate(llm, asked, 60)
@@ -299,6 +353,7 @@ def test_the_head_has_its_own_cache_in_the_models_blocks(made):
 SAMPLES = {
     "exact": 20_000,
     "any stage": 20_000,
+    "guesses alone": 4_000,
     "guesses become drafts without being judged": 4_000,
     "rejected drafts are kept": 4_000,
 }
@@ -312,15 +367,20 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         tmp_path / "model", vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7
     )
     of_head = trained(model).save(tmp_path / "head")
+    k = T - 1
     if variant == "any stage":
         cascade_cases.in_turn(monkeypatch)
+    elif variant == "guesses alone":
+        k = 3 * (T - 1)  # so that T - 1 is the smallest number of drafts
+        cascade_cases.hold(monkeypatch, plan.Guessed(T - 1, alone=True))
     elif variant == "guesses become drafts without being judged":
         cascade_cases.drafting_guesses(monkeypatch)
     elif variant == "rejected drafts are kept":
         cases.keep_rejected(monkeypatch)
     prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
-    decoding = with_head(of_head, T - 1, adapt=variant == "any stage", guess_tokens=2)
+    adapts = variant in ("any stage", "guesses alone")
+    decoding = with_head(of_head, k, adapt=adapts, guess_tokens=2)
     with cases.engine(tmp_path / "model", decoding, **layout) as llm:
         wanted = [
             cases.parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None)
@@ -329,7 +389,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = cases.counters(llm)
     assert 0 < counts["accepted"] < counts["drafted"]
-    if variant != "any stage":
+    if not adapts:
         assert counts["drafted"] - counts["guessed"] > 1.1 * counts["passes"]
     tokens = np.array([o.outputs[0].token_ids for o in outputs])
     expected = cases.enumerated(model, prompt, T, 1.0)
@@ -337,7 +397,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         np.bincount(tokens @ (V ** np.arange(T - 1, -1, -1)), minlength=V**T), expected
     )
     print(variant, p_value, counts)  # shown if the test fails
-    if variant not in ("exact", "any stage"):
+    if variant not in ("exact", "any stage", "guesses alone"):
         assert p_value < 1e-4
         return
     assert p_value > 1e-3
@@ -393,7 +453,7 @@ def test_broken_head_gives_wrong_guesses_but_exact_samples(made, monkeypatch, tm
         stock(source, rows, sparse._replace(drawn_RT=sparse.drawn_RT.roll(1)))
 
     monkeypatch.setattr(HeadSource, "follow", shifted)
-    seen = Guessed(monkeypatch)
+    seen = Guesses(monkeypatch)
     with cases.engine(folder, with_head(of_head, pages=1000)) as llm:
         seen.worker = worker_of(llm)
         got = cases.generate(llm, asked, 30)

@@ -6,7 +6,8 @@ head (``guesses.GuessSource``). It produces between 1 and T drafts per row, so r
 different rates. The draft length fixes the number of passes, and each pass is a CUDA graph, so the
 host never waits for the device. If a row ends up with fewer than K drafts, guesses fill the rest.
 Verification treats a guess as drawn from a distribution q with all its mass on that token, so it
-stays exact.
+stays exact. A cycle may also have no pass at all. Its drafts are then the guesses alone, which is
+speculation without a sparse actor: from n-grams if history guesses, or EAGLE-3 if a head guesses.
 
 A pass writes its keys and values to the slots of the next tokens. In a cycle's last passes, some
 tokens may fall outside the blocks vLLM has reserved. Their keys and values go to vLLM's null block,
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import graph_capture
 from vllm.triton_utils import triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
@@ -34,8 +36,8 @@ from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
 from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.history import HistorySource
 from sparrow.vllm.lossless.plan import DraftPlan
-from sparrow.vllm.lossless.setup import passes_of
-from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter
+from sparrow.vllm.lossless.setup import draft_choices, drafts_alone, passes_of
+from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter, replay
 from sparrow.vllm.runtime import Runtime
 
 AT_ONCE = 4096
@@ -52,6 +54,8 @@ class CascadeDrafter(SparseDrafter):
         self.tokens = decoding.guess_tokens + 1  # T
         self._cycle = Cycle(S, device)
         self.source = _source(decoding, speculator, self._cycle)
+        self._may_guess_alone = decoding.adapt_draft_tokens
+        self._alone_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by number of rows
         self._cached_R = torch.zeros(S, dtype=torch.int64, device=device)
         self._slots_R = torch.full((S * self.tokens,), -1, dtype=torch.int64, device=device)
         self._index_RT = torch.full_like(self._slots_R, -1)
@@ -68,11 +72,19 @@ class CascadeDrafter(SparseDrafter):
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """See ``Drafter``."""
         super().set_cache(runtime, block_tables)
+        self._alone_graphs.clear()
         self.source.set_cache(runtime, self._blocks_SM, self._block_tokens)
 
     def addresses(self) -> dict[str, int]:
         """See ``Drafter``."""
         return {**super().addresses(), **self.source.addresses()}
+
+    def capture(self) -> None:
+        """See ``Drafter``."""
+        super().capture()
+        if self._may_guess_alone:
+            with graph_capture(device=self._vllm.device) as context:
+                self._capture(self.source.guess_alone, context.stream, self._alone_graphs)
 
     def read(self, after: Pass, drafts: int) -> None:
         """See ``Drafter``."""
@@ -82,9 +94,10 @@ class CascadeDrafter(SparseDrafter):
         # state at the start of the cycle; each pass computes its inputs from it
         return Inputs(self._cycle.newest_R, self._cached_R, self._cycle.length_R)
 
-    def _run(self, drafts: int, B: int) -> None:
-        """Run the passes set up by ``propose``, and fill up the drafts with guesses."""
+    def _run(self, plan: DraftPlan, B: int) -> None:
+        """Run the passes set up by ``propose``, if any, and fill up the drafts with guesses."""
         vllm = self._vllm
+        drafts = plan.tokens
         drafts_stride = vllm.draft_tokens.stride(0)
         kernels.begin_kernel[(B,)](
             self._cycle.length_R,
@@ -97,8 +110,11 @@ class CascadeDrafter(SparseDrafter):
             TOKENS=self._block_tokens,
         )
         self.source.begin(B)
-        self._replay(passes_of(drafts), B)
-        self.source.fill(B)
+        if plan.alone:
+            replay(self.source.guess_alone, self._alone_graphs, 1, B)
+        else:
+            self._replay(passes_of(drafts), B)
+            self.source.fill(B)
         logits_SKV = self.logits
         V = logits_SKV.shape[2]
         kernels.fill_kernel[(B,)](
@@ -109,7 +125,7 @@ class CascadeDrafter(SparseDrafter):
             vllm.draft_tokens,
             drafts_stride,
             self.drawn_S,
-            self._runtime.count_drafts(drafts, with_guesses=True),
+            self._runtime.count_drafts(drafts, with_guesses=True, alone=plan.alone),
             drafts,
             KP=triton.next_power_of_2(vllm.num_speculative_steps),
         )
@@ -207,13 +223,14 @@ def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
     tokens = decoding.guess_tokens
     guesses = max(tokens, speculator.num_speculative_steps)
     if decoding.guess_head is not None:
-        return HeadSource(speculator, cycle, tokens, guesses)
+        alone = drafts_alone(draft_choices(decoding))
+        return HeadSource(speculator, cycle, tokens, alone, guesses)
     return HistorySource(speculator, cycle, guesses)
 
 
 class StagedDrafter:
-    """A ``Drafter`` that uses guesses only in cycles whose plan says so. Without guesses, it
-    behaves like ``SparseDrafter``.
+    """A ``Drafter`` that uses guesses, with or without sparse passes, only in cycles whose plan says
+    so. Without guesses, it behaves like ``SparseDrafter``.
     """
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:

@@ -159,8 +159,8 @@ def head_step_kernel(
     TOKENS: tl.constexpr,
 ):
     """Set up step number ``step`` of a head, counting from 1. In this step, the head reads each
-    row's guess number ``step`` and makes the next guess. Token n + 1 is stored in the slot of token
-    n. The same rows take part as in ``set_up_kernel``.
+    row's guess number ``step`` and makes the next guess, until there are T - 1 guesses. Token n + 1
+    is stored in the slot of token n. The same rows take part as in ``set_up_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)

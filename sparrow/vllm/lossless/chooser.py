@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft, whether to use guesses, and how much the drafts read. The winner
-is the combination with the most tokens per second in similar batches, as measured while the engine
+"""Choose how many tokens to draft, how to use guesses, and how much the drafts read. The winner is
+the combination with the most tokens per second in similar batches, as measured while the engine
 runs.
 
 The choice only affects speed. Samples follow the policy no matter what is drafted.
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from sparrow.vllm.lossless.draft_budget import DraftBudget
 from sparrow.vllm.lossless.draft_length import DraftLength
 from sparrow.vllm.lossless.measured import Batch, Case, Measured, steps_of
-from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
+from sparrow.vllm.lossless.plan import Choice, DraftPlan
 
 
 class DraftChooser:
@@ -21,7 +21,8 @@ class DraftChooser:
     cycle, based on measurements from earlier cycles (``Measured``).
 
     Args:
-        choices: draft lengths to choose from, with or without guesses, including 0 (no drafting).
+        choices: draft lengths to choose from, without guesses, with guesses, or as guesses alone,
+            including 0 (no drafting).
         budgets: budgets to choose from, as multiples of the draft schedule, including 1.
     """
 
@@ -70,7 +71,7 @@ class DraftChooser:
         """
         choice = self.choose(rows, length, repeated)
         budget = self.choose_budget(rows, length, choice) if choice else self._budget
-        return DraftPlan(drafts_of(choice), budget, isinstance(choice, Guessed))
+        return DraftPlan.of(choice, budget)
 
     def choose(self, rows: int, length: float, repeated: int = 0) -> Choice:
         """Choose how the next cycle drafts.

@@ -1,5 +1,5 @@
-"""Choose how many tokens to draft, and whether to use guesses, by picking whatever gave the most
-tokens per second in similar batches.
+"""Choose how many tokens to draft, and how to use guesses, by picking whatever gave the most tokens
+per second in similar batches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ batch, is below this share of the best speed.
 
 
 class DraftLength:
-    """Chooses the draft length for each cycle, and whether to use guesses.
+    """Chooses the draft length for each cycle, and how to use guesses.
 
     Args:
         choices: the options, including 0 (no drafting).
@@ -62,12 +62,12 @@ class DraftLength:
     def __init__(self, choices: Iterable[Choice], measured: Measured) -> None:
         choices = sorted(choices, key=drafts_of)
         numbers = [k for k in choices if not isinstance(k, Guessed)]
-        guessed = [k for k in choices if isinstance(k, Guessed)]
-        self.choices: tuple[Choice, ...] = (*numbers, *guessed)
-        # Each kind is tried with few drafts first, and drafts with guesses come last.
-        self._kinds: list[list[Choice]] = [[*numbers]]
-        if guessed:
-            self._kinds.append([0, *guessed])
+        guessed = [k for k in choices if isinstance(k, Guessed) and not k.alone]
+        alone = [k for k in choices if isinstance(k, Guessed) and k.alone]
+        self.choices: tuple[Choice, ...] = (*numbers, *guessed, *alone)
+        # Each kind is tried with few drafts first. Guesses alone come first, because their cycles
+        # are hardly longer than dense steps, and drafts with guesses come last.
+        self._kinds: list[list[Choice]] = [[0, *alone], [*numbers], [0, *guessed]]
         self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
         self.is_watching = True  # whether to time the latest cycle
         # number of cycles that still run without drafts before the next choice; if the batch size
@@ -168,7 +168,7 @@ class DraftLength:
         speed = self._measured.expected_speeds(case)
         dense_seconds = case.seconds.get(0, ())
         fastest = max((self._measured.speed(case, 0, s) for s in dense_seconds), default=0.0)
-        return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
+        return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values(), default=0.0)
 
     def _promising(self, case: Case) -> list[Choice]:
         """List the choices worth timing, fastest first. The list ends with choices that were never
@@ -201,7 +201,8 @@ class DraftLength:
         self, choice: Choice, alike: dict[Choice, float], known: dict[Choice, float]
     ) -> float | None:
         """Predict a cycle's time in seconds from the times that are already known. Return None if
-        they are not enough for a prediction.
+        they are not enough for a prediction. For guesses alone, they never are, so such a choice
+        is always tried. This costs little, because its cycle is hardly longer than a dense step.
 
         Args:
             alike: the known times for the same kind of drafts, and for cycles without drafts.
@@ -213,7 +214,7 @@ class DraftLength:
             (a, at_a), (b, at_b) = times[-2:]
             predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
             return predicted if predicted > 0 else None
-        if isinstance(choice, Guessed) and {0, drafts} <= known.keys():
+        if isinstance(choice, Guessed) and not choice.alone and {0, drafts} <= known.keys():
             # A pass over guesses takes at least as long as a draft without guesses.
             return known[0] + (known[drafts] - known[0]) * passes_of(drafts) / drafts
         return None

@@ -1,6 +1,7 @@
 """The interface between the cascade and its source of guesses: history or a trained head.
 
-Guesses never affect the distribution of samples, because the sparse actor judges each one.
+Guesses never affect the distribution of samples, because the sparse actor or the policy judges each
+one.
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
 tokens per pass, G guesses per row, m = T - 1 or more, L hidden states, W their width.
@@ -79,8 +80,15 @@ class GuessSource(Protocol):
     def guess(self, rows: int) -> None:
         """Write at least T - 1 guesses per row for the next pass. CUDA graphs capture this."""
 
+    def guess_alone(self, rows: int) -> None:
+        """Write the guesses that are drafts in a cycle without sparse passes. CUDA graphs capture
+        this.
+        """
+
     def follow(self, rows: int, sparse: SparsePass) -> None:
         """Read a sparse pass. CUDA graphs capture this."""
 
     def fill(self, B: int) -> None:
-        """At the end of a cycle, fill in guesses for the drafts that no pass has made."""
+        """At the end of a cycle with sparse passes, fill in guesses for the drafts that no pass has
+        made.
+        """

@@ -39,16 +39,20 @@ class HeadSource:
         speculator: vLLM's speculator.
         cycle: the state of the cycle's rows.
         guess_tokens: guesses per pass, T - 1.
-        guesses: G, the number of guesses. All guesses after the first ``guess_tokens`` are 0.
+        alone: guesses per cycle without passes.
+        guesses: G, the number of guesses. Guesses that the head does not make are 0.
     """
 
     _head: Any
     _runtime: Runtime
 
-    def __init__(self, speculator: Any, cycle: Cycle, guess_tokens: int, guesses: int) -> None:
+    def __init__(
+        self, speculator: Any, cycle: Cycle, guess_tokens: int, alone: int, guesses: int
+    ) -> None:
         self._vllm = speculator
         self._cycle = cycle
         self._guess_tokens = guess_tokens
+        self._alone = alone
         S = speculator.max_num_reqs
         device = speculator.device
         self.guesses_RG = torch.zeros(S, guesses, dtype=torch.int64, device=device)
@@ -107,6 +111,22 @@ class HeadSource:
 
     def guess(self, rows: int) -> None:
         """See ``GuessSource``. The first guess was already made by ``read`` or ``follow``."""
+        self._guess(rows, self._guess_tokens)
+
+    def guess_alone(self, rows: int) -> None:
+        """See ``GuessSource``. The first guess was already made by ``read``.
+
+        As in ``fill``, old guesses must be cleared. The steps also write guesses of rows that are
+        too long to take part. These are not guesses of the next tokens, so they are cleared, too.
+        """
+        later_RG = self.guesses_RG[:rows, 1:]
+        later_RG.zero_()
+        self._lengths_R[:rows] = 0
+        self._guess(rows, self._alone)
+        later_RG *= self._lengths_R[:rows, None] > 0
+
+    def _guess(self, rows: int, count: int) -> None:
+        """Continue each row's first guess, so that there are ``count`` guesses."""
         ids = self._ids_R[:rows]
         positions = self._positions_R[:rows]
         output = self._output_RW[:rows]
@@ -121,7 +141,7 @@ class HeadSource:
             everything=everything,
             has_page_counts=True,
         )
-        for number in range(1, self._guess_tokens):
+        for number in range(1, count):
             kernels.head_step_kernel[(rows,)](
                 self._cycle.length_R,
                 self._cycle.made_R,
@@ -136,7 +156,7 @@ class HeadSource:
                 self._blocks_SM,
                 self._blocks_SM.stride(0),
                 self._vllm.max_model_len,
-                T=self._guess_tokens + 1,
+                T=count + 1,
                 TOKENS=self._block_tokens,
             )
             hidden, next_output = self._draft(ids, positions, output, step, self._slots_R[:rows])

@@ -85,6 +85,10 @@ class HistorySource:
             num_warps=8,
         )
 
+    def guess_alone(self, rows: int) -> None:
+        """See ``GuessSource``."""
+        self.guess(rows)
+
     def follow(self, rows: int, sparse: SparsePass) -> None:
         """See ``GuessSource``."""
         T = sparse.step.tokens

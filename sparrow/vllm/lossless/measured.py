@@ -221,13 +221,14 @@ class Measured:
             return False
         dense = self.speed(case, 0, typical(case.seconds[0]))
         # With guesses, a few cycles say little about acceptance.
-        plain = self._without_guesses(case.batch[1], case.budget, drafts_of(choice))
-        return max(self.tokens(case, choice), plain) < GIVE_UP * dense * min(seen)
+        at_first = self._untried(case.batch[1], case.budget, choice)
+        return max(self.tokens(case, choice), at_first) < GIVE_UP * dense * min(seen)
 
     def _is_clear(self, case: Case, choice: Choice) -> bool:
         """Return whether a choice with guesses has seen enough cycles. The more its speed differs
-        from those of the other choices, the fewer cycles it needs. Without guesses, this is always
-        true.
+        from those of the other choices, the fewer cycles it needs. It needs fewer to lose than to
+        win, because a slow choice costs the most while it is being timed. Without guesses, this is
+        always true.
         """
         if not isinstance(choice, Guessed):
             return True
@@ -239,7 +240,11 @@ class Measured:
             for k, times in case.seconds.items()
             if k != choice and len(times) >= DENSE_ALIKE
         ]
-        return not others or abs(ours / max(others) - 1) > 2 * self.doubt(case, choice)
+        if not others:
+            return True
+        lead = ours / max(others) - 1
+        doubt = self.doubt(case, choice)
+        return lead > 2 * doubt or lead < -doubt
 
     def doubt(self, case: Case, choice: Choice) -> float:
         """Return the relative standard error of tokens per cycle. Without guesses, it is taken to
@@ -274,12 +279,13 @@ class Measured:
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
         """Return the number of drafts with guesses that were accepted at this length with this
         budget, and the number of cycles. The counts start from an estimate based on the nearest
-        budget, draft length and sequence length. The weight of this estimate soon fades.
+        budget, draft length and sequence length, for guesses alone or for the other drafts with
+        guesses. The weight of this estimate soon fades.
         """
         if (length, budget, choice) in self._yields:
             return self._yields[length, budget, choice]
         nearest = min(
-            self._yields,
+            (key for key in self._yields if key[2].alone == choice.alone),
             key=lambda other: (
                 abs(other[1] - budget),
                 abs(other[2].drafts - choice.drafts),
@@ -287,20 +293,23 @@ class Measured:
             ),
             default=None,
         )
-        expected = self._without_guesses(length, budget, choice.drafts)
+        expected = self._untried(length, budget, choice)
         weight = GUESSED_PRIOR
         if nearest is not None:
             accepted, cycles = self._yields[nearest]
-            plain = self._without_guesses(*nearest[:2], nearest[2].drafts)
-            expected *= (1 + accepted / cycles) / plain
+            expected *= (1 + accepted / cycles) / self._untried(*nearest)
             if nearest[1:] == (budget, choice):
                 weight = min(GUESSED_NEAR, cycles)
         return [weight * min(max(expected - 1, 0.0), choice.drafts), weight]
 
-    def _without_guesses(self, length: int, budget: int, drafts: int) -> float:
-        """Return the expected number of tokens per sequence per cycle without guesses."""
-        accepted, judged = self.judged(length, budget)
-        return tokens_per_cycle(accepted / judged, drafts)
+    def _untried(self, length: int, budget: int, choice: Choice) -> float:
+        """Return the expected number of tokens per sequence per cycle for a choice that has not
+        been tried. With guesses, as many drafts should be accepted as without. Guesses alone are
+        not the actor's drafts, so nothing is known about them.
+        """
+        is_alone = isinstance(choice, Guessed) and choice.alone
+        accepted, judged = PRIOR if is_alone else self.judged(length, budget)
+        return tokens_per_cycle(accepted / judged, drafts_of(choice))
 
     def tokens(self, case: Case, choice: Choice) -> float:
         """Return the expected number of tokens per sequence per cycle."""
@@ -308,7 +317,7 @@ class Measured:
         if isinstance(choice, Guessed):
             accepted, cycles = self.yielded(length, case.budget, choice)
             return 1 + accepted / cycles
-        return self._without_guesses(length, case.budget, choice)
+        return self._untried(length, case.budget, choice)
 
     def speed(self, case: Case, choice: Choice, seconds: float) -> float:
         """Return the tokens per second per sequence with this choice. Dense decoding gets a head

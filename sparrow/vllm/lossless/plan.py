@@ -17,9 +17,10 @@ class Guessed(NamedTuple):
     """A number of drafts that are made with guesses (``cascade``)."""
 
     drafts: int
+    alone: bool = False  # whether the guesses themselves are the drafts, without a sparse pass
 
     def __repr__(self) -> str:
-        return f"{self.drafts} with guesses"
+        return f"{self.drafts} guesses" if self.alone else f"{self.drafts} with guesses"
 
 
 Choice = int | Guessed
@@ -37,11 +38,19 @@ class DraftPlan(NamedTuple):
     tokens: int  # number of drafts per sequence, 0 for none
     budget: int  # how much the drafts read, as an index into ``Runtime.budgets``
     guesses: bool = False  # whether to use guesses
+    alone: bool = False  # whether the guesses themselves are the drafts, without a sparse pass
+
+    @classmethod
+    def of(cls, choice: Choice, budget: int) -> DraftPlan:
+        """Plan drafts according to a choice."""
+        if isinstance(choice, Guessed):
+            return cls(choice.drafts, budget, guesses=True, alone=choice.alone)
+        return cls(choice, budget)
 
     @property
     def choice(self) -> Choice:
-        """The number of drafts, and whether they use guesses."""
-        return Guessed(self.tokens) if self.tokens and self.guesses else self.tokens
+        """The number of drafts, and whether and how they use guesses."""
+        return Guessed(self.tokens, self.alone) if self.tokens and self.guesses else self.tokens
 
 
 class _Planned(NamedTuple):
@@ -61,7 +70,7 @@ def attach(scheduled: Any, drafts: DraftPlan, verified: DraftPlan) -> None:
 
 def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
     """Return the plan for the drafts after a step. If the step has no plan, ``before`` provides the
-    budget and says whether to use guesses.
+    budget and says how to use guesses.
 
     A step has no plan during vLLM's warm-up, if drafting isn't adaptive, or if the scheduler
     repeats its last choice. The number of tokens always comes from vLLM's scheduler, because that

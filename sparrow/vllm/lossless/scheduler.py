@@ -1,5 +1,5 @@
 """The scheduler for lossless mode with ``adapt_draft_tokens``. It extends vLLM's scheduler to
-choose how many tokens to draft next, whether to use guesses, and how much the drafts read.
+choose how many tokens to draft next, how to use guesses, and how much the drafts read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from sparrow.vllm import config
 from sparrow.vllm.lossless import plan
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed
+from sparrow.vllm.lossless.setup import drafts_alone
 
 LOG_EVERY = 200  # minimum number of cycles between log lines
 Recorded = tuple[int, float, int, int]
-"""Number of drafts, their budget as a multiple of the draft schedule, number of guesses per pass,
-and number of steps.
+"""Number of drafts, their budget as a multiple of the draft schedule (0 for guesses alone, which
+read nothing), number of guesses per pass (0 without guesses), and number of steps.
 """
 
 
@@ -29,7 +30,7 @@ class LosslessScheduler(AsyncScheduler):
     """A scheduler that chooses the number of drafts before each step. vLLM reads the number from a
     table (``dynamic_sd_lookup``), which the scheduler replaces.
 
-    A ``plan`` attached to the step holds the budget and says whether to use guesses. Samples for a
+    A ``plan`` attached to the step holds the budget and says how to use guesses. Samples for a
     given seed depend on these choices. The choices can therefore be recorded and replayed by
     another engine.
     """
@@ -44,8 +45,11 @@ class LosslessScheduler(AsyncScheduler):
         assert decoding is not None
         numbers = [k for _, _, k in speculative.num_speculative_tokens_per_batch_size]
         self._guess_tokens = decoding.guess_tokens
-        guessed = [Guessed(k) for k in numbers if k] if self._guess_tokens else []
-        self.chooser = DraftChooser([*numbers, *guessed], decoding.draft_budgets)
+        choices: list[Choice] = [*numbers]
+        if self._guess_tokens:
+            choices += [Guessed(k) for k in numbers if k]
+            choices.append(Guessed(drafts_alone(numbers), alone=True))
+        self.chooser = DraftChooser(choices, decoding.draft_budgets)
         # The latest choice. It also applies to steps that start when no sequence is running.
         self._plan = DraftPlan(min(numbers), self.chooser.budgets.index(1.0))
         self._rows = 0  # batch size when the latest choice was made
@@ -108,27 +112,32 @@ class LosslessScheduler(AsyncScheduler):
 
         Raises ConfigError if this engine cannot make one of these choices.
         """
-        choices = list(choices)
-        budgets = self.chooser.budgets
-        guesses = (0, self._guess_tokens) if self._guess_tokens else (0,)
-        for drafts, multiple, guessed, _ in choices:
-            if drafts not in self._tables or multiple not in budgets or guessed not in guesses:
-                raise ConfigError(
-                    f"cannot replay a step with {drafts} drafts, budget {multiple} and {guessed} "
-                    f"guesses per pass: this engine drafts {tuple(self._tables)} tokens with "
-                    f"budgets {budgets} and {guesses} guesses; start it with the recorded engine's "
-                    "settings"
-                )
-        self._replayed = (
-            DraftPlan(drafts, budgets.index(multiple), guessed > 0)
-            for drafts, multiple, guessed, steps in choices
-            for _ in range(steps)
-        )
+        plans = [
+            (self._read(drafts, multiple, guesses), steps)
+            for drafts, multiple, guesses, steps in choices
+        ]
+        self._replayed = (planned for planned, steps in plans for _ in range(steps))
 
     def _recorded(self) -> tuple[int, float, int]:
         """Return the current choice in the form that is recorded for each step."""
-        tokens, budget, has_guesses = self._plan
-        return tokens, self.chooser.budgets[budget], self._guess_tokens if has_guesses else 0
+        tokens, budget, has_guesses, is_alone = self._plan
+        multiple = 0.0 if is_alone else self.chooser.budgets[budget]
+        return tokens, multiple, self._guess_tokens if has_guesses else 0
+
+    def _read(self, drafts: int, multiple: float, guesses: int) -> DraftPlan:
+        """Convert a recorded choice to a plan. Raises ConfigError if this engine cannot make it."""
+        budgets = self.chooser.budgets
+        is_alone = guesses > 0 and multiple == 0
+        choice = Guessed(drafts, is_alone) if guesses else drafts
+        is_offered = choice in self.chooser.choices and (multiple in budgets or is_alone)
+        if not is_offered or guesses not in (0, self._guess_tokens):
+            raise ConfigError(
+                f"cannot replay a step with {drafts} drafts, budget {multiple} and {guesses} "
+                f"guesses per pass: this engine's numbers of drafts are {self.chooser.choices}, "
+                f"its budgets {budgets}, and its guesses per pass {self._guess_tokens}; start it "
+                "with the recorded engine's settings"
+            )
+        return DraftPlan.of(choice, budgets.index(1.0 if is_alone else multiple))
 
     def _choose(self, rows: int) -> None:
         """Choose the drafts for the next step. A choice of no drafts may hold for a few more

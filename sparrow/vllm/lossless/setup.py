@@ -8,6 +8,7 @@ vLLM's speculator would load a second copy of the model, or draft with the head 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
@@ -46,6 +47,14 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
         if decoding.adapt_draft_tokens
         else (k,)
     )
+
+
+def drafts_alone(choices: Iterable[int]) -> int:
+    """Return the number of drafts in a cycle whose drafts are the guesses themselves, without a
+    sparse pass. It is the smallest draft length other than 0: vLLM captures graphs only for these
+    lengths, and a sequence of guesses is seldom right for longer.
+    """
+    return min(k for k in choices if k)
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:

@@ -11,6 +11,7 @@ drafts, M blocks of the longest sequence, V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -323,23 +324,29 @@ class SparseDrafter:
         self.captured_over = self.addresses()
         with graph_capture(device=self._vllm.device) as context:
             if self._adapters is None:
-                self._capture(context.stream, self._graphs[False])
+                self._capture(self._draft, context.stream, self._graphs[False])
             else:
                 for with_adapters in (True, False):
                     with self._adapters.captured(with_adapters):
-                        self._capture(context.stream, self._graphs[with_adapters])
+                        self._capture(self._draft, context.stream, self._graphs[with_adapters])
         self._step_index.zero_()
 
-    def _capture(self, stream: torch.cuda.Stream, graphs: dict[int, torch.cuda.CUDAGraph]) -> None:
+    def _capture(
+        self,
+        run: Callable[[int], None],
+        stream: torch.cuda.Stream,
+        graphs: dict[int, torch.cuda.CUDAGraph],
+    ) -> None:
+        """Capture a function of the number of rows for each of vLLM's capture sizes."""
         sizes = self._vllm.vllm_config.compilation_config.cudagraph_capture_sizes
         most = self._vllm.max_num_reqs
         for rows in sorted({min(size, most) for size in sizes}, reverse=True):
-            self._draft(rows)
+            run(rows)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool=current_platform.get_global_graph_pool(), stream=stream
             ):
-                self._draft(rows)
+                run(rows)
             graphs[rows] = graph
 
     def read(self, after: Pass, drafts: int) -> None:
@@ -387,7 +394,7 @@ class SparseDrafter:
         )
         if drafts:
             with self._of_each_sequence():
-                self._run(drafts, B)
+                self._run(plan, B)
         return vllm.draft_tokens[:B]
 
     def _of_each_sequence(self) -> AbstractContextManager[None]:
@@ -397,24 +404,19 @@ class SparseDrafter:
         buffers = self._vllm.input_buffers
         return Inputs(buffers.input_ids, buffers.positions, buffers.seq_lens)
 
-    def _run(self, drafts: int, B: int) -> None:
+    def _run(self, plan: DraftPlan, B: int) -> None:
         """Run the draft steps set up by ``propose``."""
         if self._weights is not None:
             self._weights.renew()
         metered = self._runtime.drafting.meter.metered
         if metered is not None and metered.begin_cycle(self._vllm.idx_mapping):
             self._measure(metered, B)
-        self._replay(drafts, B)
+        self._replay(plan.tokens, B)
 
     def _replay(self, steps: int, B: int) -> None:
-        """Run this many draft steps. If a CUDA graph was captured for at least B rows, use it."""
+        """Run this many draft steps."""
         graphs = self._graphs[self._adapters is not None and self._adapters.are_used]
-        rows = min((size for size in graphs if size >= B), default=0)
-        for _step in range(steps):
-            if rows:
-                graphs[rows].replay()
-            else:
-                self._draft(B)
+        replay(self._draft, graphs, steps, B)
 
     def _measure(self, metered: Metered, rows: int) -> None:
         """Before the first draft step, run one step under the metered schedule. The draft step then
@@ -519,3 +521,17 @@ class SparseDrafter:
             TOKENS=self._block_tokens,
             num_warps=4,
         )
+
+
+def replay(
+    run: Callable[[int], None], graphs: dict[int, torch.cuda.CUDAGraph], times: int, B: int
+) -> None:
+    """Call a function of the number of rows this many times. If a CUDA graph of it was captured for
+    at least B rows, replay the graph instead.
+    """
+    rows = min((size for size in graphs if size >= B), default=0)
+    for _time in range(times):
+        if rows:
+            graphs[rows].replay()
+        else:
+            run(B)

@@ -79,8 +79,7 @@ def step(scheduler, names, choice, emitted, seconds=0.01, budget=0):
         num_scheduled_tokens=dict.fromkeys(names, drafts + 1),
         scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * drafts) if drafts else {},
     )
-    verified = DraftPlan(drafts, budget, isinstance(choice, Guessed))
-    plan.attach(output, DraftPlan(0, budget), verified)
+    plan.attach(output, DraftPlan(0, budget), DraftPlan.of(choice, budget))
     scheduler.update_from_output(
         output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted])
     )
@@ -205,25 +204,28 @@ def test_steps_are_recorded_with_the_budget_of_their_drafts(make, observed):
 
 def test_drafting_with_guesses_is_a_separate_choice(make, observed):
     """Acceptance of drafts with guesses is recorded per cycle. The first step after a change is
-    marked, even if only guesses were switched on or off.
+    marked, even if only the use of guesses has changed.
     """
-    scheduler = make(guesses=3)
-    assert scheduler.chooser.choices == (*CHOICES, Guessed(2), Guessed(4))
+    scheduler, alone = make(guesses=3), Guessed(2, alone=True)
+    assert scheduler.chooser.choices == (*CHOICES, Guessed(2), Guessed(4), alone)
     assert make().chooser.choices == CHOICES
     run(scheduler, {"a": 100, "b": 300})
-    for choice in (2, 2, Guessed(2), Guessed(2), Guessed(4), 0, 0):
+    for choice in (2, 2, Guessed(2), Guessed(2), Guessed(4), alone, alone, Guessed(2), 0, 0):
         step(scheduler, ["a", "b"], choice, [1, drafts_of(choice) + 1])
     assert [(choice, accepted, first) for _, _, choice, _, accepted, _, first, _ in observed] == [
         (2, 2, False),
         (Guessed(2), 2, True),
         (Guessed(2), 2, False),
         (Guessed(4), 4, True),
+        (alone, 2, True),
+        (alone, 2, False),
+        (Guessed(2), 2, True),
         (0, 0, False),
     ]
 
 
 def test_guesses_are_planned_recorded_replayed_and_logged(make, monkeypatch):
-    choices = (Guessed(4), 4, 0, Guessed(2), Guessed(2))
+    choices = (Guessed(4), 4, 0, Guessed(2), Guessed(2), Guessed(2, alone=True))
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: next(turns))
 
     def told(scheduler):
@@ -236,11 +238,19 @@ def test_guesses_are_planned_recorded_replayed_and_logged(make, monkeypatch):
     assert [each.choice for each in drafts] == list(choices)
     assert drafts[0] == DraftPlan(4, 0, True) and drafts[1] == DraftPlan(4, 0, False)
     recorded = first.take_choices()
-    assert recorded == [(4, 1.0, 3, 1), (4, 1.0, 0, 1), (0, 1.0, 0, 1), (2, 1.0, 3, 2)]
+    assert drafts[-1] == DraftPlan(2, 0, True, alone=True)
+    assert recorded == [
+        (4, 1.0, 3, 1),
+        (4, 1.0, 0, 1),
+        (0, 1.0, 0, 1),
+        (2, 1.0, 3, 2),
+        (2, 0.0, 3, 1),
+    ]
     again.replay(recorded)
-    turns = iter([0] * 5)
+    turns = iter([0] * len(choices))
     assert told(again) == drafts and again.take_choices() == recorded
-    assert str({"1 x 91": Guessed(2)}) == "{'1 x 91': 2 with guesses}"
+    in_use = {"1 x 91": Guessed(2), "1 x 64": Guessed(2, alone=True)}
+    assert str(in_use) == "{'1 x 91': 2 with guesses, '1 x 64': 2 guesses}"
 
 
 def test_workers_receive_the_budgets_of_new_drafts_and_of_drafts_being_verified(make, monkeypatch):
@@ -354,12 +364,20 @@ def test_replay_of_the_wrong_length_logs_a_warning(make, monkeypatch, steps, war
 
 
 def test_replaying_choices_that_the_engine_does_not_offer_raises_an_error(make):
-    for choice in ((3, 1.0, 0, 1), (2, 0.5, 0, 1), (2, 1.0, 3, 1)):
-        with pytest.raises(
-            ConfigError,
-            match=r"cannot replay .* drafts \(0, 2, 4\) tokens with budgets \(1.0,\) and \(0,\) guesses;",
-        ):
-            make().replay([choice])
+    for guesses, choice in (
+        (0, (3, 1.0, 0, 1)),
+        (0, (2, 0.5, 0, 1)),
+        (0, (2, 1.0, 3, 1)),
+        (0, (2, 0.0, 3, 1)),
+        (2, (2, 1.0, 3, 1)),
+        (2, (2, 0.0, 0, 1)),
+        (2, (4, 0.0, 2, 1)),
+    ):
+        offered = (
+            rf"drafts are \(0, 2, 4.*\), its budgets \(1.0,\), and its guesses per pass {guesses};"
+        )
+        with pytest.raises(ConfigError, match=f"cannot replay .* {offered}"):
+            make(guesses=guesses).replay([choice])
 
 
 def test_plans_attached_to_a_step_reach_the_workers():
