@@ -127,8 +127,8 @@ class SparsitySchedule:
         """Return how many cached tokens a sparse layer reads at ``length``. This is the layer's KV
         budget, or all cached tokens if there are fewer.
 
-        The result is an integer. If heads have different budgets, it is a float: the mean over
-        layers and heads.
+        The result is an integer, unless heads have different budgets. It is then the mean over
+        layers and heads, as a float.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 

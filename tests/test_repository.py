@@ -1,5 +1,5 @@
-"""Test the repository: there is only one version number, CI runs the command in the README, and
-every large module has a test at the matching path or a listed one.
+"""Test that the repository is consistent. For example, there is only one version number, CI runs
+the command in the README, and every large module has tests.
 """
 
 import re

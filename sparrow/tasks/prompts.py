@@ -202,8 +202,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False
     ended = bool(text) and ids[-1:] == [tokenizer.eos_token_id]
     if adds and ended and not text.rstrip().endswith(tokenizer.eos_token):
         raise ConfigError(
-            f"the tokenizer ends every prompt with {tokenizer.eos_token!r}, after which a model "
-            "starts a new text; set add_eos_token to false in its tokenizer_config.json"
+            f"the tokenizer ends every prompt with {tokenizer.eos_token!r}, so the model would not "
+            "answer it; set add_eos_token to false in its tokenizer_config.json"
         )
     return ids
 

@@ -186,7 +186,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             )
         if start and not isinstance(self, RolloutConfig):
             raise ConfigError(
-                f"schedule is {schedule!r}, but only sparrow train adjusts a schedule; "
+                f"schedule is {schedule!r}, but only the command sparrow train can adjust schedules; "
                 "set a fixed schedule"
             )
         defaults = DecodingOptions()
@@ -377,8 +377,8 @@ class TrainConfig(Settings):
     # Instead of tau: target for p5 relative to its ceiling, which is the p5 of dense rollouts with
     # the same engine and top_n (docs/calibration.md).
     relative_tau: Probability | None = None
-    # Width in tokens of the length bins in which the tail of acceptance is reported. Defaults to
-    # the schedule's bin width.
+    # Acceptance is reported by sequence length, in bins of this many tokens. Defaults to the
+    # schedule's bin width.
     bin_tokens: Count | None = None
     logged_rollouts: CountOrZero = 4  # Responses per step to keep for the token view of the report.
     # With rollout.mode auto: the GPU for which to predict vLLM's speed. Lossy mode is used only at

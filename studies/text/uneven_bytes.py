@@ -185,9 +185,10 @@ class Uneven(drafts.Cycles):
     Attributes:
         variant: how pages are ranked.
         top_k_LK: how many pages each head reads by score.
-        groups: by layer, the mean keys of page groups ``[B, K, N / 4, D]``, for two levels.
-        heads: for each layer that reuses the previous layer's pages, the heads of the previous
-            layer whose pages its own heads read.
+        groups: for variants with two levels, each layer's mean keys of page groups, ``[B, K,
+            N / 4, D]``.
+        heads: for layers that reuse pages. Lists, for each of the layer's heads, the head of the
+            previous layer that selected its pages.
     """
 
     variant: Variant = field(kw_only=True)

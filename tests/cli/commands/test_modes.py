@@ -76,12 +76,12 @@ def test_mode_and_schedule_together_determine_decoding(options, schedule, expect
         (
             {},
             "auto",
-            r"schedule is 'auto', but only sparrow train adjusts a schedule; set a fixed schedule",
+            r"schedule is 'auto', but only the command sparrow train can adjust schedules; set a fixed schedule",
         ),
         (
             {"mode": "lossy"},
             "auto:fixed:9",
-            r"schedule is 'auto:fixed:9', but only sparrow train adjusts",
+            r"schedule is 'auto:fixed:9', but only the command sparrow train",
         ),
         ({"mode": "dense"}, "fixed:9", r"'fixed:9', but mode is 'dense'.*leave out one of them"),
         ({"mode": "lossy"}, None, r"mode is 'lossy', which needs a schedule.*or use mode lossless"),
