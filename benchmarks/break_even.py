@@ -191,14 +191,25 @@ def drafts_of(drafter: str) -> tuple[int, ...]:
     return (RIVALS[drafter].drafts if drafter in RIVALS else 0,)
 
 
-def cases_of(drafter: str) -> list[dict[str, int]]:
+def cases_of(drafter: str) -> list[dict[str, Any]]:
     """Return the cases to time for a drafter, in order. A case has a draft length and, if the
-    sparse actor judges guesses, their number per pass.
+    sparse actor judges guesses, their number per pass. The last case of the sparse actor's engine
+    is ``alone``: guesses from history are the drafts, without sparse passes.
     """
-    cases = [{"drafts": drafts} for drafts in drafts_of(drafter)]
+    cases: list[dict[str, Any]] = [{"drafts": drafts} for drafts in drafts_of(drafter)]
     if drafter == "sparse":
         cases.append({"drafts": GUESSED_DRAFTS, "guesses": GUESSES})
+        cases.append({"drafts": SPARSE_DRAFTS[0], "alone": True})
     return cases
+
+
+def choice_of(case: Mapping[str, Any]) -> Any:
+    """Return how lossless mode drafts in a case, as a choice of its scheduler."""
+    from sparrow.vllm.lossless.plan import Guessed
+
+    if "guesses" in case or "alone" in case:
+        return Guessed(case["drafts"], alone=case.get("alone", False))
+    return case["drafts"]
 
 
 def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
@@ -272,8 +283,6 @@ def time_points(arguments: argparse.Namespace, drafter: str, until: float) -> No
     from lossless import abandon, begin, hold, timed
     from rollout import CONTEXT, PROMPT
 
-    from sparrow.vllm.lossless.plan import Guessed
-
     began = time.monotonic()
     points, out = arguments.points, arguments.out
     rows: list[dict[str, Any]] = []
@@ -297,7 +306,7 @@ def time_points(arguments: argparse.Namespace, drafter: str, until: float) -> No
             if time.time() > until:
                 return
             if drafter == "sparse":
-                hold(bench, Guessed(case["drafts"]) if "guesses" in case else case["drafts"])
+                hold(bench, choice_of(case))
             lengths = [length] * batch
             begin(bench, lengths)
             cycle = timed(bench, lengths, STEPS, SECONDS)

@@ -341,11 +341,12 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
     "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
+    "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
 }
 """Settings of lossless mode in the other arms of ``real``. Arms that aren't adaptive draft and
 guess in every cycle.
 """
-WITH_HEAD = ("eagle3", "head_guess3")
+WITH_HEAD = ("eagle3", "head_guess3", "adaptive_head_guess3")
 """Arms that need ``--head``."""
 
 
@@ -531,7 +532,7 @@ def pair(text: str) -> tuple[int, int]:
 
 def main() -> None:
     options = parser(__doc__)
-    names = " and ".join(WITH_HEAD)
+    names = ", ".join(WITH_HEAD)
     parts = options.add_subparsers(dest="part", required=True)
     for part in RUN:
         each = parts.add_parser(part)

@@ -15,6 +15,7 @@ NAMES = {
     "dflash": "DFlash",
     "sparse": "sparse actor",
     "guesses": "sparse actor, 3 guesses per pass",
+    "history": "history alone, in lossless mode",
     "none_v1": "none, V1 model runner",
 }
 """The drafters in table order, with their names in the table."""
@@ -60,7 +61,9 @@ def ratios(result: Row) -> list[Row]:
         for drafter, engine in run["engines"].items():
             for row in engine["points"] if drafter != "none" else ():
                 if at(row) in steps:
-                    name = "guesses" if "guesses" in row else drafter
+                    name = drafter
+                    if "guesses" in row or "alone" in row:
+                        name = "history" if "alone" in row else "guesses"
                     key = (name, row["drafts"], *at(row))
                     ratio = row["ms"] / steps[at(row)]
                     found[key] = {**row, "drafter": name, "break_even": ratio}

@@ -17,6 +17,7 @@ REAL_ARMS = {
     "guess3": "history guesses in every cycle",
     "head_guess3": "head guesses in every cycle",
     "adaptive_guess3": "lossless, may guess from history",
+    "adaptive_head_guess3": "lossless, head may guess",
 }
 """Arms of ``cascade.py real`` beside stock vLLM, with their names in the tables."""
 YIELDS = {
