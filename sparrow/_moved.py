@@ -58,7 +58,7 @@ ATTRIBUTES = {
         "sparrow.cost.shapes": {"MODEL_TYPES"},
     },
 }
-"""Maps an old module to new modules, and each new module to the names that moved there."""
+"""For each old module, maps its new modules to the names that moved there."""
 
 
 def new_name(module: str) -> str | None:
@@ -85,9 +85,8 @@ def attributes_of(module: str) -> Callable[[str], Any]:
 
 def install() -> None:
     """Make old names importable."""
-    # The finder has to come first. A package imported under its old name has the path of the
-    # renamed package. Python's own finder would find the submodules on that path and load them a
-    # second time.
+    # The finder has to come first. A package imported under its old name has the renamed package's
+    # path, and Python's own finder would load the submodules from that path a second time.
     sys.meta_path.insert(0, _Finder())
 
 

@@ -25,8 +25,8 @@ linear layers' weights.
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """The default draft schedule: 64 pages of 16 tokens, in every layer and at any length."""
 DRAFT_BUDGETS = (0.5, 1.0, 2.0)
-"""The draft budgets that an adaptive drafter can choose from. Each is a multiple of the draft
-schedule's page counts.
+"""The draft budgets that an adaptive drafter can choose from, as multiples of the draft schedule's
+page counts.
 """
 BUDGET_POWER = 0.7
 """The draft rejection rate is assumed to be proportional to the draft budget raised to the power of
@@ -83,8 +83,8 @@ class LosslessSettings:
     # Hub. Guesses then come from the head instead of from history.
     guess_head: str | None = None
     # Lossless: draw drafts with the same random numbers as the final tokens. A seed then yields the
-    # same tokens as dense decoding (up to rounding), no matter what is drafted. Fewer drafts are
-    # accepted.
+    # same tokens as dense decoding (up to rounding), no matter what is drafted, but fewer drafts
+    # are accepted.
     drafter_invariant: bool = False
     # Lossless in vLLM: the weights that drafts use. auto: the model's weights. fp8: an 8-bit copy
     # of the linear layers' weights, which takes half as much memory as the weights themselves;

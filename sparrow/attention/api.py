@@ -168,9 +168,9 @@ def paged_decode(
         out: output tensor, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: pass True if the last call with this workspace had the same lengths, ``top_k_B``
-            and implementation. Within a step, this is true of all layers after the first.
-            ``head_budgets_K`` may differ. The kernels then reuse the work plan of that call. They
-            may also rank pages while the previous launch is still storing the newest tokens.
+            and implementation, as in every layer of a step but the first. ``head_budgets_K`` may
+            differ. If True, the kernels reuse the last call's work plan, and may rank pages while
+            the previous launch is still storing the newest tokens.
         tokens: new tokens per sequence (T). The query of the first new token selects the pages for
             all T tokens, and each page is loaded once. Each token also reads itself and the new
             tokens before it (see ``decode_several``). Both kernels support up to one page of new
@@ -295,8 +295,7 @@ def update_landmarks(
     layout: PageLayout,
     implementation: Implementation,
 ) -> None:
-    """Update the landmarks (mean keys) of all pages that are complete now that these slots have
-    been written. Landmarks are updated in place.
+    """Update, in place, the landmarks (mean keys) of all pages that these slots complete.
 
     Slot s is token ``s % block tokens`` of block ``s // block tokens``; negative slots are padding.
     The mean is computed from the cached page, so repeated, chunked or shared prefills all give the

@@ -101,8 +101,8 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Device limits for choosing launch configurations. These are the number of SMs and the bytes
-    of shared memory available to a program.
+    """Device limits for choosing launch configurations: the number of SMs, and a program's shared
+    memory in bytes.
     """
 
     multiprocessors: int
@@ -128,8 +128,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def fp8_lacking(
     device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype
 ) -> str | None:
-    """Explain in a sentence why the kernels don't support keys and landmarks in these dtypes on
-    ``device``, or return None if they do.
+    """Return a sentence that says why the kernels don't support keys and landmarks in these dtypes
+    on ``device``, or None if they do.
     """
     if landmark_dtype == "fp8_e4m3":
         what = "landmarks"
@@ -190,7 +190,7 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # upper bound on the parts a launch splits its rows into
+        # maximum number of parts in a launch
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
         # Page scores, later overwritten with the ids of the kept pages. Rows are padded to a
         # multiple of 16 to keep loads aligned.
@@ -198,8 +198,8 @@ class DecodeWorkspace:
         self.partial = torch.empty(parts, columns, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, columns, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # Counts of the programs that have finished their part of an item: one row for ranking, and
-        # one for attention. Every launch resets its own counters to zero.
+        # How many programs have finished their part of each item. One row is for ranking, and one
+        # for attention. Every launch resets its own counters to zero.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
@@ -344,8 +344,8 @@ class CachedLayers:
             check_scales(self.scales, self.keys)
 
         def distance(layer: tuple[Tensor, ...]) -> list[int]:
-            """Return this layer's offsets from the first layer, in elements, for keys, landmarks
-            and scales.
+            """Return the offsets of this layer's keys, landmarks and scales from the first layer's,
+            in elements.
             """
             return [
                 (x.data_ptr() - first.data_ptr()) // x.itemsize

@@ -31,7 +31,7 @@ SIZES = tl.constexpr(16)  # number of part sizes to try
 class Division:
     """What a launch requires of the plan."""
 
-    # programs for additional parts, on top of one per item; a multiple of the number of KV heads
+    # programs beyond one per item, for additional parts; a multiple of the number of KV heads
     extra_programs: int
     resident_programs: int  # programs that run at the same time
     part_tokens: int  # minimum number of kept tokens per part
@@ -117,7 +117,7 @@ def plan_kernel(
     than rows.
 
     Rows with at most 1 / ``resident`` of all kept tokens stay whole. Rows not much longer than
-    average also stay whole, unless there's room for twice as many rows. Parts are sorted by work,
+    average also stay whole, unless twice as many rows could run at once. Parts are sorted by work,
     largest first, and a row's first part comes before its other parts. Unused entries are set to
     row ``count``.
     """
@@ -130,7 +130,7 @@ def plan_kernel(
     low = tl.maximum(
         tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident)
     )
-    # With this size, ``extra`` additional parts are enough for any lengths.
+    # This size never needs more than ``extra`` additional parts.
     high = tl.maximum(low, total // extra + 1)
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
@@ -193,7 +193,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """For each sort key in ``order_R``, count how many parts of S rows come before it."""
+    """For each sort key in ``order_R``, count the parts of S rows that come before it."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

@@ -23,7 +23,7 @@ def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:
     ``dtype``.
 
     The kernels accumulate in float32. For dtypes with a wider range than float16, the limits are
-    therefore 100 apart: the ratio of the smallest scale to the largest is then a normal float32.
+    100 apart, so that the smallest scale divided by the largest is a normal float32.
     """
     return (-24, 9) if dtype == torch.float16 else (-50, 50)
 

@@ -36,7 +36,7 @@ class PageLayout:
 
     page_size: int = 16  # P, tokens per page
     sink_pages: int = 1  # always keep this many pages at the start
-    # always keep this many pages at the end, including a partly filled one; at least 1
+    # number of pages always kept at the end, including a partly filled one; at least 1
     recent_pages: int = 2
     landmark_dtype: LandmarkDtype = "auto"
 
@@ -83,8 +83,8 @@ def to_fp8(x: Tensor) -> Tensor:
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     """Compute the landmarks used to rank pages: mean keys ``[B, K, N, D]``.
 
-    The mean is computed in float32 and rounded once, to the storage dtype. A page that isn't full
-    yet has no meaningful landmark, but it's one of the recent pages, so it's never ranked.
+    The mean is computed in float32 and rounded once, to the storage dtype. A partly filled page has
+    no meaningful landmark. It doesn't need one, because recent pages are never ranked.
     """
     mean = k_BKNPD.float().mean(-2)
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)
@@ -149,8 +149,8 @@ def select_pages(
 
 
 def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) -> Tensor:
-    """Sort pages in the order in which a growing ``top_k`` would add them. Return page numbers
-    ``[B, K, T, N]``.
+    """Return page numbers ``[B, K, T, N]`` in the order that a growing ``top_k`` would add the
+    pages.
 
     Takes the same arguments as ``select_pages``. Always-kept pages come first, and pages beyond the
     end of the sequence last.

@@ -162,8 +162,8 @@ def run(
 def selecting_query(q_BHTD: Tensor) -> Tensor:
     """Return the query that selects pages for all new tokens of a row, ``[B, H, 1, D]``.
 
-    This is the first new token's query, because the later tokens may be drafts, and the pages used
-    to verify a draft must not depend on that draft.
+    This is the first new token's query. The later tokens may be drafts, and the pages used to
+    verify a draft must not depend on that draft.
     """
     return q_BHTD[:, :, :1]
 

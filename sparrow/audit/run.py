@@ -25,7 +25,7 @@ Logprobs = Literal["processed", "raw", "none"]
 
 @dataclass(frozen=True)
 class Audit:
-    """The verdict of an audit, and a summary of the samples that it is based on."""
+    """An audit's verdict, and a summary of its samples."""
 
     verdict: Verdict
     sampling: Sampling
@@ -61,8 +61,8 @@ def run_audit(
     seeds.
 
     Args:
-        tested: creates the engine to audit. Each engine is closed before the next one or the ranker
-            is created, so that they can share a device.
+        tested: creates the engine to audit. Each engine is closed before the next engine or the
+            ranker is created, so that all of them can use the same device.
         dense: creates the engine for dense decoding; None to skip the dense arm.
         ranker: creates the ranker.
         prompts: one prompt per response.
@@ -116,8 +116,8 @@ def _sampled(
 
 
 class ListRanker(Ranker):
-    """Ranks tokens by means of lists that contain the ``length`` most likely tokens. These lists
-    aren't always long enough; see ``cells_of_lists``.
+    """Ranks tokens with lists of the ``length`` most likely tokens. The lists may be too short; see
+    ``cells_of_lists``.
     """
 
     def __init__(self, scorer: ListScorer, length: int) -> None:

@@ -11,9 +11,9 @@ log p(token) + H(p), where H is the entropy, is zero. Both hold after every pref
 sequence are martingales. Sequences are independent of each other.
 
 To test uniformity, we use the means of the first four orthonormal Legendre polynomials of u
-(Neyman's smooth test); to test independence, the mean product of neighbours. Standard errors treat
-sequences as clusters, p-values come from Student's t, and Holm's procedure corrects for the number
-of tests.
+(Neyman's smooth test). To test independence, we use the mean product of neighbours. Standard errors
+treat sequences as clusters, p-values come from Student's t, and Holm's procedure corrects for the
+number of tests.
 
 These tests only catch a bias that depends on a token's rank. Other biases affect tokens of any
 rank, for example if a draft and its replacement share a random number. Such a bias shows up in
@@ -56,8 +56,8 @@ LEAST_SEQUENCES = 30
 MOVED = (0.4330127, 0.4303315, 0.4299346, 0.4298850)
 """Half the mean absolute value of each of the four polynomials.
 
-A mean of delta corresponds to a density of 1 + delta h(u), which means that a share of
-``delta * MOVED`` of all tokens has moved."""
+A mean of delta corresponds to a density of 1 + delta h(u): a share ``delta * MOVED`` of all tokens
+has moved."""
 
 ROUNDING_RATIO = 2.0
 ROUNDING_FLOOR = 1e-4
@@ -82,7 +82,7 @@ class Tokens:
     nan.
     """
 
-    # [T], total probability of the tokens sorted before this one, i.e. the likelier ones
+    # [T], total probability of the likelier tokens, which are sorted before this one
     before: Floats
     p: Floats  # [T], the token's probability
     entropy: Floats  # [T], entropy of the distribution, in nats
@@ -125,8 +125,8 @@ class Finding:
     unit: Unit
     tested: Mean
     dense: Mean | None  # None without a dense arm
-    # tested mean minus dense mean; if there is no dense arm, the tested mean. For reported
-    # log-probs, the excess over what rounding allows.
+    # tested mean minus dense mean, which counts as 0 without a dense arm. For reported log-probs,
+    # the excess over what rounding allows.
     difference: float
     # a difference this large would have been found with probability ``POWER``
     detectable: float
@@ -340,9 +340,7 @@ def _earlier(*keys: Ints) -> Floats:
 
 
 def _earlier_sum(key: Ints, counted: Flags) -> Floats:
-    """For each entry, count the earlier entries that have the same key and for which ``counted`` is
-    True, ``[T]``.
-    """
+    """For each entry, count the earlier ``counted`` entries with the same key, ``[T]``."""
     order = np.argsort(key, kind="stable")
     before: Ints = np.cumsum(counted[order]) - counted[order]
     starts = np.flatnonzero(np.diff(key[order], prepend=key[order][:1] - 1))
@@ -532,8 +530,8 @@ def _described(finding: Finding) -> str:
 
 
 class Cells(NamedTuple):
-    """Values for the fields of ``Tokens``, each ``[T]``. ``known`` marks the positions at which the
-    lists are long enough to compute these values.
+    """Values for the fields of ``Tokens``, each ``[T]``. ``known`` marks the positions whose lists
+    are long enough for these values.
     """
 
     before: Floats

@@ -82,7 +82,7 @@ def calibrate_engine(
         )
     fewest = min(budgets)
     tau = Tau(target, relative)
-    # the tails that the last rollouts would have if they had been sampled densely
+    # tails that the last rollouts would have had with dense sampling
     ceiling: tuple[BinMismatch, ...] = ()
 
     def search(
@@ -148,9 +148,8 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """Say at which lengths dense rollouts can't be shown to reach ``tau``. No budget can be shown
-    to reach ``tau`` at these lengths either. ``dense`` is the tail of dense rollouts. Return None
-    if there are no such lengths.
+    """Say at which lengths not even dense rollouts can be shown to reach ``tau``, or return None if
+    there are no such lengths. ``dense`` is the tail of dense rollouts.
     """
     if tau.relative:
         bins = (

@@ -39,7 +39,7 @@ class Acceptance(NamedTuple):
 Measure = Callable[[SparsitySchedule], Acceptance]
 """Measures the actor's acceptance under a schedule. All calls use the same trajectories."""
 
-# for each pass, the top-k values (one per bin) and the resulting tails of the bins
+# maps the top-k values of a pass (one per bin) to the bins' tails
 Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 
 
@@ -47,11 +47,11 @@ Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
 class BinChoice:
     """The budget chosen for a length bin, and the evidence for it."""
 
-    # length range in tokens; the first may span several schedule bins (see ``calibrate``)
+    # length range in tokens; the first bin may span several schedule bins (see ``calibrate``)
     start: int
     end: int
     top_k: int  # pages kept by score in this bin
-    # interpolated p5 at that budget, with its confidence interval; NaN for a dense bin
+    # interpolated p5 at ``top_k``, with its confidence interval; NaN for a dense bin
     p5: float
     lower: float
     upper: float
@@ -109,7 +109,7 @@ def calibrate(
             smallest one that passed.
         seed: seed for the bootstrap.
         provenance: recorded in the schedule, together with the evidence.
-        ceiling: the acceptance that the same tokens would have if they had been sampled densely.
+        ceiling: the acceptance that the same tokens would have had with dense sampling.
         relative: apply the target to p5 relative to that ceiling (see ``mismatch.tau``) rather than
             to p5 itself.
 
@@ -248,7 +248,7 @@ def _bin_choice(
     """Pick the cheapest budget whose lower limit meets the target in a bin. The result is never
     less than ``at_least``, the budget of the previous bin.
 
-    ``absolute`` holds the measured tails, and ``tried`` the same tails on the target's scale.
+    ``absolute`` holds the measured tails. ``tried`` holds the same tails on the target's scale.
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
@@ -306,7 +306,7 @@ def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
 def _tail(
     acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int
 ) -> list[PercentileInterval]:
-    """Compute p5 by bin. Bins with too few tokens also use tokens from shorter lengths."""
+    """Compute each bin's p5. Bins with too few tokens also use tokens from shorter lengths."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b

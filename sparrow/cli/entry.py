@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     On a SparrowError or OSError, print one sentence and exit with status 1 (2 for ``audit``, where
     1 is a verdict). On Ctrl-C, exit with status 130.
     """
-    # Keep idle OpenMP threads from spinning, which on a shared CPU costs several times as much as
-    # the work itself.
+    # Keep idle OpenMP threads from spinning. On a shared CPU, spinning costs several times as much
+    # as the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     command: Command | None = None
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -254,8 +254,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
     """Print a table that compares the modes.
 
     Args:
-        rows: one row per mode, with the mode's name, the mean difference between its token
-            log-probs and those of the dense policy, and the counts from ``Counters.to_dict``.
+        rows: for each mode, its name, the mean difference between its token log-probs and the dense
+            policy's, and the counts from ``Counters.to_dict``.
     """
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:

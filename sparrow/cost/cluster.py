@@ -41,7 +41,7 @@ HOST_BYTES_S = 13e9  # GPU to host memory and back, measured in vLLM's sleep mod
 # measured seconds to send a response token to all processes twice (after the rollout, and again
 # with its log-probs)
 GATHER_S = 1.4e-6
-# share of GPU memory that vLLM uses by default; weights and KV cache then get MEMORY_FRACTION
+# vLLM's default share of GPU memory; with this share, weights and KV cache get MEMORY_FRACTION
 VLLM_SHARE = 0.9
 # share of GPU memory that an engine and the training state may use together; the rest is for the
 # driver and NCCL
@@ -196,7 +196,7 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """Combine an engine's GPUs into one machine, minus ``reserved`` bytes per GPU."""
+    """Combine an engine's GPUs into one machine. ``reserved`` bytes per GPU are unavailable."""
     m = cluster.machine
     n = cluster.tensor_parallel
     return Machine(
@@ -294,8 +294,8 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Predict how many seconds a step's log-probs and its update take. Each takes as long as the
-    computation (``roofline.train_seconds``) or the gathering of the shards, whichever is longer.
+    """Predict how many seconds a step's log-probs and its update take. Each takes as long as its
+    computation (``roofline.train_seconds``) or as gathering the shards, whichever is longer.
     ``totals`` holds the sequence lengths in tokens.
     """
     score_s, update_s = roofline.train_seconds(shape, cluster.machine, totals)

@@ -86,7 +86,7 @@ def break_even(
         attention_layers=None,
         state_bytes=0.0,
     )
-    # a cycle is only scheduled once, and ``dense_s`` already includes the time for scheduling
+    # a cycle is only scheduled once, and ``dense_s`` already includes that time
     one_token = replace(plain, row_s=0.0)
     pass_s = decode_step(head, machine, length, None, one_token).seconds
     # number of drafted tokens beyond one per pass
@@ -122,8 +122,8 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Return break-evens as (name, value) pairs for printing. Break-evens are computed for the mean
-    batch size and the mean length at which tokens are sampled.
+    """Return break-evens as (name, value) pairs for printing. Each break-even is computed for the
+    mean batch size and the mean context length of sampled tokens.
     """
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))

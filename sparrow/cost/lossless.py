@@ -68,8 +68,8 @@ def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
 
 
 def expert_bytes(shape: ModelShape, tokens: int, further: int) -> float:
-    """Return how many more bytes of expert weights a pass reads after growing from ``tokens`` to
-    ``tokens + further`` tokens. For a dense model, return 0.
+    """Return how many more bytes of expert weights a pass over ``tokens + further`` tokens reads
+    than a pass over ``tokens``. For a dense model, return 0.
     """
     return shape.weight_bytes * (shape.weights_read(tokens + further) - shape.weights_read(tokens))
 
@@ -82,8 +82,8 @@ def verify_s(
     overheads: Overheads,
     cycle: Cycle,
 ) -> float:
-    """Return how many seconds the verification of ``further`` drafts adds to a dense step over
-    ``sequences`` sequences.
+    """Return how many seconds verifying ``further`` drafts adds to a dense step. ``sequences`` is
+    the step's batch size.
     """
     read_s = expert_bytes(shape, sequences, further) / (
         machine.read_bytes_s * overheads.read_fraction
@@ -114,9 +114,9 @@ def lossless_step(
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> StepCost:
-    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``. The cost is divided by the
-    cycle's tokens per sequence, which makes it comparable with a dense step. A cycle without drafts
-    is a dense step.
+    """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``. To be comparable with a
+    dense step, the cost is divided by the cycle's tokens per sequence. A cycle without drafts is a
+    dense step.
 
     Raises the same errors as ``decode_step``.
     """
@@ -195,7 +195,7 @@ def choices(
 def typical_batch(
     dense: RolloutEstimate, responses: ArrayLike, prompt: int = 256
 ) -> tuple[int, float]:
-    """Return a dense rollout's mean batch size, and the mean length at which tokens are sampled."""
+    """Return a dense rollout's mean batch size, and the mean context length of its tokens."""
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     mean = prompt + float(np.average(final, weights=final)) / 2
     return max(1, round(dense.mean_batch)), mean
@@ -229,8 +229,8 @@ def predict_lossless(
 
     ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and use
     ``draft_weights``. A separate weight copy for drafts leaves less memory for the cache. Choices
-    are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean length at which tokens
-    are sampled.
+    are compared at the mean batch size and at 0.5, 1 and 1.5 times the mean context length of
+    sampled tokens.
 
     Raises ValueError if the acceptance is outside [0, 1]. Also raises the same errors as
     ``simulate_rollout``.

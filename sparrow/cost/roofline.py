@@ -68,7 +68,7 @@ class Overheads:
     # extra seconds per sequence, for the top-20 lists
     lists_s: float = 0.0
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
-    # host seconds per sequence for the top-20 lists, while the device is running
+    # host seconds per sequence for the top-20 lists, spent while the device is running
     host_s: float = 0.0
 
 
@@ -282,8 +282,8 @@ def simulate_rollout(
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
     """Predict how many seconds a step's log-probs and its update take.
 
-    Log-probs take one forward pass. An update takes two, one of them to recompute activations, and
-    a backward pass, which costs as much as two forward passes. FLOPs are counted for the weights
+    Log-probs take one forward pass. An update costs as much as four: one forward pass, one to
+    recompute activations, and a backward pass that counts as two. FLOPs are counted for the weights
     and for causal attention, i.e. half of the T x T matrix.
 
     Args:

@@ -35,8 +35,8 @@ class Experts:
     weights: int  # parameters per expert
 
     def unread(self, tokens: int) -> float:
-        """Return the expected number of parameters in experts that receive none of ``tokens``
-        tokens.
+        """Return how many expert parameters a pass over ``tokens`` tokens is expected to leave
+        unread.
 
         This assumes uniform, independent routing. Real routers favour some experts, so a pass reads
         fewer experts than predicted.

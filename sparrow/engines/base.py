@@ -36,12 +36,12 @@ class Counters:
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # acceptance under ``meter_schedule``, measured at the first draft of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # choices made by an engine with adaptive drafting, in step order. Each is (number of tokens to
-    # draft, draft budget as a multiple of the draft schedule (0 for guesses alone), guesses per
-    # pass, number of steps).
+    # choices made by an engine with adaptive drafting, in step order. Each is a tuple: number of
+    # tokens to draft; draft budget, as a multiple of the draft schedule (0 for guesses alone);
+    # guesses per pass; number of steps.
     choices: tuple[tuple[int, float, int, int], ...] = field(default=(), compare=False)
-    # number of tokens decoded by a lossy actor, and number of these for which every layer read the
-    # whole cache
+    # number of tokens decoded by a lossy actor; ``dense_rows`` counts those for which every layer
+    # read the whole cache
     rows: int = 0
     dense_rows: int = 0
     # number of sparse passes in an engine with guesses; each made at least one draft

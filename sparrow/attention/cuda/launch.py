@@ -1,4 +1,4 @@
-"""Launcher for the CUDA kernel: its limits, its arguments, and how a batch is split up.
+"""Launch the CUDA kernel: check its limits, prepare its arguments, and split the batch.
 
 Shapes: as in ``attention/decode.py``.
 """
@@ -56,8 +56,8 @@ class CudaConfig:
     each_ranks: bool = False
 
     def shared_bytes(self, key_bytes: int, capacity: int) -> int:
-        """Compute how many bytes of shared memory a program needs for rows of up to ``capacity``
-        pages. A key takes ``key_bytes`` bytes, including its scale.
+        """Compute a program's shared memory, in bytes, for rows of up to ``capacity`` pages. A key
+        takes ``key_bytes`` bytes, including its scale.
         """
         ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
         pages = capacity * 4 + capacity // 4
@@ -71,8 +71,8 @@ class CudaConfig:
         before the others and never waits for them, so there's no deadlock.
         """
         if self.parts > 1:
-            # Pretend that everything is resident, to get the smallest parts that the number of
-            # programs allows.
+            # Treat all programs as resident, so that parts are as small as the number of programs
+            # allows.
             extra = (self.parts - 1) * items
             resident = 2**30
         else:
@@ -97,8 +97,8 @@ def choose_config(
 ) -> CudaConfig:
     """Choose the configuration for a batch whose cache has dtype ``dtype``.
 
-    The batch has ``items`` items (sequences x kv heads). Each item has ``queries`` queries (group x
-    new tokens) and up to ``capacity`` pages.
+    ``items`` is the number of items (sequences x kv heads). ``queries`` (group x new tokens) and
+    ``capacity`` (the maximum number of pages) are per item.
     """
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -124,9 +124,7 @@ def choose_config(
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the size of a cached key in bytes, per token and head. The size includes the scale if
-    the cache is int8.
-    """
+    """Return the bytes of a cached key per token and head, including the scale of an int8 key."""
     return head_dim * dtype.itemsize + (dtype == torch.int8)
 
 
@@ -143,8 +141,8 @@ def unsupported_reason(
     device: torch.device,
     tokens: int = 1,
 ) -> str | None:
-    """Explain in a sentence why the kernel can't decode this kind of model on ``device`` with
-    ``tokens`` new tokens per step, or return None if it can.
+    """Return a sentence that says why the kernel can't decode this kind of model on ``device`` with
+    ``tokens`` new tokens per step, or None if it can.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel needs a Hopper GPU (H100, H200); use the Triton kernels"
@@ -211,9 +209,8 @@ def run(
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the previous launch has ended. The only launch
-    that allows this is ``triton.store_tokens``, which must then store nothing but the newest
-    tokens.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. Only
+    ``triton.store_tokens`` allows this, and it must then store only the newest tokens.
     """
     assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)

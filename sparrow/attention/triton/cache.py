@@ -207,8 +207,8 @@ def round_to_e4m3(x):
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     # Values below 2^-6 are subnormal in e4m3, so don't go below that exponent.
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # The exponent of ``large`` is 20 higher, so its last mantissa bit is worth as much as x's last
-    # e4m3 bit. Adding ``large`` rounds x to that bit.
+    # The exponent of ``large`` is 20 higher than ``exponent``, so the last mantissa bit of
+    # ``large`` is worth as much as x's last e4m3 bit. Adding ``large`` rounds x to that bit.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
 
@@ -229,6 +229,7 @@ def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
-    # Adding 1.5 * 2^23 leaves no fractional bits, which rounds to nearest even.
+    # Adding 1.5 * 2^23 leaves no fractional bits, so the sum is rounded to an integer, ties to
+    # even.
     codes = ((x_KD + 12582912.0) - 12582912.0).to(tl.int8)
     return codes, tl.where(bits >= 0x7F800000, 255, exponent).to(tl.uint8)

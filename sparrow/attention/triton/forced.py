@@ -161,8 +161,8 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Return how many rows of two tensors to load in each loop iteration. The result is
-        ``rows``, or less if rows are wide or shared memory is tight.
+        """Return how many rows of two tensors to load per loop iteration: ``rows``, or fewer if
+        rows are wide or shared memory is tight.
         """
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
@@ -190,8 +190,8 @@ class Call:
     def select(
         self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None, tokens: int = 1
     ) -> Selection:
-        """Select pages for every position, one chunk of positions at a time. A decode step has
-        ``tokens`` tokens.
+        """Select pages for every position, one chunk of positions at a time. ``tokens`` is the
+        number of tokens per decode step.
         """
         layout = self.layout
         device = self.q.device
@@ -296,7 +296,7 @@ class Call:
         return selection
 
     def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """Compute the output and the base-2 log-sum-exp. The log-sum-exp is ``[B, H, T]``."""
+        """Compute the output, and the base-2 log-sum-exp ``[B, H, T]``."""
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
@@ -325,8 +325,8 @@ class Call:
     def query_gradient(
         self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """Compute the query gradients and ``delta``. For each output, ``delta`` ``[B, H, T]`` is
-        the dot product of the output with its gradient.
+        """Compute the query gradients, and ``delta`` ``[B, H, T]``: the dot product of each output
+        with its gradient.
         """
         d_q = torch.zeros_like(self.q)
         delta = torch.empty_like(lse)

@@ -70,8 +70,8 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def selecting_position(position, prompt, STEP: tl.constexpr):
-    """Return the position whose query selects the pages for ``position``. This is the first
-    position of the decode step that contains ``position``. Each step has STEP tokens.
+    """Return the position whose query selects the pages for ``position``: the first position in the
+    same decode step. Each step has STEP tokens.
     """
     since_prompt = position - prompt
     return tl.where(since_prompt < 0, position, position - since_prompt % STEP)

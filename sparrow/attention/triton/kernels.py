@@ -103,10 +103,10 @@ def _score(
 
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
-    """Find the ranked pages above the threshold and the pages tied at the threshold. Also find how
-    many of the tied pages to keep, so that ``budget`` pages are kept in total.
+    """Return which ranked pages score above the threshold, which are tied at the threshold, and how
+    many of the tied pages to keep. In total, ``budget`` pages are kept.
 
-    This is a ternary search: each step counts the scores that reach either of two guesses. It stops
+    This is a ternary search: each step counts the scores that reach each of two guesses. It stops
     when exactly ``budget`` scores reach a guess, or only one possible value is left.
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
@@ -195,7 +195,7 @@ def _select(
     PER_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Call ``_select_block`` with a width that fits the row, which keeps short rows cheap even in a
+    """Call ``_select_block`` with a width that fits the row, so that short rows are cheap even in a
     wide table.
     """
     if (BLOCK > 256) & (pages <= 256):

@@ -44,8 +44,8 @@ def run(
     """Compute one decode step (see ``sparrow.attention.paged_decode``). Tests pass ``config`` to
     override the default configuration.
 
-    With ``reuse_plan``, ranking may start before the previous launch has ended. The only launch
-    that allows this is ``store_tokens``, which must then store nothing but the newest tokens.
+    With ``reuse_plan``, ranking may start before the previous launch has ended. Only
+    ``store_tokens`` allows this, and it must then store only the newest tokens.
     """
     assert workspace is not None  # ``check`` would have raised
     launches = Launches(batch, workspace, config)

@@ -98,7 +98,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Decode step times in microseconds for one layer. Each row keeps ``pages`` pages by score."""
+    """Decode step times in microseconds for one layer, with ``pages`` pages kept by score."""
 
     pages: int
     shipped_us: float
@@ -123,8 +123,8 @@ class Choices:
     cells: tuple[Cell, ...]
 
     def of(self, rows: int) -> Variant:
-        """Return the variant for a batch of ``rows`` sequences. The variant was tuned for the batch
-        size whose ratio to ``rows`` is closest to 1. Ties go to the smaller size.
+        """Return the variant for a batch of ``rows`` sequences, which is the one tuned for the
+        closest batch size (by ratio). Ties go to the smaller size.
         """
         return min(self.cells, key=lambda cell: abs(math.log(rows / cell.batch))).variant
 

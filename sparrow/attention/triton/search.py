@@ -41,7 +41,8 @@ from sparrow.attention.triton.variants import ATTEND, FACTORS, RANK, Variant, fi
 from sparrow.errors import ConfigError
 
 POOL_BYTES = 2**31  # size of the keys and values, many times larger than any L2 cache
-# Time enough steps together to read about this much, up to MOST_STEPS.
+# The steps that are timed together read about this many bytes in total, unless that takes more than
+# MOST_STEPS.
 STEP_BYTES = 2**29
 MOST_STEPS = 16
 MARGIN = 0.01  # a variant must be faster by more than this fraction to replace another
@@ -233,8 +234,8 @@ class Pool:
 
 
 class Problem:
-    """Decode steps for one batch. Each step reads different random blocks, and each row keeps
-    ``pages`` pages by score.
+    """Decode steps for one batch, with ``pages`` pages kept by score. Each step reads different
+    random blocks.
     """
 
     def __init__(self, pool: Pool, batch: int, pages: int, tokens: int) -> None:
@@ -311,9 +312,8 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[Tensor, float]:
-        """Two values for checking the first step. The first is the exact result for
-        ``checked_rows``, computed in float64. The second is the reference's largest error at the
-        kernels' precision.
+        """Values for checking the first step: the exact result for ``checked_rows``, computed in
+        float64, and the reference's largest error at the kernels' precision.
         """
         exact = self._reference(torch.float64)
         low = self._reference(self.pool.q_dtype)
@@ -408,7 +408,7 @@ def _rank_and_attend(step: Launches) -> None:
 
 
 def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Copy ``cache[blocks]`` to the CPU. Float8 is indexed as uint8, since torch can't index it."""
+    """Copy ``cache[blocks]`` to the CPU. Torch can't index float8, so it's indexed as uint8."""
     if cache.dtype == FP8:
         return cache.view(torch.uint8)[blocks].cpu().view(FP8)
     return cache[blocks].cpu()

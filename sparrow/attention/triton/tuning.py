@@ -25,7 +25,7 @@ class LaunchConfig:
     rank_warps: int  # warps per ranking program
     attend_tokens: int  # tokens per tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
-    # attention programs on top of one per item; a multiple of the number of KV heads
+    # attention programs beyond one per item; a multiple of the number of KV heads
     extra_programs: int
     attend_warps: int  # warps per attention program
     part_tokens: int  # minimum number of kept tokens per part
@@ -68,9 +68,9 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many programs to launch for additional parts of rows. Each item has one program
-    already. The additional programs fill the SMs that have no item. If there are more items than
-    SMs, there are about two additional programs per SM.
+    """Return how many programs to launch beyond one per item, for additional parts of rows. These
+    programs fill the SMs that have no item. With more items than SMs, there are about two such
+    programs per SM.
 
     More programs wouldn't help. A grid that is too large to run all at once is spread unevenly over
     the SMs, even if most of its programs have nothing to do.
@@ -90,8 +90,9 @@ def choose(
 ) -> LaunchConfig:
     """Choose the configuration for a batch of ``items`` items (sequences x ``kv_heads``).
 
-    A cached head takes ``head_bytes`` bytes, a power of 2. Each item has ``queries`` queries, and
-    each query takes ``query_bytes`` bytes. These numbers include padding.
+    ``head_bytes`` is the size of a cached head in bytes, a power of 2. ``queries`` is the number of
+    queries per item, and ``query_bytes`` is the size of a query in bytes. All three include
+    padding.
 
     The result only depends on shapes, so it stays valid when a captured graph is replayed.
     """

@@ -34,8 +34,8 @@ class RankTile:
     warps: int  # warps per program
 
 
-# Ordered from few programs with many bytes in flight each to many programs with few bytes each. The
-# last entries need the least shared memory.
+# The first entries have few programs with many bytes in flight each. The last entries have many
+# programs with few bytes each, and need the least shared memory.
 ATTEND = (
     AttendTile(128, 2, 4, 1),
     AttendTile(128, 3, 4, 1),
@@ -129,7 +129,7 @@ def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
 
 
 def _rows(of_256_bytes: int, head_bytes: int) -> int:
-    """Return how many rows make up a tile as large as ``of_256_bytes`` rows of 256 bytes. The
-    result is clamped to the range that the kernels support.
+    """Convert a tile size from 256-byte rows to rows of ``head_bytes`` bytes, clamped to the range
+    that the kernels support.
     """
     return max(16, min(128, of_256_bytes * 256 // head_bytes))

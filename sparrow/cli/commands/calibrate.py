@@ -25,8 +25,8 @@ class Calibrate(WithLists):
     # The value that the lower end of p5's 95 % interval must reach. Defaults to 0.86 unless
     # relative-target is set.
     target: Probability | None = None
-    # Target for the relative p5: p5 relative to its ceiling, which is the p5 of dense rollouts. Use
-    # this option instead of target (docs/calibration.md).
+    # Target for the relative p5, which is p5 corrected for the p5 of dense rollouts. Use this
+    # option instead of target (docs/calibration.md).
     relative_target: Probability | None = None
     # Values of top-k, in pages, to try first at every length. No bin gets fewer pages than the
     # smallest of these.

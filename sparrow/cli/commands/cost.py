@@ -33,25 +33,25 @@ class Cost(Command):
     tensor_parallel: Count = 1  # GPUs per engine.
     responses: Many = 240  # Responses per rollout, over all GPUs.
     samples: Count = 8  # Responses per prompt.
-    # On several GPUs: number of prompts in the whole run, from which to predict its hours.
+    # On several GPUs: number of prompts in the whole run, to predict the run's hours.
     examples: Count | None = None
     median: Positive = 14000  # Median response length in tokens; lengths are log-normal.
     cutoff: Count = 32768  # Longest response in tokens.
     prompt: Count = 256  # Prompt length in tokens.
     max_batch: Count = 256  # Maximum number of sequences decoded together.
     # Lossless: mean acceptance of drafts that read 1,024 tokens, as measured by sparrow measure
-    # --mode lossless. At each budget, the rejected share is assumed to be proportional to the
-    # budget to the power of -0.7.
+    # --mode lossless. The rejected share is assumed to be proportional to the draft budget to the
+    # power of -0.7.
     acceptance: Probability = 0.94
     # How landmarks are stored in every mode. Defaults to what the schedule specifies (auto in the
     # published schedules).
     landmark_dtype: LandmarkDtype | None = None
-    # Lossless, on one GPU: the weights that drafts use. With fp8, a draft reads half as many bytes
-    # of weights, but the copy takes up memory; set acceptance to the value measured with fp8
+    # Lossless, on one GPU: the weights that drafts use. fp8 halves the weight bytes that a draft
+    # reads, but the copy takes up memory. With fp8, set acceptance to the value measured with fp8
     # drafts.
     draft_weights: DraftWeights = "auto"
-    # On one GPU: the share of a dense step's time that the rollout takes. If unset, training time
-    # is predicted from FLOPs.
+    # On one GPU: the rollout's share of a dense step's time. If unset, training time is predicted
+    # from FLOPs.
     rollout_share: Share | None = None
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ COMPARED = 8  # problems sampled in each mode after training
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """Train the bundled reasoner on a CPU in a few minutes: sparse rollouts, dense policy, rising
-    reward. Then compare dense, lossy and lossless samples on held-out problems.
+    """Train the bundled reasoner on a CPU in a few minutes, with sparse rollouts and a dense
+    policy. Then compare dense, lossy and lossless samples on held-out problems.
     """
 
     run_dir: Name = "runs/demo"  # The run directory; it must not contain a run yet.

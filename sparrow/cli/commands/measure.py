@@ -26,8 +26,8 @@ class Measure(DecodingOptions, WithLists):
     schedule: str | None = None
     # Target for the 5th percentile of acceptance (p5). Defaults to 0.86 unless relative-tau is set.
     tau: Probability | None = None
-    # Target for the relative p5: p5 relative to its ceiling, which is the p5 of dense rollouts. Use
-    # this option instead of tau (docs/calibration.md).
+    # Target for the relative p5, which is p5 corrected for the p5 of dense rollouts. Use this
+    # option instead of tau (docs/calibration.md).
     relative_tau: Probability | None = None
     # Write the full report to this JSON file, once after sampling and again when the ceiling is
     # known.

@@ -91,9 +91,9 @@ class FromPrompts(Sampled):
 class WithLists(FromPrompts):
     """Options shared by measuring and calibrating."""
 
-    # Number of the actor's likeliest tokens used at each position to bound the acceptance rate.
-    # Defaults to 20, or to more if 20 are too few to tell whether p5 is high enough, for example
-    # because distributions are flat.
+    # How many of the actor's likeliest tokens to use at each position to bound the acceptance rate.
+    # Defaults to 20, or to more if 20 cannot show whether p5 is high enough, e.g. for flat
+    # distributions.
     top_n: Count | None = None
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:

@@ -110,9 +110,9 @@ class Train(TrainOptions):
         from sparrow.cli.loading import load_engine
         from sparrow.train.ranks import asked_to_shard
 
-        # The actor normally shares the policy's weights. It needs its own if it is distilled, if a
-        # LoRA is merged for it, or if the policy's weights are sharded: all processes have to work
-        # together to use sharded weights.
+        # The actor normally shares the policy's weights. A distilled actor needs its own weights,
+        # and so does an actor with a merged LoRA. Sharded weights can't be shared either, since all
+        # processes have to work together to use them.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = (
             copy.deepcopy(model) if own and parse_engine(self.engine).kind.shares_model else model

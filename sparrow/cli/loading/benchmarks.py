@@ -51,8 +51,8 @@ def load_benchmark(
     chat: ChatConfig = NO_CHAT,
 ) -> list[Problem]:
     """Load the first ``limit`` problems of a task's held-out stream, or the first ``limit`` rows of
-    a dataset (all if ``limit`` is None). Error messages refer to the limit by its command-line
-    option, ``option``.
+    a dataset (all if ``limit`` is None). ``option`` is the limit's command-line option, for error
+    messages.
 
     Raises ConfigError if a task has no limit; see also ``load_problems``.
     """
