@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
-    """Describe an error raised outside Sparrow for use in a message. The description says where the
-    error was raised, as in ``KeyError: 'x' (tasks.py, line 7, in verify)``.
+    """Describe an error raised outside Sparrow, for use in a message. The description includes
+    where the error was raised, as in ``KeyError: 'x' (tasks.py, line 7, in verify)``.
     """
     described = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)

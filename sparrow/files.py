@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def check_folder(path: str | Path) -> Path:
-    """Check that a folder can be written to, creating it if it's missing.
+    """Check that a folder can be written to. Create the folder if it's missing.
 
     Raises ConfigError if the path is a file, or nothing can be written there.
     """
@@ -41,8 +41,8 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Check that a file, or a device such as /dev/stdout, can be written, creating the file's
-    folder if it's missing.
+    """Check that a file, or a device such as /dev/stdout, can be written. Create the file's folder
+    if it's missing.
 
     Raises ConfigError if the path is a folder, or nothing can be written there.
     """

@@ -64,11 +64,11 @@ class HFEngine(Engine, Scorer, Ranker):
     It is correct on every device but fast on none. Use it on a CPU, for small models, or as the
     reference for other engines.
 
-    If ``schedule`` is a plain schedule, decoding is lossy (or dense, if the schedule reads
-    everything). A ``Decoding`` also specifies the mode. Lossless decoding always drafts
-    ``draft_tokens`` tokens, since drafting fewer wouldn't be any faster here. In mode auto,
-    responses are lossless up to the length last passed to ``verify_up_to``, and lossy after that.
-    Until ``verify_up_to`` is called, whole responses are lossless.
+    A plain ``schedule`` makes decoding lossy, or dense if the schedule reads everything. A
+    ``Decoding`` also specifies the mode. Lossless decoding always drafts ``draft_tokens`` tokens,
+    since drafting fewer wouldn't be any faster here. In mode auto, responses are lossless up to the
+    length last passed to ``verify_up_to``, and lossy after that. Until ``verify_up_to`` is called,
+    whole responses are lossless.
 
     ``batch_size`` sequences are decoded together. By default, a batch has as many sequences as fit
     in ``DECODE_TOKENS`` at their maximum length. Up to ``token_budget`` tokens, including padding,
@@ -129,7 +129,7 @@ class HFEngine(Engine, Scorer, Ranker):
         """See ``Engine.generate``. Prompts of similar length are decoded together.
 
         Raises ConfigError if a prompt leaves no room for a response, or if ``meter_schedule`` is
-        set, because only vLLM can measure it.
+        set, because only vLLM supports this setting.
         """
         if self.decoding.meter_schedule is not None:
             raise ConfigError(
@@ -274,8 +274,8 @@ class HFEngine(Engine, Scorer, Ranker):
         return History(contexts, groups, room, self.decoding.guess_tokens, self.model.device)
 
     def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
-        """Return the number of tokens to verify at the start of each response in mode auto. The
-        result is int64 ``[B]``.
+        """In mode auto, return how many tokens to verify at the start of each response, int64
+        ``[B]``.
         """
         lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
         return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
@@ -301,11 +301,11 @@ class HFEngine(Engine, Scorer, Ranker):
     def unread(
         self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Measure how much of the dense policy's attention mass falls outside an actor's pages, by
-        layer and kv head.
+        """For each layer and kv head, measure the share of the dense policy's attention mass that
+        falls outside an actor's pages.
 
-        The result is ``[layers, kv heads, len(pages)]``. Each entry of ``pages`` is a number of
-        pages that the actor keeps by score. ``layout`` says how tokens are split into pages. The
+        The result is ``[layers, kv heads, len(pages)]``. Each entry of ``pages`` is the number of
+        pages that an actor keeps by score. ``layout`` says how tokens are split into pages. The
         mass is averaged over up to ``LOOKED_AT`` tokens per response.
         """
         of_each = []
@@ -387,7 +387,7 @@ class HFEngine(Engine, Scorer, Ranker):
         """See ``PartVerifier.verify_up_to``.
 
         When verification ends, the verified tokens are prefilled again. This engine never reuses a
-        cache for another response, so unverified tokens can't leak into one.
+        cache for another response, so no unverified tokens leak.
         """
         if self.decoding.mode != "auto":
             raise ConfigError(
@@ -427,7 +427,7 @@ class HFEngine(Engine, Scorer, Ranker):
             )
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
-        """Count a step over sequences with ``length`` ``[B]`` tokens, including the step's first
+        """Count one step. ``length`` ``[B]`` is each sequence's length, including the step's first
         token.
         """
         num_layers = len(self._attention_layers)
@@ -491,8 +491,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError if there is no such model, if its files are damaged, incomplete or don't
-    match its config, or if the hub cannot be reached.
+    Raises ConfigError if the model doesn't exist or the hub cannot be reached. Also raises
+    ConfigError if the model's files are damaged or incomplete, or don't match its config.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     path = _find(name, "model")
@@ -552,10 +552,10 @@ def load_shape(name: str) -> PreTrainedModel:
 
 
 def _find(name: str, what: str) -> str:
-    """Check that ``name`` is a local path or could be a hub name. This doesn't contact the hub,
-    because failing requests take minutes to time out.
+    """Check that ``name`` is a local path or could be a hub name. The check doesn't contact the
+    hub, because failed requests take minutes to time out.
 
-    Raises ConfigError if ``name`` can only be a path, but doesn't exist.
+    Raises ConfigError if ``name`` can only be a path and no such path exists.
     """
     if os.path.exists(name):
         return name

@@ -31,10 +31,10 @@ enough to show whether the target is met.
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """Return the same sampling parameters with longer top-n lists, or None if the lists can't or
-    needn't be any longer.
+    """Return the sampling parameters with longer top-n lists. Return None if the lists are long
+    enough, or already have the maximum length.
 
-    The lists are long enough if they show, for each of ``bins``, whether the tail reaches ``p5``.
+    The lists are long enough if they show, for every bin, whether the bin's tail reaches ``p5``.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(

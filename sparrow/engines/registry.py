@@ -113,7 +113,7 @@ class Asked:
 
 
 def parse_engine(spec: str) -> EngineSpec:
-    """Find the engine for ``spec``. Raises ConfigError if there is none by that name."""
+    """Find the engine for ``spec``. Raises ConfigError if no engine has that name."""
     for kind in KINDS:
         if kind.claims(spec):
             return EngineSpec(spec, kind)

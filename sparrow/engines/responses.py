@@ -40,7 +40,9 @@ class Responses:
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
     def contexts(self, prompts: list[Sequence[int]], rows: Tensor) -> list[list[int]]:
-        """Return the tokens so far, including the prompt, of each of the responses ``rows``."""
+        """For each of the responses ``rows``, return the tokens of the prompt and the response so
+        far.
+        """
         return [[*prompts[b], *self.tokens[b, : self.length[b]].tolist()] for b in rows.tolist()]
 
     def append(
@@ -49,8 +51,8 @@ class Responses:
         """Append a cycle's tokens to the responses ``rows``. Tokens past the end of a response are
         dropped. Return indices into ``rows`` for the responses that continue.
 
-        ``drafts``, int64, is the number of tokens that each row drafted. If a row drafted nothing,
-        its token gets a ``cycle_place`` of -1.
+        ``drafts``, int64, counts the tokens that each row drafted. The token of a row without
+        drafts gets a ``cycle_place`` of -1.
         """
         n = self.top_logprobs.shape[2]
         tokens = cycle.tokens.cpu()

@@ -119,9 +119,9 @@ def run_benchmark(
     Next to each samples file, a ``.json`` file records everything the samples depend on:
     ``source``, benchmark, temperature, truncation, maximum response length and seed. Within the
     file, a sample is identified by the problem's index and id, the prompt's token ids, and the
-    sample's number. The sample's seed is derived from the index and the number. So a call with
-    fewer problems or responses reuses part of the file, a call with more adds to it, and an
-    interrupted evaluation picks up where it left off.
+    sample's number. The sample's seed is derived from the index and the number. A call with fewer
+    problems or responses therefore reuses part of the file, and a call with more adds to the file.
+    An interrupted evaluation picks up where it left off.
 
     Args:
         engine: samples the responses.
@@ -132,8 +132,8 @@ def run_benchmark(
         folder: where samples are stored.
         benchmark: the benchmark's name in the table.
         schedule: the schedule's name in the table.
-        source: where the samples come from, as plain JSON types: model, weights
-            (``weights_digest``), engine and schedule.
+        source: the model, weights (``weights_digest``), engine and schedule that the samples come
+            from, as plain JSON types.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = {
@@ -261,8 +261,8 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read the samples, keyed by index, problem, prompt and number. If a process was killed while
-    it wrote a line, the line is skipped, so that its sample is drawn again.
+    """Read the samples, keyed by index, problem, prompt and number. A line that a killed process
+    left incomplete is skipped, and its sample is drawn again.
     """
     if not path.exists():
         return {}

@@ -67,8 +67,8 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         votes = Counter(answer for answer in given if answer is not None)
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
-        # The same answer may get different rewards, e.g. if one response has the wrong format, so
-        # an answer scores the mean reward over the responses that give it.
+        # The same answer may get different rewards, for example if one response has the wrong
+        # format. An answer therefore scores the mean reward of the responses that give it.
         means = []
         for winner in winners:
             of_winner = [r for r, a in zip(reward, given, strict=True) if a == winner]

@@ -34,7 +34,7 @@ def measured(
     and gradients are left as they were.
 
     Args:
-        model: a transformers model, all on one device.
+        model: a transformers model on a single device.
         tokenizer: the model's tokenizer.
         prompts: token ids, as the loop passes them to the model.
         schedule: the actor's schedule, in any form that ``Decoding.load`` accepts; ``"dense"``

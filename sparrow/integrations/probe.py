@@ -56,10 +56,9 @@ class Probe:
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)
 
     The names are listed in ``sparrow.integrations.metrics``. Only servers started with
-    ``VLLM_SERVER_DEV_MODE=1`` report all of them. Other servers report neither Sparrow's counters
-    nor the ceiling, and ``schedule`` is required for them. Their draft metrics are computed from
-    vLLM's own Prometheus token counts, and are missing if ``--disable-log-stats`` turns those
-    counts off.
+    ``VLLM_SERVER_DEV_MODE=1`` report all of them. Other servers require ``schedule``, and report
+    neither Sparrow's counters nor the ceiling. Their draft metrics come from vLLM's own Prometheus
+    token counts, which ``--disable-log-stats`` turns off.
 
     Args:
         urls: addresses of servers with the same weights and settings.
@@ -118,10 +117,9 @@ class Probe:
         measure the p5 ceiling, which is the p5 of dense rollouts.
 
         The servers must not serve other requests in the meantime. In lossy mode, the first call
-        also samples densely to measure the ceiling, if the servers allow the schedule to be
-        changed. In lossless mode, samples follow the dense policy, so the measured p5 is also the
-        ceiling. If the servers are in development mode, the next call to ``counted`` leaves this
-        measurement out.
+        also samples densely to measure the ceiling, provided the servers allow schedule changes. In
+        lossless mode, samples follow the dense policy, so the measured p5 is also the ceiling. On
+        servers in development mode, the next call to ``counted`` leaves this measurement out.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))

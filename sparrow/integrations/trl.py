@@ -8,8 +8,9 @@
         schedule="qwen3-4b-0.86",  # or "lossless"
     )
 
-Written for TRL 1.16. In TRL, only the trainer's ``vllm_generation`` is replaced, by a wrapper that
-forwards every call. ``compute_loss`` and ``log`` are overridden, as transformers allows.
+Written for TRL 1.16. A wrapper that forwards every call replaces the trainer's ``vllm_generation``.
+Nothing else in TRL is replaced. ``compute_loss`` and ``log`` are overridden, as transformers
+allows.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -51,10 +52,10 @@ class SparseGRPOTrainer(Trainer):
     """A ``GRPOTrainer`` that decodes sparsely in vLLM and logs the mismatch between actor and
     policy.
 
-    In colocate mode, the schedule is passed to vLLM in environment variables, which are set only
+    In colocate mode, environment variables pass the schedule to vLLM. These variables are set only
     while the engine starts. In server mode, the server must have been started with a schedule. In
-    lossless mode, samples follow the dense policy. The measured p5 then reflects only how close
-    vLLM's log-probs are to the trainer's, and no schedule can have a higher p5.
+    lossless mode, samples follow the dense policy. The measured p5 then shows only how close vLLM's
+    log-probs are to the trainer's. No schedule can have a higher p5.
 
     The mismatch is measured every ``measure_every`` optimizer steps: vLLM returns top-n lists, and
     some of the responses (at least one per process) are scored in an extra dense forward pass.

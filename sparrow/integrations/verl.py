@@ -4,11 +4,11 @@ own ``rollout_corr/*``.
     VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=sparrow ...
 
-Written for verl 0.9.1, and added to verl's trainer registry. Every step logs what vLLM's workers
-counted during its rollout: the share of cached tokens read and, in lossless mode, draft metrics
-(see ``sparrow.integrations.metrics`` for the names). verl only requests the log-probs of sampled
-tokens from vLLM, so every step also logs what can be computed from these log-probs
-alone (``sparrow.mismatch.sampled``):
+Written for verl 0.9.1. Importing this module adds the trainer to verl's registry. Every step logs
+what vLLM's workers counted during its rollout: the share of cached tokens read and, in lossless
+mode, draft metrics (see ``sparrow.integrations.metrics`` for the names). verl only requests the
+log-probs of sampled tokens from vLLM, so every step also logs what can be computed from these
+log-probs alone (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
 sparrow/sampled/p5_floor           a lower bound on the 5th percentile of acceptance: the lowest of
@@ -207,9 +207,9 @@ class SparsePPOTrainer(Trainer):
 def requested(config: Mapping[str, Any]) -> Decoding:
     """Read vLLM's decoding settings from verl's configuration, or else from the environment.
 
-    Raises ConfigError if there is no schedule in either place, if the log-probs of the policy or
-    the actor will not be computed, if samples are truncated, or if a probe is requested at a
-    temperature other than 1.
+    Raises ConfigError if neither place has a schedule, if verl won't compute the policy's or the
+    actor's log-probs, or if samples are truncated. Also raises ConfigError if a probe is requested
+    at a temperature other than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
@@ -333,8 +333,8 @@ def sampled_metrics(
     """Compute metrics for ``B`` responses, given their prompts, the masks of sampled tokens, and
     the log-probs of the actor and the policy.
 
-    A token's position is the length that was used to look up the schedule when the token was
-    sampled; see ``sparrow.mismatch.tokens.token_acceptance``.
+    A token's position is the length at which the schedule was looked up to sample the token; see
+    ``sparrow.mismatch.tokens.token_acceptance``.
     """
     sampled = []
     position = []

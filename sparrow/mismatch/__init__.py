@@ -1,5 +1,5 @@
-"""Measure how far the sparse actor is from the dense policy: per-token acceptance, its tail by
-length, confidence intervals, and a report.
+"""Measure how far the sparse actor is from the dense policy. This package computes per-token
+acceptance, the tail of acceptance at each length, confidence intervals, and a report.
 """
 
 from sparrow.mismatch.acceptance import AcceptanceBounds, acceptance, acceptance_bounds

@@ -1,5 +1,5 @@
-"""Compute per-token acceptance rates from the actor's and policy's distributions: exactly, or as
-bounds from top-n lists.
+"""Compute per-token acceptance rates. The full distributions of actor and policy give exact rates;
+top-n lists give bounds.
 
 alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, where p is the dense policy's
 distribution and q the sparse actor's, given the same prefix and sampling temperature. alpha_t is
@@ -75,15 +75,15 @@ def acceptance_bounds(
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at
             `policy_ids`.
         policy_ids: ids of the policy's own list, integer [..., m]. Pass these if the two lists
-            differ. -inf in `policy_logprobs` marks padding. Only tokens in both lists are then
-            known.
+            differ. Only tokens in both lists then count as known. -inf in `policy_logprobs` marks
+            padding.
 
     The bounds, float64 [...], coincide if the lists cover the vocabulary. They're as precise as the
     given log-probs: about 1e-6 for float32.
 
-    Raises ValueError if the shapes don't match, if ids are not integers, are negative or repeat
-    within a row, if a log-prob is NaN or positive beyond rounding, or if a row's probabilities sum
-    to more than 1.
+    Raises ValueError if the shapes don't match, or if ids or log-probs are invalid. Ids must be
+    non-negative integers that don't repeat within a row. Log-probs must not be NaN, or positive
+    beyond rounding. A row's probabilities must sum to at most 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
 

@@ -152,9 +152,9 @@ def weighted_percentile(
 
     The result equals that of np.percentile if each value is repeated as many times as its
     sequence's weight says. Weights must be whole numbers. Values are sorted once and split into
-    blocks. An order statistic of a resample is found in two steps: the sequences' weights and token
-    counts per block identify the right block, which is then searched for the token. Memory is O(T +
-    R (B + sqrt T)).
+    blocks. An order statistic of a resample is found in two steps. First, the sequences' weights
+    and their token counts in each block show which block contains the order statistic. Then this
+    block is searched. Memory is O(T + R (B + sqrt T)).
 
     Raises ValueError if the percentile is out of range, or a resample contains no tokens.
     """
@@ -172,8 +172,8 @@ def weighted_percentile(
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
 
-    # Count the tokens of each sequence in each block. From these, count the tokens of each resample
-    # up to the end of each block.
+    # Count the tokens of each sequence in each block, then the tokens of each resample up to the
+    # end of each block.
     n_owners = n_sequences + 1
     cells = owner_blocks + np.arange(n_blocks)[:, None] * n_owners
     counts = np.bincount(cells.ravel(), minlength=n_blocks * n_owners)
@@ -277,8 +277,8 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a percentile of acceptance for each position bin, in ascending order, with a 95 %
-    interval from resampling sequences.
+    """Compute a percentile of acceptance for each position bin. Each percentile has a 95 % interval
+    from resampling sequences. Bins are in ascending order.
 
     Each bin only resamples the sequences that reach it, so expect wide intervals at lengths that
     few responses reach.

@@ -29,7 +29,7 @@ LEAST = -100.0  # log-prob of impossible tokens, including padding
 
 
 class Ceiling:
-    """The latest measured tail of dense rollouts, by length."""
+    """The tail of dense rollouts, as last measured in each length bin."""
 
     def __init__(self) -> None:
         # (start, end) of a bin -> its statistics

@@ -1,10 +1,10 @@
 """Estimate mean acceptance, and a lower bound on its tail, from just the sampled tokens' log-probs.
 
 For a token y drawn from the actor q, let s = min(1, p(y) / q(y)). The expectation of s over y is
-sum_v min(p(v), q(v)), the acceptance rate alpha at that position, so the mean of s estimates the
-mean of alpha. This doesn't work for percentiles, because s scatters around alpha, but scatter can
-only make the tail look lower. For any level z and c = percentile / 100, Jensen's inequality for the
-convex function (z - x)+ gives
+sum_v min(p(v), q(v)), the acceptance rate alpha at that position. The mean of s therefore estimates
+the mean of alpha. This doesn't work for percentiles, because s scatters around alpha. But scatter
+can only make the tail look lower. For any level z and c = percentile / 100, Jensen's inequality for
+the convex function (z - x)+ gives
 
     z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c
                         <=  mean of the lowest c of alpha
@@ -54,8 +54,8 @@ def tail_floor_by_bin(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """Compute a lower bound on a percentile of acceptance for each position bin, with a 95 %
-    interval from resampling sequences.
+    """For each position bin, compute a lower bound on a percentile of acceptance. The bound has a
+    95 % interval from resampling sequences.
 
     `sampled` [T] comes from `sampled_acceptance`. The estimate is the mean of the lowest
     `percentile` % of `sampled`, so the percentile must be above 0. Everything else is as in

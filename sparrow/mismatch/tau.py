@@ -7,9 +7,9 @@ sparsity alone would give:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-If top-n lists are too short and miss some of the actor's and policy's mass, the relative p5 comes
-out too low, which errs on the side of more pages. For the derivation and a comparison with
-alternatives, see docs/calibration.md.
+Short top-n lists miss some of the actor's and policy's mass. The relative p5 then comes out too
+low, which errs on the side of more pages. For the derivation and a comparison with alternatives,
+see docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Tau(NamedTuple):
         return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2)
 
     def verdict(self, b: BinMismatch) -> Literal["holds", "below", "undecided"]:
-        """Compare a bin with tau (see ``BinMismatch.verdict``). It's undecided if tau is relative
-        and the bin has no ceiling.
+        """Compare a bin with tau (see ``BinMismatch.verdict``). The verdict is "undecided" if tau
+        is relative and the bin has no ceiling.
         """
         (scaled,) = self.scale([b])
         return scaled.verdict(self.value)
@@ -75,8 +75,8 @@ class Tau(NamedTuple):
         """Return a message naming the lengths at which even dense rollouts don't reach tau, or
         can't be shown to reach it. Return None if there are no such lengths.
 
-        Dense rollouts have a relative p5 of 1, which meets any relative tau. But if the ceiling
-        itself isn't known precisely, neither is an actor's distance from it.
+        Dense rollouts have a relative p5 of 1, which meets any relative tau. But if the ceiling is
+        imprecise, so is an actor's measured distance from the ceiling.
         """
 
         def best(b: BinMismatch) -> float:

@@ -38,9 +38,10 @@ def token_acceptance(
     rollout's top-n lists.
 
     The actor's log-probs come from the rollout, unless ``actor_top_logprobs`` is given. For
-    example, it may hold log-probs from teacher forcing under another schedule. A token's position
-    is the number of cached tokens when the token was sampled, rounded up to the end of the page.
-    The schedule was looked up with this length, so a report's bins line up with the schedule's.
+    example, these log-probs may come from teacher forcing under another schedule. A token's
+    position is the number of cached tokens when the token was sampled, rounded up to the end of the
+    page. The schedule was looked up at this length, so a report's bins line up with the schedule's
+    bins.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -66,9 +67,9 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
-    """Return a message naming the bin where the actor's top-n lists are too short to tell whether
-    p5 reaches ``tau``. If there are several such bins, name the one with the lowest p5. Return None
-    if there is no such bin.
+    """Return a message if the actor's top-n lists are too short to tell whether a bin's p5 reaches
+    ``tau``. Otherwise, return None. The message names the bin or, if there are several, the one
+    with the lowest p5.
 
     Args:
         bins: a report's bins.

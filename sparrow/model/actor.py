@@ -429,9 +429,10 @@ def teacher_forced(
         tokens: number of tokens per decode step, if steps read several (see ``steps_of_several``).
             The first step starts right after the prompt.
 
-    Raises ConfigError if the model has no schedule, if the prompt lengths aren't one whole number
-    per row or exceed a row's length, if the mask isn't causal (for example because sequences are
-    packed), or, on exit, if some layers weren't part of any pass.
+    Raises ConfigError if the model has no schedule, the mask isn't causal (for example because
+    sequences are packed), or the prompt lengths don't fit. Lengths must be one whole number per
+    row, at most the row's length. On exit, raises ConfigError if some layers weren't part of any
+    pass.
     """
     _check_model(model)
     actor = actor_of(model)
@@ -502,8 +503,8 @@ def keep_attention() -> tuple[
     as the ``context_fn`` of checkpointing. It returns the contexts for a layer's forward pass and
     recomputation.
 
-    Attention is the most expensive part of a sparse layer to recompute. Keeping its result and
-    pages instead takes little memory compared with a layer that isn't checkpointed.
+    Attention is the most expensive part of a sparse layer to recompute. Keeping the attention's
+    result and pages takes little memory compared with not checkpointing the layer.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

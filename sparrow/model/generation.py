@@ -72,8 +72,8 @@ def watch_generate(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # Use a partial rather than a bound method. It can be unpickled, and each copy of the
-            # model gets its own.
+            # Use a partial rather than a bound method. A partial can be unpickled, and each copy of
+            # the model gets its own.
             vars(module)["generate"] = partial(_generate, module)
 
 

@@ -2,8 +2,8 @@
 
 GGUF is llama.cpp's file format: named values, followed by tensors, most of them quantised. The
 checkpoint holds the tensors' exact values, dequantised to float32. A file that can't be converted
-exactly is refused, for example if the architecture or tokenizer isn't supported, or if there's an
-unexpected tensor.
+exactly is refused. Reasons include an unsupported architecture or tokenizer, or an unexpected
+tensor.
 """
 
 from __future__ import annotations

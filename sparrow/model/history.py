@@ -73,8 +73,8 @@ class History:
 
     Args:
         streams: each sequence's tokens so far.
-        groups: each sequence's group. Guesses are looked up in all sequences of the group, which
-            must be sampled with different random numbers.
+        groups: each sequence's group. Guesses are looked up in all sequences of the group. These
+            sequences must be sampled with different random numbers.
         room: the maximum number of tokens to append to a sequence.
         guess_tokens: tokens per guess (m).
         device: the device to keep the tokens on.
@@ -111,8 +111,8 @@ class History:
         return guess(self.tokens_BS[:, :width][streams], self.length_B[streams], self.guess_tokens)
 
     def extend(self, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Append the first ``count`` ``[len(rows)]`` of ``tokens`` ``[len(rows), T]`` to these
-        sequences.
+        """Append to each of these sequences the first ``count`` of its ``tokens``. ``count`` is
+        ``[len(rows)]``, and ``tokens`` is ``[len(rows), T]``.
         """
         is_new = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
         i, t = is_new.nonzero(as_tuple=True)
@@ -120,5 +120,5 @@ class History:
         self.length_B[rows] += count
 
     def forget(self, rows: Tensor, tokens: Tensor) -> None:
-        """Drop the newest ``tokens`` ``[len(rows)]`` tokens of these sequences."""
+        """Drop the newest tokens of these sequences; ``tokens`` ``[len(rows)]`` says how many."""
         self.length_B[rows] -= tokens

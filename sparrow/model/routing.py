@@ -1,8 +1,8 @@
 """Check whether a model's attention can be routed through Sparrow, by reading the config and by
 comparing the outputs of Sparrow's attention with the model's own.
 
-A model that gets refused is left as it was: only copies of its configs are changed, and it gets the
-originals back.
+A refused model is left unchanged. The check only changes copies of the model's configs, and puts
+the originals back.
 """
 
 from __future__ import annotations

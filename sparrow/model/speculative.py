@@ -215,8 +215,8 @@ def speculate(
             drawing the last token.
         drafter_invariant: whether to draw drafts and all tokens with the third set of random
             numbers.
-        history: the history to look up guesses in, and the rows of these sequences in the history,
-            int64 ``[B]``. Each of these rows must end with ``newest``. If this is None, the actor
+        history: the history to look up guesses in, and the sequences' rows in the history, int64
+            ``[B]``. Each row must end with its sequence's ``newest`` token. If None, the actor
             drafts without guesses.
     """
     draft_uniform = uniform[2] if drafter_invariant else uniform[0]
@@ -250,9 +250,9 @@ def draft(
     arguments, see ``speculate``.
 
     Passes repeat until every row has its drafts; rows that finish early are carried along. At the
-    end, all drafts are dropped from the history, even ones that get accepted later. The random
-    numbers for a rejected draft, and for the drafts after it, are used again for other tokens.
-    Guesses must not depend on these numbers.
+    end, all drafts are dropped from the history, even those that verification will accept. The
+    random numbers of a rejected draft and later drafts are used again for other tokens, so guesses
+    must not depend on these numbers.
     """
     B = len(newest)
     k = int(drafts.max())

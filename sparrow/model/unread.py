@@ -1,5 +1,5 @@
-"""Measure how much attention mass a dense model puts on pages that a sparse actor wouldn't read,
-per layer and kv head.
+"""For each layer and kv head, measure the attention mass that a dense model puts on pages that a
+sparse actor wouldn't read.
 
 Shapes: T tokens, R measured positions, H query heads, K kv heads, G = H / K, D head dim, P page
 size, N pages, U page counts, L layers.

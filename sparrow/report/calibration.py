@@ -1,4 +1,4 @@
-"""Draw a calibrated schedule: p5 by length for every budget tried, and the chosen budgets."""
+"""Draw a calibrated schedule: each tried budget's p5 at each length, and the chosen budgets."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Draw each bin's bounds, interval and ceiling at the last step, two runs side by side."""
+    """Draw each bin's bounds, interval and ceiling at the last step, with two runs side by side."""
     for i, log in enumerate(logs):
         for b in log.sparse_bins():
             x = b.bin + (0.3 * i - 0.15 if len(logs) > 1 else 0.0)
@@ -217,8 +217,8 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Draw the share of the cache that is read, by length. If a run's schedule changed, draw one
-    line for the start of the run and one for the last step.
+    """Draw the share of the cache that is read at each length. If a run's schedule changed, draw
+    one line for the start of the run and one for the last step.
     """
     tables = {
         table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])

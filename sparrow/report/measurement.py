@@ -1,4 +1,4 @@
-"""Draw a report from ``sparrow measure``: acceptance by length, and its distribution."""
+"""Draw a report from ``sparrow measure``: acceptance in each length bin, and a histogram."""
 
 from __future__ import annotations
 

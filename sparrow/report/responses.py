@@ -35,8 +35,8 @@ class Shown:
 
 
 def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
-    """Choose the steps to show responses from: those in ``wanted`` or, if ``wanted`` is empty, up
-    to ``MOST_STEPS`` steps spread over the whole run.
+    """Choose the steps to show responses from. If ``wanted`` isn't empty, choose its steps.
+    Otherwise, choose up to ``MOST_STEPS`` steps spread over the whole run.
 
     Raises ConfigError if a step in ``wanted`` was not finished by any run.
     """

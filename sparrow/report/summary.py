@@ -18,9 +18,9 @@ OWN_SAMPLES = "samples are the dense policy's own"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
-    """Build a run's results table, as (name, value) pairs: steps, reward, tokens and KV read. With
-    sparse rollouts, it includes the acceptance tail by length bin; with dense ones, a hint on how
-    to make them sparse.
+    """Build a run's results table, as (name, value) pairs. The table has steps, reward, tokens and
+    KV read. For sparse rollouts, it also has the acceptance tail of each length bin. For dense
+    rollouts, it has a hint on how to make them sparse.
 
     Raises ConfigError if the folder is not a run directory, the run has no finished step, or a file
     is damaged.
@@ -41,8 +41,8 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """Describe a run's setup: the model, task, datasets and engine from the command line, the mode
-    if it is dense, lossless or auto, and the schedule if it is not dense.
+    """Describe a run's setup: the model, task, datasets and engine from the command line, the mode,
+    and the schedule. A lossy mode and a dense schedule are left out.
 
     In lossless mode, the schedule is the draft schedule.
     """

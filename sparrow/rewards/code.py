@@ -21,10 +21,10 @@ def extract_code(response: str) -> str | None:
     """Extract the last fenced block after the reasoning. Blocks marked as Python take precedence.
     Return None if there is no block.
 
-    Fences are as in Markdown: backticks or tildes. If they're indented, say in a list, the code is
-    dedented to match. An unclosed block runs to the end of the response, and a closing fence may
-    come at the end of a line of code. Without any fences, the last block indented by four spaces or
-    a tab is used.
+    Fences are backticks or tildes, as in Markdown. If a fence is indented, for example in a list,
+    the code is dedented to match. An unclosed block runs to the end of the response, and a closing
+    fence may come at the end of a line of code. Without any fences, the last block indented by four
+    spaces or a tab is used.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None

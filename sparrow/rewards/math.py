@@ -36,11 +36,11 @@ imports are slow on a busy machine.
 # replace a worker after this many comparisons, since its libraries' caches grow without bound
 RECYCLE = 5000
 WORKER = Path(__file__).with_name("math_worker")
-# how many characters to search, at the end of a response, for a box command that was cut off
+# search this many characters at the end of a response for a truncated box command
 CUT_OFF_CHARS = 40
 PATIENCE_S = 0.5  # seconds before a slow comparison stops holding up others
-# Give up on a comparison once its wall-clock time reaches this many times its limit, even if it got
-# no CPU time.
+# The wall-clock limit of a comparison is this many times its CPU time limit. It also stops
+# comparisons that get no CPU time.
 WALL_LIMITS = 2.5
 GRACE_S = 0.5  # extra seconds for a process to end on its own at its limit before we kill it
 BUDGET_S = 20.0
@@ -328,8 +328,8 @@ class MathVerifier:
             self._lose(pair, limit_s, isinstance(lost, ChildTimeoutError))
             raise
         finally:
-            # Close the worker even after an interrupt, or its late reply would be read as the reply
-            # to the next request.
+            # Close the worker even after an interrupt. Otherwise, its late reply would be read as
+            # the reply to the next request.
             if worker is not None and not fresh:
                 worker.close()
             if not slow:

@@ -47,8 +47,8 @@ class Client(ABC):
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Refuse prompts and sampling settings that vLLM cannot serve.
 
-        Raises PromptError if ``Sampling.check`` does, or ConfigError if top-k or top-p is set in
-        lossless mode, where drafts would ignore it.
+        Raises PromptError, like ``Sampling.check``. Raises ConfigError if top-k or top-p is set in
+        lossless mode, because drafts would ignore these settings.
         """
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
@@ -124,7 +124,7 @@ class Client(ABC):
 def tally(
     described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> Counters:
-    """Add up the counts of all workers in one vLLM instance since the last call.
+    """Sum the counts since the last call over all workers of one vLLM instance.
 
     Args:
         described: each worker's ``sparrow_describe`` result.

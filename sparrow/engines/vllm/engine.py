@@ -244,8 +244,8 @@ def check_discoverable() -> None:
 
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    """Build a rollout from vLLM's completion. Its lists have the sampled token first, then the most
-    likely tokens, best first.
+    """Build a rollout from vLLM's completion. Each list in the completion has the sampled token
+    first, then the most likely tokens, best first.
     """
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]

@@ -34,9 +34,9 @@ CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue
 ANSWER_S = 600.0  # timeout for requests other than prompts
 CHECK_S = 15.0
 STALL_S = 300.0
-"""While waiting for prompts to be answered, check the server's progress every ``CHECK_S`` seconds,
-and fail if there is none for ``STALL_S`` seconds. There is no time limit for a server that responds
-but doesn't count tokens.
+"""While waiting for responses, check the server's progress every ``CHECK_S`` seconds. Fail after
+``STALL_S`` seconds without progress. A server that responds but doesn't count tokens has no time
+limit.
 """
 
 
@@ -47,12 +47,12 @@ class VLLMServer(Client):
 
     Args:
         url: the server's address, such as ``http://localhost:8000``.
-        schedule: a lossy actor's schedule, or a ``Decoding``. If its page counts differ from the
-            server's, the server is switched over right away. The mode must match the server's. So
-            must every other lossless setting that differs from its default, because these settings
-            can't change after the server has started.
+        schedule: a lossy actor's schedule, or a ``Decoding``. A server with other page counts
+            switches to this schedule right away. The mode must match the server's. Every other
+            lossless setting that differs from its default must also match, because a running server
+            can't change these settings.
         controls: whether this client sets the server's schedule and weights. If processes share a
-            server, exactly one of them should do so.
+            server, exactly one of them should set this.
 
     Raises EngineError if no server answers. Raises ConfigError if the server does not run Sparrow,
     runs in another mode or with other lossless settings, or cannot be controlled.
@@ -81,9 +81,10 @@ class VLLMServer(Client):
             self.set_schedule(decoding.schedule)
 
     def _check_settings(self, decoding: Decoding) -> None:
-        """Check that the server agrees on all lossless settings that differ from their defaults.
+        """Check that the server has the same value for each lossless setting that differs from its
+        default.
 
-        Raises ConfigError if it doesn't.
+        Raises ConfigError if a value differs.
         """
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
             default = getattr(Decoding.lossless(), name)

@@ -29,8 +29,8 @@ REMEDIES = (
     ("background process", "see its error message above"),
     ("initialization failed", "see its error message above"),
 )
-"""Pairs of a phrase, in lower case, and a remedy. The remedy applies if vLLM's reason contains the
-phrase; the first match wins.
+"""Pairs of a lower-case phrase and a remedy. If vLLM's reason contains the phrase, the remedy
+applies. The first match wins.
 """
 ADVICE = ("Try ", "See ", "Please ", "If ", "Consider ", "Decrease ", "Increase ")
 """Sentences in vLLM's message that start with one of these words are advice, not part of the

@@ -27,7 +27,7 @@ from sparrow.vllm import config
 
 class StockEngine(VLLMEngine):
     """An engine that samples with vLLM in this process, without Sparrow. ``options`` are the user's
-    options for ``vllm.LLM``. As for ``VLLMEngine``, they may include ``adapter``.
+    options for ``vllm.LLM``. The options may include ``adapter``, as for ``VLLMEngine``.
 
     Raises ConfigError if vLLM is missing, or EngineError if it does not start.
     """

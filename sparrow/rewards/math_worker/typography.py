@@ -283,7 +283,7 @@ def _ongoing(decimal: re.Match[str]) -> str:
 
 
 def _without_brace(text: str) -> str:
-    """Remove the closing brace for an opening brace just before ``text``."""
+    """Remove the closing brace whose opening brace comes just before ``text``."""
     place = _closing(text, "{", "}")
     if place is None:
         return text
@@ -291,7 +291,7 @@ def _without_brace(text: str) -> str:
 
 
 def _closing(text: str, opening: str, closing: str) -> int | None:
-    """Return the index of the closing bracket for an opening bracket just before ``text``."""
+    """Return the index of the closing bracket whose opening bracket comes just before ``text``."""
     depth = 1
     for place, sign in enumerate(text):
         depth += (sign == opening) - (sign == closing)

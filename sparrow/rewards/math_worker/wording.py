@@ -76,7 +76,7 @@ _SECOND = re.compile(r"\d[^=]*\\text\s*\{(?!\s*(?:or|and|,)\s*\})[^{}]*\}(?!\s*\
 
 def words(answer: str) -> str:
     """Strip the LaTeX commands and parentheses around an answer in words. Return an empty string if
-    it isn't in words.
+    the answer isn't in words.
     """
     text = " ".join(COMMAND.sub(r" \1 ", answer).strip(" $.").split())
     return text.strip("()") if _WORD.fullmatch(text) else ""
@@ -90,7 +90,7 @@ def is_prose(text: str) -> bool:
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Return whether two texts are the same, ignoring the case of whole words but not of symbols
+    """Return whether two texts are the same. Case is ignored in whole words, but not in symbols
     such as ``AB``.
     """
     given = re.split("[ -]", answer)
