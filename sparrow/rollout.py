@@ -98,8 +98,8 @@ class Verification:
     """The part of a response that was verified, for engines that stop verifying partway through.
 
     The first ``tokens`` tokens are samples from the dense policy. Later tokens are samples from the
-    sparse actor. They depend on a cache written by sparse steps, so no verification could make them
-    exact.
+    sparse actor. Verification couldn't make them exact, because they depend on a cache written by
+    sparse steps.
     """
 
     tokens: int
@@ -140,8 +140,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class Standing:
-    """The ranks of a rollout's tokens in the dense model's distributions. The tokens should have
-    been sampled from these distributions. All fields are ``[T]``.
+    """Where a rollout's tokens rank in the dense model's distributions, from which they should have
+    been sampled. All fields are ``[T]``.
 
     Tokens cut by top-k or top-p have ``p`` 0 and ``before`` 1.
     """
@@ -150,7 +150,7 @@ class Standing:
     before: NDArray[np.float64]
     p: NDArray[np.float64]  # the token's own probability
     entropy: NDArray[np.float64]  # entropy of the distribution, in nats
-    # total probability of the common tokens, i.e. of tokens with at least a given probability
+    # total probability of the common tokens: those with at least a given probability
     common: NDArray[np.float64]
     is_common: NDArray[np.bool_]  # whether the token is one of the common tokens
     raw_logprobs: NDArray[np.float64]  # log-probs at temperature 1 and without truncation
@@ -169,6 +169,6 @@ class TopLists:
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
     """Split an array of concatenated responses into one array per response. The first axis of
-    ``flat`` is as long as all responses together.
+    ``flat`` covers the tokens of all responses.
     """
     return np.split(flat, np.cumsum(lengths)[:-1])

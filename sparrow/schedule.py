@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-# a ``top_k`` large enough for any sequence, which makes a bin dense; written as ``"all"`` in JSON
+# a ``top_k`` large enough for any sequence, written as ``"all"`` in JSON. It makes a bin dense
 ALL_PAGES = 2**30
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
@@ -52,7 +52,7 @@ class SparsitySchedule:
     bin_tokens: int = 2000
     page_size: int = 16  # tokens per page
     sink_pages: int = 1  # pages at the start of the sequence that are always kept
-    # pages at the end that are always kept, including a partly filled one
+    # pages at the end of the sequence that are always kept; a partly filled page counts as one
     recent_pages: int = 2
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to all tokens
     # dtype of landmarks (the pages' mean keys): same as the cache, or 8-bit
@@ -133,8 +133,8 @@ class SparsitySchedule:
         return self._mean_over_heads(lambda tokens: tokens, length)
 
     def pages_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Return how many pages a sparse layer reads at ``length``, including a partly filled one.
-        If heads have different budgets, this is the mean, as a float.
+        """Return how many pages a sparse layer reads at ``length``. A partly filled page counts as
+        one. If heads have different budgets, the result is the mean, as a float.
         """
         return self._mean_over_heads(lambda tokens: -(-tokens // self.page_size), length)
 
@@ -185,8 +185,8 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The length in tokens up to which decoding reads the whole cache, rounded down to whole
-        bins. Infinity if decoding always reads the whole cache.
+        """The length in tokens, rounded down to whole bins, up to which decoding reads the whole
+        cache. Infinity if decoding always reads the whole cache.
         """
         last = len(self.top_k) - 1
         least = self.sparse_budget_units.min()  # the head with the smallest budget decides

@@ -96,8 +96,8 @@ def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings. Each value's name is prefixed with the names of the mappings it's
-    in.
+    """Flatten nested mappings. Each value's name is prefixed with the names of the mappings that
+    contain the value.
     """
     values: dict[str, Any] = {}
     for name, value in nested.items():

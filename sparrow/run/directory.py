@@ -60,8 +60,8 @@ class RunConfig:
 
     train: Row  # the resolved settings
     schedule: SparsitySchedule  # the schedule the run was last started with
-    # one entry for each time the run was resumed with different settings: the "step" after which it
-    # was resumed, and the "changed" settings, name -> [before, after]
+    # one entry for each resume with different settings: "step" is the last step before the resume,
+    # and "changed" maps each changed setting's name to [before, after]
     resumed: Sequence[Row] = ()
     # problem count and digest for the training data (``train``) and for each benchmark; None in
     # runs from older versions
@@ -100,7 +100,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class LoggedResponse:
-    """One of the few responses logged at each step, token by token."""
+    """A response logged token by token. Each step logs only a few responses."""
 
     step: int
     problem: str  # the problem's id
@@ -367,8 +367,8 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
     """Yield the objects in a JSON Lines file. Each object comes with its location, such as ``line 3
     of PATH``, for use in messages.
 
-    Every object must have a step. An incomplete last line is skipped, because it is still being
-    written or its writer was killed.
+    Every object must have a step. An incomplete last line is skipped: either the line is still
+    being written, or its writer was killed.
 
     Raises ConfigError if a line is damaged or has no step.
     """

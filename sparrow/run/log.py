@@ -1,9 +1,10 @@
 """Read a run directory during or after the run.
 
-A last line still being written is ignored. Numbers recorded as null, or not at all, are nan.
+A last line still being written is ignored. A number is nan if it was recorded as null or not
+recorded.
 
-Shapes: S steps, E evaluations, N length bins starting at length 0. The value of a bin is nan if no
-    response of the step reached it.
+Shapes: S steps, E evaluations, N length bins starting at length 0. A bin's value is nan if none of
+    the step's responses reached the bin.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class RunLog:
         tables = (
             SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics
         )
-        # A schedule equal to the start schedule gets the start schedule's provenance, which
-        # contains the name of the start schedule.
+        # Give any schedule equal to the start schedule the same provenance, which contains the
+        # start schedule's name.
         schedules = tuple(
             start if table == start else table.replace(provenance={}) for table in tables
         )
@@ -132,8 +133,8 @@ class RunLog:
         return bool((self.train.get("distill") or {}).get("enabled"))
 
     def dense_up_to(self, index: int = -1) -> float:
-        """Return the length up to which samples come from the dense policy at the step with index
-        ``index``. Return infinity if all samples come from the dense policy.
+        """Return the length up to which the dense policy sampled at the step with index ``index``.
+        Return infinity if the dense policy sampled every token.
         """
         row = self.metrics[index]
         if "dense_up_to" in row:
@@ -222,8 +223,8 @@ class RunLog:
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """Return the sparse actor's p5 (lower bound) at each step and in each length bin. The
-        result is float64 [S, N]. If tau is relative, it contains the relative p5.
+        """Return the sparse actor's p5 (lower bound) at each step and in each length bin, as
+        float64 [S, N]. The p5 is relative if tau is relative.
         """
         return self._by_step(attrgetter("lower_bound"))
 

@@ -32,8 +32,8 @@ class Problem:
 
 
 class Task(Protocol):
-    """A source of problems by index. ``problem`` is a pure function of its arguments, so ``(seed,
-    cursor)`` is all that a sampler needs to resume.
+    """A source of problems by index. ``problem`` is a pure function of its arguments, so a sampler
+    can resume from ``(seed, cursor)`` alone.
     """
 
     def problem(self, index: int, seed: int = 0) -> Problem:
@@ -93,8 +93,8 @@ class Mixture:
     """Mixes the problems of several tasks in fixed proportions.
 
     Each block of ``sum(weights)`` problems has the next ``weights[i]`` problems of every
-    ``tasks[i]``, shuffled by seed. Each task's problems come in the same order as if it were used
-    alone.
+    ``tasks[i]``. The seed determines the order of the tasks within a block. Each task's problems
+    come in the same order as if the task were used alone.
 
     Raises ConfigError if there isn't one weight per task, or a weight isn't a positive integer.
     """

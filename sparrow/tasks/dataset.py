@@ -69,8 +69,8 @@ class DatasetTask:
     A row is dropped if its question matches that of an earlier row, ignoring spaces and case. The
     number of dropped rows is logged.
 
-    Raises ConfigError if a row has no question or answer or lacks a column that the verifier needs,
-    if no rows are left, or if there is no verifier for ``format.kind``.
+    Raises ConfigError if a row lacks a question, an answer or a column that the verifier needs.
+    Also raises ConfigError if no rows are left, or if there is no verifier for ``format.kind``.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class DatasetTask:
             return "too long"
         if max_tokens is None:
             return None
-        # Every non-special token covers at least one byte, so this is an upper bound. Most prompts
-        # stay below the limit even by this bound, so they needn't be tokenized.
+        # Every non-special token covers at least one byte, so the byte count is an upper bound.
+        # Most prompts have fewer bytes than the limit and needn't be tokenized.
         most = len(prompt.encode(errors="replace")) + tokens("")
         if prompt.strip() and most <= max_tokens:
             return None

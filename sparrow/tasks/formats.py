@@ -107,8 +107,8 @@ def text_of(row: Row, *names: str) -> str:
 def question_answer(row: Row) -> Question:
     r"""Read a question and its final answer from two fields.
 
-    If there is no answer field, the answer is taken from the solution's ``\boxed{...}``. AIME, AMC,
-    MATH, MATH-500, DeepScaleR, Polaris and most other datasets look like this.
+    If there is no answer field, the answer is taken from the solution's ``\boxed{...}``. Most
+    datasets have this form, including AIME, AMC, MATH, MATH-500, DeepScaleR and Polaris.
     """
     question = text_of(row, "question", "problem", "prompt")
     try:
@@ -150,9 +150,9 @@ def _with_starter(question: str, starter: str | None, reads: bool) -> str:
 def _taco_results(outputs: list[Any], starter: str) -> dict[str, Any]:
     """Read the expected results of calls.
 
-    Many TACO rows wrap each result in a list of length one, without saying so. If the starter code
-    has a return type, it shows whether the results of this row are wrapped. Otherwise, both forms
-    are accepted.
+    Many TACO rows wrap each result in a list of length one, without saying so. A return type in the
+    starter code shows whether the row's results are wrapped. Without a return type, both forms are
+    accepted.
     """
     if not all(isinstance(output, list) and len(output) == 1 for output in outputs):
         return {"outputs": outputs}
@@ -250,11 +250,11 @@ def livecodebench(row: Row) -> Question:
 def _executed(test: str, candidate: bool) -> str:
     """Check that test code actually does something, and return it.
 
-    It must have a statement that runs, a test function, a test class or, if the tests take a
-    ``candidate``, a ``check`` function.
+    The code must have a statement that runs, a test function or a test class. If the tests take a
+    ``candidate``, a ``check`` function is also enough.
 
-    Raises ValueError if the test code does not compile, or does nothing, so that every program
-    would pass.
+    Raises ValueError if the test code does not compile. Also raises ValueError if the test code
+    does nothing, because every program would then pass.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # such as warnings about the escape \d
@@ -301,8 +301,8 @@ def humaneval(row: Row) -> Question:
 
 
 def mbpp(row: Row) -> Question:
-    """Read a row of MBPP, of its sanitized version, or of MBPP+. Each question is a sentence. As
-    usual for these datasets, the prompt also shows the assertions in ``test_list``.
+    """Read a row of MBPP, of its sanitized version, or of MBPP+. The question is a single sentence.
+    The prompt also shows the assertions in ``test_list``, as is usual for these datasets.
     """
     question = text_of(row, "text", "prompt")
     assertions = row.get("test_list")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNREAD = 0.5
-"""Prompts are rejected if the tokenizer can't read this share of their characters, because the
-model wouldn't see the questions.
+"""Prompts are rejected if at least this share of their characters is unreadable. The model wouldn't
+see the questions.
 """
 NOTABLE = 0.01  # log a warning if the tokenizer can't read this share of the characters
 _PROBE = "7 + 5"  # a question for testing a chat template
@@ -162,8 +162,8 @@ def chat_template(
     """Return a function that renders a question for the tokenizer's model, or None if it is not a
     chat model.
 
-    Raises ConfigError if chat settings are given but the tokenizer has no template, or if
-    ``ChatTemplate`` raises it.
+    Raises ConfigError if chat settings are given but the tokenizer has no template, or in the same
+    cases as ``ChatTemplate``.
     """
     if tokenizer.chat_template or config.template is not None:
         return ChatTemplate(tokenizer, config)
@@ -191,8 +191,8 @@ def prompt_of(problem: Problem) -> Prompt:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool = False) -> list[int]:
     """Encode a prompt with the tokenizer, including special tokens such as BOS.
 
-    Special tokens aren't added if the text already has them, either because a chat template
-    ``rendered`` it or because it starts with BOS.
+    Special tokens aren't added to a text that already has them. A text has them if a chat template
+    ``rendered`` it, or if it starts with BOS.
 
     Raises ConfigError if the tokenizer appends EOS to prompts.
     """
@@ -240,8 +240,8 @@ def unread(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
     """
     unknown = tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        # Byte-level tokenizers reuse another special token as the unknown token, but can encode any
-        # text.
+        # Byte-level tokenizers can encode any text. As the unknown token, they reuse another
+        # special token.
         unknown = None
     if not tokenizer.is_fast:
         ids = tokenizer(text, add_special_tokens=False).input_ids

@@ -11,8 +11,8 @@ each line, it quotes the operands' values and writes the result, in about ten to
      mi + 9 -> go        mi + 9 thus mi 2, then go 1
                         answer: 1
 
-Every value is used exactly once, so the program is an expression tree in random order, and one
-wrong value makes the answer wrong. Arithmetic is modulo 10.
+Every value is used exactly once. The program is therefore an expression tree in random order, and
+one wrong value makes the answer wrong. Arithmetic is modulo 10.
 
 As in natural text, two kinds of tokens depend on distant context. Quoted values have to be looked
 up, and come out wrong if the model reads too little. Linking words (such as *then* and *thus*) are
@@ -64,8 +64,8 @@ class Trace(Settings):
 
         for lines_left in range(self.lines, 0, -1):
             if not names:
-                # A program with more lines than there are names reuses names, except those of
-                # values still waiting to be used.
+                # A program with more lines than names uses names again, but never the name of a
+                # value that is still waiting to be used.
                 free = [name for name in NAMES if name not in waiting]
                 names = rng.sample(free, len(free))
             name = names.pop()

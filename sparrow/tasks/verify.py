@@ -14,7 +14,7 @@ from typing import Any
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-# largest reward allowed, in absolute value; with larger rewards, the spread within a group would be
+# largest absolute value of a reward; a larger reward would make the spread within its group
 # meaningless
 LARGEST_REWARD = 1e6
 TIME_LIMIT = 300.0  # seconds without a verdict before a verifier is assumed to hang
@@ -29,8 +29,8 @@ def verify_all(
 ) -> list[float]:
     """Return each response's reward.
 
-    The time limit applies to the wait for the next verdict, not to each verifier. A verifier may
-    itself have to wait for a CPU.
+    The time limit applies to the wait for the next verdict, not to each verifier, because a
+    verifier may have to wait for a CPU.
 
     Raises RewardError if a verifier raised an error, returned something other than a finite number,
     or exceeded the time limit.
@@ -72,8 +72,8 @@ def verify_all(
 def verify(problem: Problem, text: str) -> float:
     """Return the reward of one response.
 
-    Raises RewardError if the verifier raised an error, or didn't return a number of at most
-    ``LARGEST_REWARD`` in absolute value.
+    Raises RewardError if the verifier raised an error, returned something other than a finite
+    number, or returned a number whose absolute value exceeds ``LARGEST_REWARD``.
     """
     verifier = f"the verifier of problem {problem.id!r}"
     try:

@@ -1,8 +1,8 @@
 """The synthetic task's vocabulary, its tokenizer (under 200 tokens, one per word), and functions
 that find answers in responses.
 
-As in most subword vocabularies, words include their leading space, so decoding tokens one by one
-and joining them restores the original text.
+As in most subword vocabularies, a word includes its leading space. To restore the original text,
+decode tokens one by one and join them.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class Collector:
     def collect(self, cursor: int) -> Experience:
         """Collect one step's experience, drawing problems from index ``cursor`` on.
 
-        A group with all-equal rewards has zero advantages and teaches nothing. In up to
-        ``resample`` rounds, such groups are replaced with groups for new problems (dynamic
-        sampling: DAPO, arXiv 2503.14476, section 3.2).
+        A group with all-equal rewards has zero advantages and teaches nothing. Such groups are
+        replaced with groups for new problems, in up to ``resample`` rounds (dynamic sampling: DAPO,
+        arXiv 2503.14476, section 3.2).
 
         Raises RewardError if a verifier failed. Raises TaskError if the task did not return a
         problem. Raises ConfigError if the engine cannot use a prompt.

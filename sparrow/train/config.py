@@ -82,8 +82,8 @@ class LossConfig(Settings):
     # batch. dr_grpo: sum over tokens, divided by the number of sequences times the maximum response
     # length.
     normalization: Normalization = "dapo"
-    # Dual clip: upper bound on the ratio where the advantage is negative, usually 3. If unset, that
-    # ratio is not bounded.
+    # Dual clip: upper bound on the ratio of tokens with a negative advantage, usually 3. If unset,
+    # these ratios are not bounded.
     clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
     # Weight of KL(pi_theta || reference), where the reference is the model at the start of the run.
     beta: NotNegative = 0.0
@@ -100,9 +100,9 @@ class ModeOptions(Settings):
     # dense: every step reads the whole cache. lossy: steps read only the pages that the schedule
     # selects, so samples follow the sparse actor. lossless: sparse steps draft tokens and a dense
     # step verifies them, so samples follow the dense policy; no schedule is needed. auto (only in
-    # sparrow train with the engine hf): lossless up to a length that the run determines, and lossy
-    # at greater lengths, where p5 stays at tau and lossy is faster. Drafts use the same schedule.
-    # Defaults to lossy with a schedule, and to dense without one.
+    # sparrow train with the engine hf): lossless up to a certain length, lossy beyond it. The run
+    # finds the length beyond which p5 stays at tau and lossy is faster. Drafts use the same
+    # schedule. Defaults to lossy with a schedule, and to dense without one.
     mode: Mode | None = None
     # Lossless: the schedule for drafts, in the same form as --schedule. Defaults to 64 pages in
     # every layer at any length.
@@ -113,9 +113,9 @@ class ModeOptions(Settings):
 class DecodingOptions(LosslessSettings, ModeOptions):
     """How an engine decodes."""
 
-    # Lossless in vLLM: a second schedule. In one of every meter_every cycles, its acceptance is
-    # measured on the first draft, without changing the samples. This is the acceptance with which a
-    # lossy run under this schedule would start.
+    # Lossless in vLLM: a second schedule to measure. One in every meter_every cycles measures its
+    # acceptance on the first draft, without changing the samples. A lossy run under this schedule
+    # would start with this acceptance.
     meter_schedule: str | None = None
 
     def decoding(self, schedule: str | None) -> Decoding:
@@ -220,8 +220,8 @@ class RolloutConfig(DecodingOptions):
     temperature: Positive = 1.0  # Softmax temperature of both actor and policy.
     # Number of likeliest tokens to record at each position, for bounds on the acceptance rate.
     top_n: Count = 20
-    # Maximum number of rounds in which to replace prompts whose responses all have the same reward.
-    # Such prompts are kept if they remain after the last round.
+    # Maximum number of rounds that replace prompts whose responses all have the same reward.
+    # Prompts that remain after the last round are kept.
     resample: CountOrZero = 0
 
 
@@ -294,8 +294,8 @@ class DistillConfig(Settings):
     # Add the policy loss on the sparse log-probs; without it, the adapter is trained with the KL
     # alone.
     policy_loss: bool = True
-    # Share of the responses to train on, starting with those that have the lowest p5 of acceptance.
-    # A smaller share costs less.
+    # Share of the responses to train on: the ones with the lowest p5 of acceptance. A smaller share
+    # costs less.
     responses: Share = 0.5
     adapter: str | None = None  # Folder of a PEFT adapter to start from.
 
@@ -308,7 +308,7 @@ class DistillConfig(Settings):
 
 @dataclass(frozen=True)
 class EvalConfig(Settings):
-    """Evaluation of the dense policy on held-out problems during training, as in sparrow eval."""
+    """Evaluation of the dense policy on held-out problems during training (see sparrow eval)."""
 
     # Steps between evaluations, which also take place before step 1 and after the last step. If
     # unset, the policy is never evaluated.
@@ -354,8 +354,8 @@ class GuardConfig(Settings):
     # warn: log a warning. raise: read 1.5 times as many pages in the affected length bins. stop:
     # save a checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
-    # Lowest acceptable p5 (relative to its ceiling if relative-tau is set) in length bins that
-    # enough responses reach. Defaults to 0.02 below tau.
+    # Lowest acceptable p5 in length bins that enough responses reach; relative to its ceiling if
+    # relative-tau is set. Defaults to 0.02 below tau.
     threshold: BelowOne | None = None
     patience: Count = 3  # Consecutive steps with a warning sign before the guard acts.
 
@@ -374,8 +374,8 @@ class TrainConfig(Settings):
     # Target for the measured 5th percentile of acceptance (p5) in every length bin. Defaults to
     # 0.86 unless relative-tau is set.
     tau: Probability | None = None
-    # Instead of tau: target for p5 relative to its ceiling, which is the p5 of dense rollouts with
-    # the same engine and top_n (docs/calibration.md).
+    # Target for p5 relative to its ceiling, in place of tau. The ceiling is the p5 of dense
+    # rollouts with the same engine and top_n (docs/calibration.md).
     relative_tau: Probability | None = None
     # Acceptance is reported by sequence length, in bins of this many tokens. Defaults to the
     # schedule's bin width.

@@ -9,7 +9,8 @@ and builds a `Correction`, whose weights multiply the token losses. The weights 
 float64, so the product of 32K ratios neither overflows nor loses precision.
 
 Masked-out tokens have weight 0 but still count in the denominator of the loss, as in IcePop,
-Sparse-RL and M2PO. So masking a token doesn't change any other token's share of the gradient.
+Sparse-RL and M2PO. Masking a token therefore doesn't change any other token's share of the
+gradient.
 
 Metrics are computed over response tokens, or over sequences with a response. r is the ratio p/q,
 and w is the weight, which is 0 for masked-out tokens:
@@ -89,8 +90,8 @@ def _effective_sample_size(log_w: Tensor) -> Tensor:
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Three [B, T] tensors: the weights (only used for kept tokens), the mask of kept tokens, and which
-weights were cut to the cap.
+"""Three [B, T] tensors: the weights (only used for kept tokens), the mask of kept tokens, and the
+mask of weights that were cut to the cap.
 """
 
 
@@ -145,10 +146,9 @@ def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts
 
 
 def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Drop a sequence if the ratio xi = p/q of any of its tokens is below reject_below: the actor
-    wrote something there that the policy never would. In the remaining sequences, mask out tokens
-    outside the band. The other tokens have weight xi, so no weight exceeds the upper end of the
-    band.
+    """Drop a sequence if it has a token whose ratio xi = p/q is below reject_below, because the
+    policy would never have written that token. In the remaining sequences, mask out tokens outside
+    the band. The other tokens have weight xi, so no weight exceeds the upper end of the band.
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
@@ -186,9 +186,9 @@ def obrs(
     z_BT [B, T] contains Z. If lambda = 1, Z is the acceptance rate that sparrow.mismatch measures.
     uniform_BT [B, T] contains one random number from [0, 1) per token, so that the result depends
     only on the arguments. Without the cap, sum_v q a w f = Z E_p[f] for any function f of the
-    token. Dividing the loss by the number of kept tokens (with Correction.mask_BT as its mask)
-    therefore estimates E_p[f], whereas dividing it by the number of response tokens scales each
-    position by its Z.
+    token. The loss therefore estimates E_p[f] if it is divided by the number of kept tokens (with
+    Correction.mask_BT as its mask). If it were divided by the number of response tokens, each
+    position would be scaled by its Z.
 
     Source: Jackpot, arXiv 2602.06107. Its objective also truncates the weight, as cap does here.
 

@@ -1,5 +1,5 @@
 """A dial between lossless and lossy decoding. It finds the length beyond which verification can be
-skipped: acceptance is high enough in the tail, and skipping verification saves time.
+skipped, because acceptance is high enough in the tail and skipping saves time.
 
 Length bins below that length are lossless, and bins above it are lossy. A lossless bin turns lossy
 once its drafts' p5 is high enough, and back to lossless if its unverified tokens' p5 turns out too
@@ -80,8 +80,9 @@ class Dial:
         """Decide where verification ends in the next rollouts, based on the latest rollouts.
 
         Args:
-            drafts: the tail of draft acceptance by length bin, with its ceiling if known.
-            own: the tail of the unverified tokens' acceptance, in the same bins.
+            drafts: the measured p5 of draft acceptance in each length bin, and its ceiling if
+                known.
+            own: the measured p5 of the unverified tokens' acceptance, in the same bins.
 
         Returns:
             The measured bins, shortest first, each with its verdict.
@@ -168,15 +169,17 @@ class Dial:
     def _as_scored(self, drafts: float, ceiling: float) -> float:
         """Convert the drafts' p5 from verification to the p5 that the trainer would measure.
 
-        In verification, both distributions come from the same program, so the ceiling is 1. In the
-        trainer, the ceiling is ``ceiling``.
+        In verification, both distributions come from the same program, so the ceiling is 1. The
+        trainer's ceiling is ``ceiling``.
         """
         if self._tau.relative or isnan(ceiling):
             return drafts
         return Tau(drafts, relative=True).level(ceiling)
 
     def _priced(self, b: BinMismatch) -> tuple[float, float]:
-        """Predict the seconds per lossless token, and the speed-up of lossy over lossless."""
+        """Predict the seconds per token of lossless decoding, and how many times as fast lossy
+        decoding is.
+        """
         lossless_s, lossy_s = self._price((b.start + b.end) // 2, b.mean)
         return lossless_s, lossless_s / lossy_s
 
@@ -197,8 +200,8 @@ class Dial:
 
 
 def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
-    """Predict the speed-up of a rollout over a fully lossless one. ``tokens`` maps the start of
-    each bin to the number of tokens sampled in it.
+    """Predict how many times as fast a rollout is as a fully lossless rollout. ``tokens`` maps the
+    start of each bin to the number of tokens sampled in that bin.
     """
     lossless_s = [tokens.get(b.start, 0) * b.lossless_s for b in bins]
     speedups = [b.speedup if b.mode == "lossy" else 1.0 for b in bins]

@@ -50,8 +50,9 @@ class Adapter:
         config: the adapter's settings.
         schedule: the actor's schedule.
 
-    Raises ConfigError if the schedule is dense and leaves nothing to distil, if the model lacks the
-    target layers, or if the adapter to start from can't be read or belongs to a different model.
+    Raises ConfigError if the schedule is dense and leaves nothing to distil, or if the model lacks
+    the target layers. Also raises ConfigError if the adapter to start from can't be read or belongs
+    to a different model.
     """
 
     def __init__(
@@ -138,11 +139,11 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Sample a few base weights (float32) from each adapted layer. They are saved with the
-        adapter, so that it can later be matched to its base model.
+        """Sample a few base weights (float32) from each adapted layer. The sample is saved with the
+        adapter, so that the adapter can later be matched to its base model.
 
-        Training only rotates this vector by a few degrees, while the vector of an unrelated model
-        is nearly orthogonal to it.
+        Training rotates the sample, taken as a vector, by only a few degrees. The sample from an
+        unrelated model is nearly orthogonal to it.
         """
 
         def sixteen(weight: Tensor) -> Tensor:
@@ -224,8 +225,8 @@ class Distiller:
             "lr": config.distill.learning_rate,
             "weight_decay": 0.0,
         }
-        # Context in which theta and phi are both trainable, as needed to load a sharded optimiser
-        # state.
+        # Context in which theta and phi are both trainable. Loading a sharded optimiser state needs
+        # this.
         self.everything_trains = partial(switched, model, True)
         self.actor_weights = partial(merged_weights, model)
         self.policy_weights = partial(base_weights, model)
@@ -257,9 +258,9 @@ class Distiller:
     ) -> dict[str, float]:
         """Take one optimiser step on phi with the current rollouts, with theta frozen.
 
-        The loss is the clipped policy loss on the sparse log-probs (the old policy being the actor
-        at sampling time), plus ``kl_coef`` times the mean KL(dense || sparse). The KL covers all
-        tokens of the worst responses. The policy loss covers only those tokens that are also in
+        The loss is the clipped policy loss on the sparse log-probs, plus ``kl_coef`` times the mean
+        KL(dense || sparse). The old policy is the actor at sampling time. The KL covers all tokens
+        of the worst responses. The policy loss covers only those tokens that are also in
         ``trains_BT``.
         """
         distill = self.config.distill

@@ -87,8 +87,8 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """Return the step with the best mean@k averaged over benchmarks (the earliest, on a tie), or
-    None if nothing was evaluated.
+    """Return the step with the best mean@k, averaged over benchmarks; the earliest if several tie.
+    Return None if nothing was evaluated.
     """
 
     def mean(row: Row) -> Any:

@@ -33,7 +33,9 @@ class Group:
 
 @dataclass
 class Experience:
-    """The data of one training step. In the fields up to ``groups``, entry i belongs to response i."""
+    """The data of one training step. Entry i of each field from ``problems`` to ``groups`` belongs
+    to response i.
+    """
 
     problems: list[Problem]  # each response's problem
     rollouts: list[Rollout]  # the responses

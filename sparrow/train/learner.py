@@ -190,8 +190,8 @@ class Learner:
     def _score(
         self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule
     ) -> tuple[Any, ...]:
-        """Score each response: log-probs of its tokens and of the top tokens, summed entropy, and
-        acceptance.
+        """Compute each response's scores: its tokens' log-probs, the top tokens' log-probs, its
+        summed entropy and its acceptance.
         """
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
@@ -276,7 +276,7 @@ class Learner:
                 rows, experience.lengths, config.optimizer.token_budget
             )
             # Normalise each loss by the number of tokens it sums over. The KL sums over all tokens,
-            # and the policy loss only over those in responses being trained on.
+            # and the policy loss only over tokens of the responses being trained on.
             policy_normalizers, all_normalizers = (
                 count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
                 for mask_BT in (trains_BT, assessment.mask_BT)
@@ -383,9 +383,9 @@ class Learner:
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Context in which layers checkpoint their activations.
 
-    In transformers, a layer only checkpoints its activations in training mode, and in training mode
-    it can't decode with a cache. Training mode is therefore set only inside the context. It is set
-    only on these layers, because it would turn on dropout in the rest of the model.
+    A transformers layer checkpoints its activations only in training mode. In that mode, it can't
+    decode with a cache. Training mode is therefore set only inside the context. It is set only on
+    these layers, because it would turn on dropout in the rest of the model.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

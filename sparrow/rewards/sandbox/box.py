@@ -28,7 +28,7 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
-# seconds a sandbox gets to start; generous, in case the machine is busy
+# seconds to wait for a sandbox to start; generous, in case the machine is busy
 _START_S = 60.0
 # attempts at starting a sandbox, in case the machine is briefly out of processes or memory
 _STARTS = 4
@@ -110,9 +110,8 @@ def _announce(held: Held) -> None:
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """Check that the requested isolation works on this machine, and return its name. For ``auto``,
-    this is bubblewrap. The first call for each isolation logs how programs are confined and
-    limited.
+    """Check that the requested isolation works on this machine, and return its name. ``auto`` means
+    bubblewrap. The first call for each isolation logs how programs are confined and limited.
 
     Raises RewardError if the isolation does not work here. Raises ValueError if there is no such
     isolation.

@@ -72,9 +72,8 @@ class Child:
         os.set_blocking(self._input, False)
         self._unread = bytearray()
         self._unsent = memoryview(b"")
-        # Results of the last check of the child's processes: the CPU time they had used, and how
-        # long each of their threads and this thread had waited for a CPU. The last field is the
-        # time since that check.
+        # Results of the last check of the child's processes: their CPU time, each thread's wait for
+        # a CPU, and this thread's own wait for a CPU. The last field is the time since that check.
         self._seen: float | None = None
         self._queued: dict[int, float] = {}
         self._queued_here_s = 0.0
@@ -98,8 +97,8 @@ class Child:
                 raise self._ended() from error
 
     def send_within(self, message: Mapping[str, Any], time_limit: OwnTime) -> None:
-        """Send an object to a program. The program's own time counts until the program has read the
-        whole object.
+        """Send an object to a program. The program's own time counts against ``time_limit`` while
+        it reads the object.
 
         Raises the same errors as ``receive_within``.
         """
@@ -161,8 +160,8 @@ class Child:
     def _count(self, began: float, time_limit: OwnTime, late: bool) -> None:
         """Count the time since ``began``.
 
-        At first, all of this time counts as the program's own. Once enough time has accumulated, in
-        one long wait or many short ones, we check how long the processes waited for a CPU.
+        At first, all of this time counts as the program's own. Once enough time has accumulated, we
+        check how long the processes waited for a CPU, and correct the count.
         """
         waited_s = time.monotonic() - began
         time_limit.spent_s += waited_s

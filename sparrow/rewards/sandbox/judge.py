@@ -5,9 +5,9 @@ kinds:
 
 - ``{"inputs": [...], "outputs": [...]}``: the standard input and the expected standard output of
   each test.
-- The same with ``"fn_name"``: each input is a list of arguments, and each output the expected
-  result, both as JSON values. ``"alternatives"`` contains other acceptable lists of outputs. A
-  program passes if its results match the same list in all tests.
+- The same with ``"fn_name"``, the name of the function to call. Each input is a list of arguments,
+  and each output is the expected result. Both are JSON values. ``"alternatives"`` contains other
+  acceptable lists of outputs. A program passes if its results match the same list in all tests.
 - ``{"test": code, "setup": code, "entry_point": name}``: test code with assertions, as in HumanEval
   and MBPP. ``setup`` runs before the test code. If there is an ``entry_point``, the test code's
   function ``check`` is called with the program's function of that name.
@@ -16,10 +16,10 @@ All three kinds can have a ``"prelude"``: code to run before the program, such a
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds, this process compares the
 outputs, and the expected outputs never enter the sandbox. For assertions, the test code runs in
-another sandbox and calls the program from there (see ``sandbox.inside.exchange``), so objects of a
-program's own classes can be used but not compared (see ``sandbox.inside.remote``). A program passes
-only if it loads and a test has called it or read one of its names. Time limits apply to the
-program's own time (see ``OwnTime``).
+another sandbox and calls the program from there (see ``sandbox.inside.exchange``). Objects of a
+program's own classes can therefore be used but not compared (see ``sandbox.inside.remote``). A
+program passes only if it loads, and if a test has called it or read one of its names. Time limits
+apply to the program's own time (see ``OwnTime``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _PLAIN_DECIMAL = re.compile(
 )
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
-"""The sandbox enforces a test's limits itself; we wait this many seconds longer."""
+"""Seconds to wait beyond a test's limits, which the sandbox itself enforces."""
 _ROOM_BYTES = 1 << 16
 _ROOM_TIMES = 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output, plus
@@ -107,7 +107,7 @@ class Judgement:
 
     @property
     def passed(self) -> bool:
-        """Whether the program passed all tests, and there was at least one."""
+        """Whether there was at least one test and the program passed them all."""
         return self.tests > 0 and self.verdicts == ("pass",) * self.tests
 
 
@@ -134,9 +134,9 @@ def _close(actual: float, expected: float) -> bool:
 def same_output(actual: str, expected: str) -> bool:
     """Compare two outputs line by line and word by word, ignoring spaces.
 
-    Two words are compared as numbers if the expected word is a number in plain form. For example,
-    ``0011`` is not in plain form. Whole numbers must be equal and must not have an exponent;
-    decimals are compared within a tolerance.
+    Two words are compared as numbers if the expected word is a number in plain form (``11``, but
+    not ``0011``). Whole numbers must be equal and must not have an exponent. Decimals are compared
+    within a tolerance.
     """
     # Go one word at a time: for hostile output, a list of words could take a hundred times as much
     # memory as the output itself.
@@ -284,8 +284,8 @@ class _Run:
             yield time_limit
         except ChildTimeoutError:
             # A program that gets too little CPU is stopped before its own time is up. If its limit
-            # was all the time left for the tests, count the whole limit as spent. Otherwise, the
-            # next test would still get the rest.
+            # was all the time left for the tests, count the whole limit as spent, or the next test
+            # would still get the rest.
             if left_s <= limit_s:
                 time_limit.spent_s = left_s
             raise
@@ -332,7 +332,7 @@ class _Run:
         return self._feed(box, given, expected)
 
     def _most(self, expected: str) -> int:
-        """Return the size in bytes beyond which a reply can't be correct. Longer replies aren't
+        """Return the largest size in bytes that a correct reply can have. Longer replies aren't
         read, because malloc wouldn't give the memory back.
         """
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))

@@ -61,8 +61,8 @@ _F_SETFL = 4
 # Allowed: checking for a terminal, reading its size, counting the readable bytes, and setting
 # non-blocking mode and close-on-exec.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-# Allowed: naming threads and mappings, huge pages, timers, and reading settings, but nothing that
-# would let the program outlive its parent.
+# Allowed: naming threads and mappings, using huge pages, setting timers, and reading settings. None
+# of these lets the program outlive its parent.
 _PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
 
 _DENIED: dict[str, tuple[int | None, int | None]] = {

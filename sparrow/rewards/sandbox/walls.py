@@ -47,8 +47,8 @@ class Wall:
     def counted_by_kernel(self) -> bool:
         """Whether the kernel can limit a program's task count without counting anyone else's tasks.
 
-        This is the case if the sandbox has a user id of its own. Since Linux 5.14, it is also the
-        case in a user namespace that was not created by root.
+        The kernel can do this if the sandbox has a user id of its own. Since Linux 5.14, it can
+        also do this in a user namespace that was not created by root.
         """
         if self.own_user:
             return True
@@ -92,11 +92,11 @@ _MOVED = "/sandbox/python"
 
 @cache
 def _moved() -> str | None:
-    """Return the path of the virtual environment if it is in one of ``_OWN_FOLDERS`` and can be
-    mounted elsewhere, so that its location is hidden from programs. Return None if the environment
-    stays in place.
+    """Return the path of the virtual environment if it will be mounted elsewhere, which hides its
+    location from programs. Return None if the environment stays in place.
 
-    The base Python can't be mounted elsewhere, because the environment's files contain its path.
+    The environment is mounted elsewhere if it is in one of ``_OWN_FOLDERS`` and its base Python is
+    not. The base Python must stay in place, because the environment's files contain its path.
     """
 
     def hidden(path: object) -> bool:
@@ -207,9 +207,9 @@ def _python(folder: str, executable: str) -> list[str]:
     """Return the Python command that runs the package ``inside`` from ``folder``. The command then
     removes the folder from the import path, so that the program can't import from it.
     """
-    # Skipping installed packages' .pth files (from editable installs, for example) cuts Python's
-    # startup time to a third. Imports create no garbage, so turning off garbage collection
-    # meanwhile saves another 5 % of the harness's time.
+    # Python starts in a third of the time without installed packages' .pth files, such as those of
+    # editable installs. Garbage collection is off during imports, which create no garbage. This
+    # saves another 5 % of the harness's time.
     start = "import gc, sys, site; gc.disable(); site.addpackage = lambda *_: None; site.main(); "
     start += (
         f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"

@@ -41,9 +41,9 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """Find a function under test that shadows a built-in such as ``sum``. If the tests use no name
-    that only the program could define, the built-in that they call must be the program's function.
-    Return a set with the name of that function, or an empty set if there is no such function.
+    """Find a function under test that shadows a built-in such as ``sum``. If every name in the
+    tests is a built-in or already defined, the built-in that the tests call must be the program's
+    function. Return a set with that function's name, or an empty set if there is no such function.
 
     Raises ValueError if the tests call several built-ins, because any of them could be the function
     under test.
@@ -114,7 +114,7 @@ def run_tests(exchange: Exchange, request: Mapping[str, Any]) -> None:
     """Run the setup and the test code, then any test functions and classes they define but don't
     call.
 
-    Raises the first exception from a test, RemoteError if the program can't be loaded, or
+    Raises the first exception from a test. Raises RemoteError if the program can't be loaded, or
     ValueError if no test has called the program or read any of its names.
     """
     setup = request["setup"]

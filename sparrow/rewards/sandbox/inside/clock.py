@@ -1,9 +1,8 @@
 """Measure a program's own time: the time it spends running or sleeping, but not waiting for a CPU.
 A program's time limits apply to its own time.
 
-Linux reports how long a thread has waited for a CPU. Where the kernel doesn't report this, a
-program that gets less than a twentieth of a CPU is assumed to be asleep unless it's known to be
-runnable.
+Linux can report how long a thread has waited for a CPU. Without this report, a program that gets
+less than a twentieth of a CPU is assumed to be asleep, unless it's known to be runnable.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class OwnTime:
         runnable: bool = False,
         queued_s: float | None = None,
     ) -> None:
-        """Count the time between two checks, ``waited_s`` seconds of wall-clock time. The program
-        ran for ``ran_s`` of these seconds. If known, ``queued_s`` is how long the program waited
-        for a CPU.
+        """Count the ``waited_s`` seconds of wall-clock time between two checks. The program ran for
+        ``ran_s`` of them. If known, ``queued_s`` is how long the program waited for a CPU.
 
         A ``runnable`` program would run if it got a CPU, so it isn't asleep.
         """

@@ -1,5 +1,5 @@
-"""Permanently confine a program's process: resource limits, Landlock, a system call filter, and no
-capabilities.
+"""Permanently confine a program's process with resource limits, Landlock and a system call filter,
+and drop its capabilities.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NO_NEW_PRIVS = 38
 _SECCOMP = 22
 _DUMPABLE = 4
 _DEATH_SIGNAL = 1
-# The kernel leaves a gap of 128 MiB, within which the main thread's stack can always grow to this
-# size.
+# The kernel always leaves a gap of 128 MiB for the main thread's stack, so the stack can grow to
+# ``_STACK_BYTES``.
 _STACK_BYTES = 112 << 20
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522

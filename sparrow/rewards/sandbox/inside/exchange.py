@@ -134,8 +134,8 @@ class Exchange:
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Any] = {}
         self._failed: dict[int, BaseException] = {}
-        # Mutable parts that this side has read from the other side's objects, with the contents
-        # they had at the time. The keys are the object, the kind of part and its name.
+        # Mutable parts that this side has read from the other side's objects, and their contents
+        # when they were read. Each key names the object, the kind of part and the part.
         self._borrowed: dict[str, tuple[list[Any], Any, Any]] = {}
 
     def call(
@@ -441,8 +441,8 @@ class Exchange:
         return self._remotes[number]
 
     def _like(self, number: int, base: str, content: Any) -> Any:
-        """Return an up-to-date copy of an object on the other side. The object's class extends a
-        container.
+        """Create or update the copy of an object on the other side, and return the copy. The object
+        is an instance of a container subclass, such as a named tuple.
         """
         value = self._unpack(content)
         copy = self._remotes.get(number)

@@ -1,8 +1,8 @@
 """The two modes that run the program being judged. One mode runs the program once per test, on the
 test's standard input. The other mode loads the program once and then calls its functions.
 
-This process never sees the expected outputs, so a program gains nothing by taking it over. The
-program can still report only what it computed.
+This process never sees the expected outputs. A program that takes over this process gains nothing,
+because it can still report only what it computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-# tests see at most this many characters printed by a called function
+# tests see at most this many of the characters that a called function prints
 _PRINTED_CHARS = 1 << 16
 _LOOK_S = 0.1  # seconds between checks of a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
@@ -121,7 +121,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 def finish(*sources: str) -> NoReturn:
     """Run source code as a complete program, then exit as the interpreter would.
 
-    Skip the interpreter's own shutdown. It would free all objects, and that would copy every memory
+    The interpreter's own shutdown is skipped, because freeing all objects would copy every memory
     page shared with the parent.
     """
     import atexit
@@ -183,8 +183,8 @@ def reap(
     own.
 
     ``wall_s`` limits the time that the process spends running and sleeping. Waiting for a CPU
-    doesn't count, unless the process gets less than a twentieth of a CPU and is therefore assumed
-    to be asleep (see ``OwnTime``).
+    doesn't count. A process that gets less than a twentieth of a CPU is assumed to be asleep (see
+    ``OwnTime``).
     """
     why: str | None = None
     looking = False

@@ -2,9 +2,9 @@
 which sends back the result.
 
 On the tests' side (``strict``), the program must not be able to influence an assertion. Its objects
-never decide comparisons, never get to see the tests' operands in arithmetic, can't suppress
-exceptions, and can be read by index or by iteration, but not both. Anything that would break these
-rules is refused.
+never decide comparisons, never see the tests' operands in arithmetic, and can't suppress
+exceptions. An object can be read by index or by iteration, but not both. Anything that would break
+these rules is refused.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Remote:
             "_identity": key if identity is None else identity,
             "_owner": None,  # the ``Like`` that this is a method of, if any
             "_way": None,  # how the object was read: by index or by iteration
-            # the exchange's ``changes`` when the values below were read
+            # the value of the exchange's ``changes`` when the values below were read
             "_read_at": -1,
             "_items": [],
             "_parts": {},

@@ -67,8 +67,8 @@ class Watch:
             except FileNotFoundError:  # the program has just removed the folder
                 continue
             except OSError as error:
-                # The path is too long for any system call, or not even its creator can list the
-                # folder.
+                # The path is too long for any system call, or not even the folder's owner can list
+                # the folder.
                 return f"made a folder that cannot be read: {error.strerror}"
         most = self._limits["files_bytes"]
         return f"wrote more than {most} bytes of files" if size > most else None

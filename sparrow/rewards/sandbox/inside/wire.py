@@ -117,7 +117,7 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Read an object from a possibly hostile line of JSON, after checking how expensive that is.
+    """Check that a possibly hostile line of JSON is cheap to read, then read the object in it.
 
     Raises ValueError if the line is not JSON or not an object, has too many values, containers,
     strings or digits, or is nested too deeply.
