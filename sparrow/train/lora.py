@@ -1,5 +1,5 @@
-"""LoRA layers that compute with the same merged weights as the engine, and a policy that only
-trains its LoRA.
+"""LoRA layers that use the same merged weights as the engine, and a policy in which only the LoRA
+is trained.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class MergedLinear(Linear):
     weight.
 
     The engine gets the same merged weight. PEFT's own forward pass adds the LoRA as a separate
-    term, which takes a tenth of the update time. We fall back to PEFT's forward pass only where
-    theta is below float32 precision, as in shards, because merging would lose changes smaller than
-    theta's last bit.
+    term, which takes a tenth of the update time. PEFT's forward pass runs only if theta has less
+    than float32 precision, as in shards. Merging would then lose changes smaller than theta's last
+    bit.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def check_lora(
 ) -> None:
     """Check that a LoRA fits the model. ``setting`` is the command-line name of its rank.
 
-    Raises ConfigError if a name matches no linear layer, or the rank exceeds the largest possible
-    rank of these layers' weight matrices.
+    Raises ConfigError if a name matches no linear layer, or if none of the layers' weight matrices
+    can have so high a rank.
     """
     # the head may be tied to the embeddings, which cannot have a LoRA
     head = model.get_output_embeddings()
@@ -154,7 +154,7 @@ def layers(model: PreTrainedModel) -> list[MergedLinear]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return theta, under the parameter names the model has without the LoRA."""
+    """Return theta, keyed by the parameter names of the model without the LoRA."""
     parameters = model.named_parameters()
     return {
         name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name
@@ -186,7 +186,7 @@ def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
 
 
 class PolicyLora:
-    """The policy's LoRA. It is the only part that trains, and it is always active except in
+    """The policy's LoRA, the only part of the policy that trains. It is active except inside
     ``taken_off``.
 
     Raises ConfigError: see ``inject``.
@@ -202,7 +202,7 @@ class PolicyLora:
         return merged_weights(self.model)
 
     def taken_off(self) -> contextlib.AbstractContextManager[None]:
-        """Open a context that turns the LoRA off, so the model is as it was at the start of the
-        run.
+        """Turn the LoRA off inside the context. The model is then the one that the run started
+        from.
         """
         return switched(self.model, False)

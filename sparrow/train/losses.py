@@ -78,11 +78,11 @@ def policy_loss(
     mask_BT bool [B, T]: the tokens counted by the loss and the normalizers. These are all tokens of
     responses being trained on, including tokens that the correction masks out (weight 0).
 
-    Metrics. All but loss and *_max are means over normalizers.tokens, and all but *_max add up over
-    micro-batches (see `merge_metrics`):
+    Metrics. All except *_max add up over micro-batches (see `merge_metrics`), and all except loss
+    and *_max are means over normalizers.tokens:
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is
-      active; ratio_mean: of rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho;
-      log_ratio_abs_max. With dual clip also clip_c_fraction: tokens at which it is active.
+      active; ratio_mean: rho; approx_kl: rho - 1 - log rho, an estimate of KL(p_old || pi_theta);
+      log_ratio_abs_max. Dual clip adds clip_c_fraction: tokens at which it is active.
     Raises ValueError if shapes disagree.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape

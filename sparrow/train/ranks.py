@@ -1,9 +1,9 @@
-"""The processes in a run. They share the work of sampling and of forward and backward passes, and
-every process gets all the results.
+"""The processes in a run. They share the sampling and the forward and backward passes, and every
+process gets all results.
 
-Every process gathers the rollouts, rewards and log-probs of the whole step, in the same order. It
-therefore computes statistics, corrections and decisions from the same numbers as a single process
-would.
+Every process gathers the rollouts, rewards and log-probs of the whole step, in the same order.
+Statistics, corrections and decisions are therefore computed from the same numbers as in a
+single-process run.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Ranks:
             phase: name of the work in error messages and in ``seconds``.
 
         Raises SparrowError or OSError if ``work`` raised one in any process. If several processes
-        failed, the lowest rank's error is raised. Raises ProcessLost if a process died or hadn't
-        finished ``PATIENCE_S`` seconds after this one.
+        failed, the lowest rank's error is raised. Raises ProcessLost if a process died or is still
+        working ``PATIENCE_S`` seconds after this one finished.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -173,8 +173,8 @@ class Ranks:
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """Return how long the slowest process spent in a phase since the last call, as a multiple
-        of the mean over processes.
+        """Return the slowest process's time in a phase since the last call, divided by the mean
+        over all processes.
         """
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)

@@ -46,7 +46,7 @@ FIXED = (
 # not checked: the directory may have moved, and ``resume`` doesn't affect training
 FREE = ("run_dir", "resume")
 REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
-"""Settings dropped since version 0.1.0, with the values at which they had no effect."""
+"""Settings removed since version 0.1.0, each with the value that had no effect."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
@@ -58,9 +58,9 @@ def resumed(
     The run has finished ``step`` steps. If an older Sparrow started the run, some settings may be
     missing from the record. They are assumed to have had their default values.
 
-    Raises ConfigError if a fixed setting has changed, a recorded setting no longer exists,
-    ``steps`` is below ``step``, or settings have changed on a finished run that isn't being
-    extended.
+    Raises ConfigError if a fixed setting has changed, a recorded setting no longer exists, or
+    ``steps`` is below ``step``. Also raises ConfigError if settings have changed on a finished run,
+    unless the run is being extended.
     """
     recorded_settings = flat(recorded.train, ".")
     gone = [
@@ -114,8 +114,8 @@ def resumed(
 
 
 def check_data(recorded: RunConfig, given: RunConfig, run_dir: str) -> None:
-    """Check that the problems haven't changed since the run started. The order in which they are
-    drawn depends on all of them.
+    """Check that the problems haven't changed since the run started. The order of the draws depends
+    on the whole set of problems.
 
     Older versions didn't record the problems, so runs from these versions aren't checked.
 

@@ -6,9 +6,9 @@ what they do and why.
 
 The closed loop raises a budget in proportion to the rejected share 1 - p5, and lowers it in
 proportion to the cube root of that share. The rejected share follows a power law in the pages read,
-with an exponent between -0.7 and -4. The former is the median of the published tables for p5 0.75
-to 0.92, and the latter is for the bundled reasoner near p5 0.97. A raise has to be enough where the
-share falls slowly, and a cut must not overshoot where it falls steeply.
+with an exponent between -0.7 and -4. The exponent -0.7 is the median of the published tables for p5
+0.75 to 0.92, and -4 is the bundled reasoner's exponent near p5 0.97. A raise has to be enough where
+the share falls slowly, and a cut must not overshoot where it falls steeply.
 
 A relative tau is compared with relative p5 (``mismatch.tau``), so that only sparsity contributes to
 the rejected share.
@@ -62,8 +62,8 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
     Args:
         control: the schedule the rollouts were sampled under, and the loop's state.
-        bins: the tail over all processes' rollouts, in the schedule's own bins and on ``tau``'s
-            scale.
+        bins: the acceptance tail of all processes' rollouts. The bins are the schedule's, and
+            acceptance is relative if ``tau`` is relative.
         tau: the target for every bin, in (0, 1).
 
     Returns:
@@ -71,7 +71,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     """
     schedule = control.schedule
     always = control.schedule.sink_pages + control.schedule.recent_pages
-    # The table's last entry covers all longer lengths, so only the ones before it change.
+    # The table's last entry covers all longer lengths, so only the earlier entries change.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
     room_steps = [*control.room_steps, *[0] * count][:count]
     floor = [*control.floor, *[0] * count][:count]
@@ -138,7 +138,8 @@ class Mover(Protocol):
         Args:
             now: the current schedule.
             proposed: what the previous movers proposed; ``now`` itself if none of them changed it.
-            report: this step's measurements under ``now``, over all processes, in ``now``'s bins.
+            report: this step's measurements, pooled over all processes. They were made under
+                ``now``, and use its length bins.
         """
 
     def state(self) -> dict[str, Any]:
@@ -262,7 +263,7 @@ class Guard:
 
     @property
     def remedy(self) -> str:
-        """The options with which to resume from the checkpoint where the guard stopped the run."""
+        """Options for resuming from the checkpoint at which the guard stopped the run."""
         if self._reads_all:
             return "--resume continues from there once the cause is fixed"
         return "--resume --guard.action raise continues from there with more pages"
@@ -294,9 +295,7 @@ class Movers:
         self._movers["guard"] = self.guard
 
     def next(self, now: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
-        """Return the schedule for the next rollouts. ``now`` is the schedule ``report`` was
-        measured under.
-        """
+        """Return the schedule for the next rollouts. ``report`` was measured under ``now``."""
         proposed = now
         for mover in self._movers.values():
             proposed = mover.propose(now, proposed, report)
@@ -313,7 +312,7 @@ class Movers:
         return message
 
     def state(self) -> dict[str, Any]:
-        """Return every mover's state, by name."""
+        """Return every mover's state, keyed by the mover's name."""
         return {name: mover.state() for name, mover in self._movers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Metrics for TensorBoard, W&B and trackio. They cover every scalar of a step and the tail by
-length, and their names are stable.
+"""Metrics for TensorBoard, W&B and trackio: every scalar of a step, and the acceptance tail of
+every length bin. The metric names are stable.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
-    """Flatten a step's metrics to scalars with slash-joined names. The mismatch becomes
-    ``mismatch_metrics``.
+    """Flatten a step's metrics to scalars with slash-joined names. ``mismatch_metrics`` flattens
+    the mismatch.
     """
     up_to = metrics["dense_up_to"]
     others = {name: value for name, value in metrics.items() if name != "mismatch"}

@@ -248,15 +248,15 @@ class Trainer:
 
     @property
     def dense_up_to(self) -> float:
-        """Length in tokens up to which the dense policy draws the samples, or infinity if it draws
-        them all.
+        """Greatest length in tokens at which the dense policy draws the samples. It is infinite if
+        the dense policy draws all samples.
 
-        Up to this length, acceptance bounds reflect only the number of recorded top tokens, since
-        there is no mismatch.
+        Up to this length, there is no mismatch. Acceptance bounds then depend only on the number of
+        recorded top tokens.
         """
         if self.config.rollout.mode == "lossless":
             return float("inf")
-        # with an adapter, the actor differs from the policy even where it is dense
+        # an actor with an adapter differs from the policy even if it reads everything
         if self.learner.distiller:
             return 0
         verified_up_to = self.dial.verified_up_to if self.dial else 0
@@ -280,8 +280,8 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Evaluate the policy on the benchmarks, and export it. Either is skipped if it isn't due
-        or was already done.
+        """Evaluate the policy on the benchmarks if an evaluation is due, and export the policy if
+        an export is due. Neither is done twice for the same step.
         """
         if not (self.config.eval.every or self.config.export.every):
             return
@@ -345,7 +345,7 @@ class Trainer:
         elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
         elif not self.learner.distiller:
-            # An actor with an adapter differs from the policy even where it is dense.
+            # An actor with an adapter differs from the policy even if it reads everything.
             self.ceiling.measure(report, self.schedule.dense_up_to)
         report = self.ceiling.on(report)
         tokens, ended = np.array(
@@ -438,8 +438,8 @@ class Trainer:
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
-        """Load the last checkpoint, and return the config to record for a run resumed with the
-        ``given`` settings.
+        """Load the last checkpoint, and resume with the ``given`` settings. Return the config to
+        record for the resumed run.
 
         Raises ConfigError if a fixed setting has changed; see ``resumed``. Raises CheckpointError
         if the files are damaged or the model has a different size.

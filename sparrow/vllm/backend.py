@@ -1,9 +1,10 @@
 """The sparse attention backend: two mixins for vLLM's own backend classes.
 
 vLLM's own attention handles prefill and the schedule's dense layers. In decode steps, all other
-layers read only the pages selected by ``sparrow.attention``. A page's landmark lives in the padded
-tail of its KV block, so that vLLM accounts for its memory, and shares, reuses and frees it along
-with the block. An int8 cache also keeps its scales in this tail, before the landmarks.
+layers read only the pages selected by ``sparrow.attention``. Each landmark is stored in the padded
+tail of the KV block that holds its page. vLLM thus accounts for the landmark's memory, and shares,
+reuses and frees the landmark along with the block. An int8 cache also keeps its scales in this
+tail, before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest
 sequence.
@@ -47,9 +48,9 @@ class Prefill(NamedTuple):
     """Batch rows that run vLLM's own attention."""
 
     tokens: slice  # the rows' tokens in the batch
-    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the whole
-    # batch's metadata here: it refers to the ``Step``, and that cycle would keep each step's
-    # tensors alive until the garbage collector runs.
+    # vLLM's metadata for these rows, or None to use the whole batch's. Don't store the batch's
+    # metadata here. It refers to the ``Step``, so a reference cycle would keep each step's tensors
+    # alive until the garbage collector runs.
     metadata: Any = None
     # blocks of an 8-bit cache to copy for vLLM; None if vLLM reads the cache directly
     blocks: Tensor | None = None
@@ -82,7 +83,7 @@ class LayerGroup:
             layer.impl.dense_step = step
 
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
-        """For all layers, write the landmarks of the pages that these slots complete. Call this
+        """Write the landmarks of the pages that these slots complete, in all layers. Call this
         after the last layer has stored its keys.
         """
         impl = self._layers[-1].impl
@@ -116,7 +117,7 @@ class Step(NamedTuple):
     # int32 [B], ``ALL_PAGES`` everywhere; set only if dense layers also run Sparrow's kernels, as
     # in draft steps and with an 8-bit cache
     everything: Tensor | None = None
-    # whether layers may reuse the previous layer's plan; ``attach`` decides which layers can
+    # whether plans may be reused; ``attach`` decides which layers reuse the previous layer's plan
     may_reuse_plan: bool = True
     # whether the caller writes ``top_k`` and counts the step before the model runs
     has_page_counts: bool = False
@@ -129,7 +130,7 @@ class CacheViews(NamedTuple):
     keys: Tensor  # [blocks, K, N, D]
     values: Tensor  # [blocks, K, N, D]
     landmarks: Tensor  # [blocks, N / P, K, D]
-    # set only for an 8-bit cache; int8 scales are views into the cache too, fp8 scales are not
+    # set only for an 8-bit cache; int8 scales are views into the cache, but fp8 scales are not
     scales: attention.CacheScales | None
 
 

@@ -78,9 +78,9 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     share a compiled model.
 
     On a GPU, an engine whose mode is set in the environment gets Sparrow's backend, unless the
-    engine names another backend. Sparrow's backend is called ``CUSTOM``, because ``FLASH_ATTN``
-    still means vLLM's own backend if an earlier engine in this process started without Sparrow's
-    variables.
+    engine names another backend. Sparrow's backend is requested as ``CUSTOM``, because
+    ``FLASH_ATTN`` still means vLLM's own backend if an earlier engine in this process started
+    without Sparrow's variables.
     """
     by_environment = additional(arguments, KEY) is None
     arguments.additional_config = {
@@ -94,9 +94,8 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """Return the decoding settings requested for an engine. They are read from
-    ``additional_config`` or else from the environment. None means that the engine decodes like
-    stock vLLM.
+    """Return the decoding settings in the engine's ``additional_config``, or else in the
+    environment. Return None if neither has any; the engine then decodes like stock vLLM.
     """
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
@@ -109,9 +108,8 @@ def requested_lossless(vllm_config: Any) -> Decoding | None:
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """Return the name of the decode kernels requested for an engine. It is read from
-    ``additional_config`` or else from the environment. None means the fastest kernels that support
-    the model.
+    """Return the name of the decode kernels in the engine's ``additional_config``, or else in the
+    environment. None means the fastest kernels that support the model.
 
     Raises ConfigError if there are no kernels by that name.
     """

@@ -59,11 +59,11 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
     ``cycles`` counts the dense passes by the number of tokens drafted after each pass. With
     ``guess_tokens``, ``cycles_with_guesses`` has the same counts for drafts made in sparse passes
     over guesses, and ``cycles_with_guesses_alone`` for drafts that are guesses, made without a
-    pass. For each length bin, ``bins`` has the number of verified drafts, their mean acceptance and
-    its 5th percentile, all without guesses that no pass has checked. ``acceptance`` has the same
-    data as counts, for ``DraftAcceptance.from_dict``. If the budget is adaptive, ``budgets`` has
-    bins and acceptance for each budget, given as a ``multiple`` of the draft schedule. If
-    ``meter_schedule`` is set, ``metered`` has bins and acceptance under that schedule.
+    pass. For each length bin, ``bins`` has the number of verified drafts, and the mean and 5th
+    percentile of their acceptance. Guesses that no pass has checked are left out. ``acceptance``
+    has the same data as counts, for ``DraftAcceptance.from_dict``. If the budget is adaptive,
+    ``budgets`` has bins and acceptance for each budget, given as a ``multiple`` of the draft
+    schedule. If ``meter_schedule`` is set, ``metered`` has bins and acceptance under that schedule.
 
     All of this is for drafts that read a dense cache. A lossy actor reads cache entries it wrote
     itself, so its acceptance is lower.

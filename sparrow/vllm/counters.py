@@ -1,4 +1,4 @@
-"""A worker's counters: decoded rows by length, and dense passes in lossless mode.
+"""A worker's counters: rows decoded at each length, and dense passes in lossless mode.
 
 Shapes: B decode batch size, including CUDA graph padding rows, which have length 0.
 """
@@ -75,11 +75,12 @@ class DensePasses:
         self._cycles: Counter[int] = Counter()
         # tokens read, tokens that dense decoding would have read, emitted tokens, and rows
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)
-        # the same for cycles with guesses and sparse passes, and for cycles with guesses alone
+        # like ``_cycles``, for cycles with sparse passes over guesses, and for cycles with guesses
+        # alone
         self._guessed_cycles: Counter[int] = Counter()
         self._alone_cycles: Counter[int] = Counter()
-        # if the engine uses guesses: the number of drafts, and the number of guesses among them
-        # that no pass has checked
+        # number of drafts, and number of drafts that are unchecked guesses; 0 in an engine without
+        # guesses
         self._drafts = torch.zeros(2, dtype=torch.int64, device=device)
         # sequences in passes without drafts, and tokens read by these passes
         self._plain_rows = 0
@@ -135,8 +136,8 @@ class DensePasses:
         return cycles
 
     def add_to(self, counts: Counter[str], layers: int, guesses: bool) -> None:
-        """Add the dense pass counts since the last call to ``counts``, which already holds the
-        draft step counts. ``guesses`` says whether draft steps may read guesses.
+        """Add to ``counts`` the counts of dense passes since the last call. ``counts`` already
+        holds the counts of draft steps. ``guesses`` says whether draft steps may read guesses.
         """
         self._sum_plain()
         read, held, emitted, passes = self._verified.tolist()

@@ -20,8 +20,8 @@ from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """A builder that avoids the AMX kernels that vLLM would otherwise use for bfloat16. They store
-    keys in tiles, which the reference implementation can't read.
+    """A builder that keeps vLLM from using its AMX kernels for bfloat16. These kernels store keys
+    in tiles, which the reference implementation can't read.
     """
 
     def __init__(

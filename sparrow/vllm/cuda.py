@@ -51,10 +51,9 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     ) -> None:
         """Store keys and values.
 
-        Sparrow's kernel does this for an 8-bit cache. It also stores them whenever Sparrow's decode
-        kernel runs next, because the decode kernel may start before the update is complete. In all
-        other cases, and in every dense pass in lossless mode, vLLM's kernel stores the keys and
-        values.
+        Sparrow's kernel writes to an 8-bit cache. It also writes to any cache that Sparrow's decode
+        kernel reads next, because the decode kernel may start before the write is complete.
+        Otherwise, and in every dense pass in lossless mode, vLLM's kernel does the writing.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)

@@ -45,7 +45,7 @@ class PageTables:
         # 1 for rows that decode, 0 for rows in prefill
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._all_decode = True
-        # rows up to this length read everything; -1 if not even an empty row does
+        # rows up to this length read everything; -1 if no row does
         self.whole_up_to = -1
         self.fill(schedule)
 

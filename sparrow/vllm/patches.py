@@ -100,9 +100,9 @@ def watch(worker: Any, vllm_config: Any) -> None:
     """Wrap a worker's methods to count preempted sequences, tell the lossless speculator about each
     step before it runs, and check the engine after warm-up.
 
-    The methods are replaced on the worker and model runner instances rather than their classes,
-    because there are several runner classes, and some callers, such as Ray's executor, bypass the
-    worker.
+    The methods are replaced on instances, because there are several runner classes.
+    ``execute_model`` is replaced on the model runner, because some callers, such as Ray's executor,
+    bypass the worker.
     """
     runner = worker.model_runner
     step = worker.model_runner.execute_model

@@ -1,4 +1,4 @@
-"""The plugin's entry point. vLLM calls it first thing in every process."""
+"""The plugin's entry point. vLLM calls it at the start of every process."""
 
 from __future__ import annotations
 

@@ -173,8 +173,9 @@ class Runtime:
                 each.copy_(values)
 
     def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
-        """Return the factors that scale the page counts of this worker's heads in a layer. They are
-        int32 ``[kv_heads]``, in units of 1 / 256. Return None if the schedule has no head budgets.
+        """Return one factor for each of this worker's heads in a layer, int32 ``[kv_heads]``, in
+        units of 1 / 256. The factor scales the head's page counts. Return None if the schedule has
+        no head budgets.
 
         With tensor parallelism, each rank has an equal, contiguous share of a layer's heads. If
         there are fewer heads than ranks, each head is replicated on the same number of ranks.
@@ -233,7 +234,7 @@ class Runtime:
 
         Returns:
             Running totals, int64 [2], which the caller must update. They count all drafts, and the
-            drafts that are guesses and that no sparse pass has checked.
+            drafts that are guesses not checked by a sparse pass.
         """
         return self.passes.count_drafts(drafts, with_guesses, alone)
 
@@ -273,8 +274,8 @@ class Runtime:
     def check_metered(self, schedule: SparsitySchedule) -> None:
         """Check that a schedule can be measured alongside the drafts.
 
-        Raises ConfigError if the schedule's pages, landmarks or head_budgets differ from those of
-        the draft schedule, or if it has a sparse layer that is dense in the draft schedule.
+        Raises ConfigError if the two schedules differ in pages, landmarks or head_budgets, or if a
+        layer is sparse in this schedule but dense in the draft schedule.
         """
         ours = self.decoding.schedule
         for name in PAGE_LAYOUT:

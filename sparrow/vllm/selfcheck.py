@@ -44,18 +44,18 @@ SCORE_SPREAD = 2.4
 most of the weight on a few tokens. Each query is the best of ``CANDIDATES`` (see ``_decisive``).
 """
 OUTPUT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.006, torch.bfloat16: 0.03}
-"""Largest allowed difference between a layer's outputs and outputs computed in float32, by query
-dtype. Values are between -1 and 1. Keys and values are exact in all dtypes, so the only error is
-rounding in the kernels.
+"""Largest allowed difference between a layer's outputs and outputs computed in float32, keyed by
+the query dtype. Values are between -1 and 1. Keys and values are exact in all dtypes, so the only
+error is rounding in the kernels.
 """
 STEP_TOKENS = 160
 """Maximum length of the sequence used to check the model."""
 LOG_PROB_BOUNDS = {4: 1e-3, 2: 0.2}
 FP8_WEIGHTS_BOUND = 0.5
-"""Largest allowed distance between log-probs and those of a dense pass, by the size of the model's
-dtype in bytes. The distance is relative to the spread of the dense log-probs. It is never quite 0,
-because passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafting with
-8-bit weights.
+"""Largest allowed distance from a dense pass's log-probs, keyed by the model dtype's size in bytes.
+The distance is relative to the spread of the dense log-probs. No distance is exactly 0, because
+passes of different shapes round differently. ``FP8_WEIGHTS_BOUND`` is for drafting with 8-bit
+weights.
 """
 
 
@@ -328,8 +328,8 @@ def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
-    """List the model's layers that run Sparrow's attention, in order, without those of a head that
-    guesses.
+    """List the model's layers that run Sparrow's attention, in order. Leave out the layers of a
+    head that guesses.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -495,8 +495,8 @@ def _known(layer: Any, runtime: Any, dtype: torch.dtype, rows: int, T: int, seed
 
 
 def _decisive(query_CBHD: Tensor, key_KTD: Tensor, page_size: int) -> Tensor:
-    """For each row and kv head, pick one of C candidate queries. The query picked is the one whose
-    two closest page scores are furthest apart.
+    """For each row and kv head, pick the one of C candidate queries whose two closest page scores
+    are furthest apart.
 
     The kernel and the reference then rank pages in the same order despite rounding.
     """
@@ -691,9 +691,9 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     """Decode a sequence as the engine does, but with all pages kept, and compare its log-probs with
     those of a dense pass over the same tokens.
 
-    In lossless mode, this runs one cycle: drafting, replayed from CUDA graphs if the engine has
-    captured any, and then verification. The draft log-probs are compared with the verification's,
-    and the verification's with a dense prefill's.
+    In lossless mode, this runs one cycle of drafting and verification. Drafting is replayed from
+    CUDA graphs if the engine has captured any. The draft log-probs are compared with the
+    verification's, and the verification's with a dense prefill's.
 
     Returns the largest distance (see ``distance``), or 0 if this worker has no log-probs to
     compare.
@@ -722,8 +722,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 
     vocabulary = config.model_config.get_vocab_size()
     prompt = [(7919 * n + 13) % vocabulary for n in range(T)]
-    # blocks used in each group, including the null block, because a pass over guesses may write to
-    # it
+    # blocks used in each group, and the null block, which a pass over guesses may write to
     used: dict[int, list[int]] = {number: [0] for number in range(len(groups))}
     sequences: list[_Sequence] = []
     for name in ("_sparrow_decode_", "_sparrow_dense_"):

@@ -32,15 +32,15 @@ PROVEN = {
     "0.33": "2.11",
 }
 """vLLM versions with which Sparrow was found to be exact on GPUs in both modes, and the torch
-version used with each (``benchmarks/results/vllm_versions``). Other versions will start too, as
-long as the self-check passes.
+version used with each (``benchmarks/results/vllm_versions``). Other supported versions also start
+if the self-check passes.
 """
 
 
 def check(on_cpu: bool) -> None:
     """Check that Sparrow supports this process's vLLM.
 
-    Raises ConfigError if Sparrow does not support this version, or does not support it on a CPU.
+    Raises ConfigError if Sparrow does not support this version, or supports it only on GPUs.
     """
     import vllm
 
@@ -85,7 +85,7 @@ def known() -> str:
 
 def drafts_have_own_noise() -> bool:
     """Return whether vLLM uses different noise for drafts and for the tokens that replace rejected
-    drafts. This is the case since 0.30.
+    drafts. It has done so since 0.30.
     """
     return "is_drafting" in _parameters_of_gumbel_sample()
 

@@ -80,9 +80,9 @@ class DraftAdapters:
 
     @contextmanager
     def captured(self, with_adapters: bool) -> Iterator[None]:
-        """Inside the context, prepare to capture CUDA graphs. These are for batches with any number
-        of adapters if ``with_adapters`` is true, and otherwise for batches without LoRA. No row has
-        an adapter during capture.
+        """Prepare to capture CUDA graphs inside the context. If ``with_adapters`` is true, the
+        graphs are for batches with any number of adapters. Otherwise, they are for batches without
+        LoRA. No row has an adapter during capture.
         """
         mappings = (self._of_tokens, self._of_sequences)
         for mapping in mappings:

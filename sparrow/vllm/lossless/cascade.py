@@ -5,9 +5,10 @@ A sparse pass reads T tokens per row: the newest token and T - 1 guesses, from h
 head (``guesses.GuessSource``). It produces between 1 and T drafts per row, so rows advance at
 different rates. The draft length fixes the number of passes, and each pass is a CUDA graph, so the
 host never waits for the device. If a row ends up with fewer than K drafts, guesses fill the rest.
-Verification treats a guess as drawn from a distribution q with all its mass on that token, so it
-stays exact. A cycle may also have no pass at all. Its drafts are then the guesses alone, which is
-speculation without a sparse actor: from n-grams if history guesses, or EAGLE-3 if a head guesses.
+Verification stays exact, because it treats a guess as drawn from a distribution q with all its mass
+on that token. A cycle may also have no pass at all, and use the guesses as its drafts. This is
+speculation without a sparse actor: n-gram speculation if history guesses, or EAGLE-3 if a head
+guesses.
 
 A pass writes its keys and values to the slots of the next tokens. In a cycle's last passes, some
 tokens may fall outside the blocks vLLM has reserved. Their keys and values go to vLLM's null block,
@@ -229,8 +230,8 @@ def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
 
 
 class StagedDrafter:
-    """A ``Drafter`` that uses guesses, with or without sparse passes, only in cycles whose plan says
-    so. Without guesses, it behaves like ``SparseDrafter``.
+    """A ``Drafter`` that uses guesses only in cycles whose plan asks for guesses, with or without
+    sparse passes. In other cycles, it behaves like ``SparseDrafter``.
     """
 
     def __init__(self, decoding: Decoding, speculator: Any) -> None:

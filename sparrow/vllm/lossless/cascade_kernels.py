@@ -158,9 +158,9 @@ def head_step_kernel(
     T: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Set up step number ``step`` of a head, counting from 1. In this step, the head reads each
-    row's guess number ``step`` and makes the next guess, until there are T - 1 guesses. Token n + 1
-    is stored in the slot of token n. The same rows take part as in ``set_up_kernel``.
+    """Set up the head's step number ``step``, counting from 1. In this step, the head reads guess
+    number ``step`` of each row and makes the next guess, up to T - 1 guesses. The head stores token
+    n + 1 in the slot of token n. The same rows take part as in ``set_up_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
@@ -334,7 +334,7 @@ def one_hot_kernel(
     V,
     BLOCK: tl.constexpr,
 ):
-    """Write one-hot logits for drafts that are guesses, as if each was certain to be drawn."""
+    """Write one-hot logits for drafts that are guesses, as if each were certain to be drawn."""
     row = (tl.program_id(0) // K).to(tl.int64)
     place = tl.program_id(0) % K
     index = tl.load(index_R + row).to(tl.int64)

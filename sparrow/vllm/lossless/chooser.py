@@ -21,8 +21,8 @@ class DraftChooser:
     cycle, based on measurements from earlier cycles (``Measured``).
 
     Args:
-        choices: draft lengths to choose from, without guesses, with guesses, or as guesses alone,
-            including 0 (no drafting).
+        choices: the options, including 0 (no drafting). Each is a draft length without guesses,
+            with guesses, or for guesses alone.
         budgets: budgets to choose from, as multiples of the draft schedule, including 1.
     """
 
@@ -41,7 +41,7 @@ class DraftChooser:
 
     @property
     def chosen(self) -> Counter[Choice]:
-        """Number of cycles, by choice."""
+        """Number of cycles for each choice."""
         return self.draft_length.chosen
 
     @property
@@ -89,8 +89,7 @@ class DraftChooser:
 
     def choose_budget(self, rows: int, length: float, choice: Choice) -> int:
         """Choose the draft budget for the next cycle, and return its index in ``budgets``. Call
-        this right after ``choose``, with the choice that ``choose`` returned. That choice must not
-        be 0.
+        this right after ``choose``, and pass the choice that it returned, unless that choice is 0.
         """
         return self.draft_budget.choose(_batch(rows, length), choice)
 
@@ -117,8 +116,8 @@ class DraftChooser:
             judged: number of judged drafts. In each sequence, every draft up to and including the
                 first rejected one is judged.
             first: whether the previous cycle had a different choice or draft budget. The host may
-                have seen that cycle end late, so this one may look too short. Its time can
-                therefore rule out a choice, but not support it.
+                have noticed the end of that cycle late, which makes this cycle look too short. This
+                cycle's time can therefore rule out a choice, but not support one.
             budget: the draft budget; defaults to the current one for such batches.
         """
         batch = _batch(rows, length)
@@ -127,7 +126,7 @@ class DraftChooser:
         self.measured.add(case, rows, choice, seconds, accepted, judged, first)
 
     def in_use(self) -> dict[str, Choice]:
-        """Return the current choices by batch size and mean length, both rounded as in
+        """Return the current choice for each batch size and mean length, which are rounded as in
         ``Measured``.
         """
         return {

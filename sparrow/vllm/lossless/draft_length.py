@@ -171,8 +171,8 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values(), default=0.0)
 
     def _promising(self, case: Case) -> list[Choice]:
-        """List the choices worth timing, fastest first. The list ends with choices that were never
-        timed: for each kind of drafts, the one with the fewest drafts, if it is worth trying.
+        """List the choices worth timing, fastest first. Untimed choices come last. Each kind of
+        drafts adds its untimed choice with the fewest drafts, if this choice is worth trying.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -200,9 +200,9 @@ class DraftLength:
     def _predicted(
         self, choice: Choice, alike: dict[Choice, float], known: dict[Choice, float]
     ) -> float | None:
-        """Predict a cycle's time in seconds from the times that are already known. Return None if
-        they are not enough for a prediction. For guesses alone, they never are, so such a choice
-        is always tried. This costs little, because its cycle is hardly longer than a dense step.
+        """Predict a cycle's time in seconds from the known times. Return None if there are too few
+        of these. A cycle of guesses alone is never predicted, so that it is always tried. Trying it
+        costs little, because it takes hardly longer than a dense step.
 
         Args:
             alike: the known times for the same kind of drafts, and for cycles without drafts.

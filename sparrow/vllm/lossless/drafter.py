@@ -27,8 +27,9 @@ class Pass(NamedTuple):
     next_prompt_S: Tensor  # the next token of each prompt that isn't complete
     temperature_S: Tensor
     seed_S: Tensor
-    # For a head that guesses: the model's auxiliary hidden states, one tensor per layer, and vLLM's
-    # attention metadata and slots by layer. The metadata and slots are None in some dummy runs.
+    # For a head that guesses: the model's auxiliary hidden states, one tensor per layer, and each
+    # attention layer's metadata and slots in vLLM. The metadata and slots are None in some dummy
+    # runs.
     states: list[Tensor]
     metadata: Any
     slots: Any

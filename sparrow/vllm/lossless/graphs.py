@@ -29,11 +29,11 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
 
 
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """List the graphs that a step can use, in order of preference. The keys are the step's number
-    of tokens and its number of active LoRAs.
+    """Return the graphs that each step can use, in order of preference. The keys are a step's
+    number of tokens and its number of active LoRAs.
 
-    The list has the smallest graph of each kind that fits the step. The kinds are full and
-    piecewise graphs, each for 1 token per sequence or with drafts. vLLM itself looks only at the
+    A step's list has the smallest graph of each kind that fits the step. A graph is either full or
+    piecewise, and is either for 1 token per sequence or for drafts. vLLM itself looks only at the
     smallest graph overall. If that graph is for a different draft length, the step runs without a
     full graph, or without any (vllm-project/vllm#56136).
 

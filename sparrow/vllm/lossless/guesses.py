@@ -81,8 +81,8 @@ class GuessSource(Protocol):
         """Write at least T - 1 guesses per row for the next pass. CUDA graphs capture this."""
 
     def guess_alone(self, rows: int) -> None:
-        """Write the guesses that are drafts in a cycle without sparse passes. CUDA graphs capture
-        this.
+        """Write the guesses that serve as drafts in a cycle without sparse passes. CUDA graphs
+        capture this.
         """
 
     def follow(self, rows: int, sparse: SparsePass) -> None:

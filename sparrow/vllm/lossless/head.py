@@ -8,7 +8,7 @@ tables as the policy's cache.
 After each dense pass, the head reads the pass's hidden states, as in vLLM. After each sparse pass,
 it reads the sparse actor's hidden states at the newest token and at the guesses that became drafts.
 The next dense pass overwrites the slots of these tokens. In dense passes, the head runs vLLM's own
-attention. In a cycle, it runs Sparrow's kernels, reading everything, so that one CUDA graph can
+attention. In a cycle, the head runs Sparrow's kernels and reads everything. One CUDA graph can then
 hold a sparse pass and the head's steps.
 
 Shapes: B batch size, R CUDA graph rows (B or more), S the worker's maximum number of sequences, T
@@ -116,8 +116,9 @@ class HeadSource:
     def guess_alone(self, rows: int) -> None:
         """See ``GuessSource``. The first guess was already made by ``read``.
 
-        As in ``fill``, old guesses must be cleared. The steps also write guesses of rows that are
-        too long to take part. These are not guesses of the next tokens, so they are cleared, too.
+        As in ``fill``, old guesses must be cleared. The head's steps also write guesses for rows
+        that are too long to take part. Those guesses are not for the rows' next tokens, and must be
+        cleared too.
         """
         later_RG = self.guesses_RG[:rows, 1:]
         later_RG.zero_()
@@ -189,8 +190,9 @@ class HeadSource:
         """See ``GuessSource``. Only the first guess continues the row's drafts. Computing more
         guesses would cost more time than it would save.
 
-        The other guesses must be cleared. In a row that took part in none of the cycle's passes,
-        they may depend on rejected drafts, whose random numbers are used again for later tokens.
+        The other guesses must be cleared. If a row took part in none of the cycle's passes, its
+        other guesses may depend on rejected drafts. The random numbers of rejected drafts are used
+        again for later tokens.
         """
         self.guesses_RG[:B, 1:] = 0
 

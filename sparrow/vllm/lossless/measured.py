@@ -1,4 +1,4 @@
-"""Measurements from a running engine: cycle times by draft length, and acceptance.
+"""Measurements from a running engine: acceptance, and the cycle times of each draft length.
 
 A case groups batches with the same budget and a similar batch size and mean length, each rounded to
 a power of sqrt(2). A new case starts with the times of the nearest existing one, so little needs to
@@ -45,15 +45,15 @@ dense speed.
 PRIOR = (9.0, 10.0)
 """Accepted and judged drafts to assume before there are any measurements."""
 BUDGET_PRIOR = 500.0
-"""The acceptance expected for a budget that hasn't been tried counts as much as this many judged
-drafts. The weight is large because a five-cycle trial judges few drafts.
+"""An untried budget's expected acceptance has the weight of this many judged drafts. The weight is
+large because a five-cycle trial judges few drafts.
 """
 GUESSED_PRIOR = 4.0
 GUESSED_NEAR = 32.0
-"""Until a choice with guesses has been tried at a given length, its number of accepted drafts is an
-estimate. The estimate has the weight of ``GUESSED_PRIOR`` cycles of one sequence. If the choice has
-been tried at another length, the weight is at most ``GUESSED_NEAR`` cycles. With guesses, a whole
-cycle is one observation, because acceptance depends on the position in the text.
+"""Weights, in cycles of one sequence, for estimates of accepted drafts with guesses.
+``GUESSED_PRIOR`` is for a choice that has never been tried. ``GUESSED_NEAR`` is the largest weight
+for a choice that has been tried at another length. With guesses, a whole cycle is one observation,
+because acceptance depends on the position in the text.
 """
 GUESSED_CYCLES = 100.0
 """After this many cycles of one sequence, the number of accepted drafts with guesses counts as
@@ -103,7 +103,7 @@ class Case:
 
 
 class Measured:
-    """Times and acceptance by case.
+    """The times and acceptance of each case.
 
     Args:
         budgets: the draft budgets, as multiples of the draft schedule.
@@ -112,10 +112,10 @@ class Measured:
     def __init__(self, budgets: tuple[float, ...]) -> None:
         self.budgets = budgets
         self.cases: dict[tuple[Batch, int], Case] = {}
-        # accepted and judged drafts, by length and budget
+        # accepted and judged drafts, keyed by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
-        # for drafts with guesses: accepted drafts and cycles, summed over sequences, by length,
-        # budget and choice
+        # accepted drafts and cycles of choices with guesses, summed over sequences and keyed by
+        # length, budget and choice
         self._yields: dict[tuple[int, int, Guessed], list[float]] = {}
 
     def find(self, batch: Batch, budget: int) -> Case | None:
@@ -188,9 +188,8 @@ class Measured:
                 counts[:] = GUESSED_PRIOR * counts[0] / counts[1], GUESSED_PRIOR
 
     def known(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle, by choice. A choice that was timed often enough in this
-        case has its measured time. The times of other choices are estimated from the times that
-        this case copied.
+        """Return the seconds per cycle, keyed by choice. If a choice was timed often enough in this
+        case, this is its measured time. Other times are estimated from those that this case copied.
         """
         timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
         expected = case.taken_over
@@ -225,10 +224,9 @@ class Measured:
         return max(self.tokens(case, choice), at_first) < GIVE_UP * dense * min(seen)
 
     def _is_clear(self, case: Case, choice: Choice) -> bool:
-        """Return whether a choice with guesses has seen enough cycles. The more its speed differs
-        from those of the other choices, the fewer cycles it needs. It needs fewer to lose than to
-        win, because a slow choice costs the most while it is being timed. Without guesses, this is
-        always true.
+        """Return whether a choice with guesses has seen enough cycles. A choice whose speed differs
+        more from the other speeds needs fewer cycles. Losing takes fewer cycles than winning,
+        because timing a slow choice costs the most. Return True for any choice without guesses.
         """
         if not isinstance(choice, Guessed):
             return True
@@ -277,10 +275,10 @@ class Measured:
         return [weight * expected, weight]
 
     def yielded(self, length: int, budget: int, choice: Guessed) -> list[float]:
-        """Return the number of drafts with guesses that were accepted at this length with this
-        budget, and the number of cycles. The counts start from an estimate based on the nearest
-        budget, draft length and sequence length, for guesses alone or for the other drafts with
-        guesses. The weight of this estimate soon fades.
+        """Return the number of accepted drafts and the number of cycles for a choice with guesses,
+        at this length with this budget. The counts start from an estimate, whose weight soon fades.
+        The estimate uses the nearest budget, draft length and sequence length, but never mixes
+        guesses alone with other drafts.
         """
         if (length, budget, choice) in self._yields:
             return self._yields[length, budget, choice]
@@ -304,8 +302,8 @@ class Measured:
 
     def _untried(self, length: int, budget: int, choice: Choice) -> float:
         """Return the expected number of tokens per sequence per cycle for a choice that has not
-        been tried. With guesses, as many drafts should be accepted as without. Guesses alone are
-        not the actor's drafts, so nothing is known about them.
+        been tried. Acceptance with guesses is assumed to be the same as without. For guesses alone,
+        it is assumed to be ``PRIOR``, because the actor does not draft them.
         """
         is_alone = isinstance(choice, Guessed) and choice.alone
         accepted, judged = PRIOR if is_alone else self.judged(length, budget)

@@ -119,7 +119,7 @@ def overlap(
 
 
 class Tally:
-    """Draft acceptance by length, counted on the device until ``settle`` is called.
+    """Draft acceptance in each length bin, counted on the device until ``settle`` is called.
 
     Args:
         bin_tokens: width of the length bins, in tokens.
@@ -214,7 +214,7 @@ class Metered:
 
 
 class Meter:
-    """Draft acceptance by length.
+    """Draft acceptance in each length bin.
 
     A draft counts only if all earlier drafts in its cycle were accepted, because a draft after a
     rejected one can't end up in the response. Greedy drafts don't count, because they aren't drawn
@@ -248,7 +248,7 @@ class Meter:
         self._in_use = self._drafts[budget]
 
     def settle(self) -> list[DraftAcceptance]:
-        """Return the counts since the last call, by budget."""
+        """Return the counts since the last call for each budget."""
         return [tally.settle() for tally in self._drafts]
 
     def add(

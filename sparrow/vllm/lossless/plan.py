@@ -73,8 +73,8 @@ def drafts_after(scheduled: Any, before: DraftPlan) -> DraftPlan:
     budget and says how to use guesses.
 
     A step has no plan during vLLM's warm-up, if drafting isn't adaptive, or if the scheduler
-    repeats its last choice. The number of tokens always comes from vLLM's scheduler, because that
-    is what it has reserved memory for.
+    repeats its last choice. The number of tokens always comes from vLLM's scheduler, which has
+    reserved memory for exactly that many.
     """
     planned: _Planned | None = getattr(scheduled, _ATTRIBUTE, None)
     drafts = before if planned is None else planned.drafts

@@ -21,8 +21,8 @@ from sparrow.vllm.lossless.setup import drafts_alone
 
 LOG_EVERY = 200  # minimum number of cycles between log lines
 Recorded = tuple[int, float, int, int]
-"""Number of drafts, their budget as a multiple of the draft schedule (0 for guesses alone, which
-read nothing), number of guesses per pass (0 without guesses), and number of steps.
+"""Number of drafts, draft budget, number of guesses per pass (0 without guesses), and number of
+steps. The budget is a multiple of the draft schedule, or 0 for guesses alone, which read nothing.
 """
 
 
@@ -70,7 +70,7 @@ class LosslessScheduler(AsyncScheduler):
         may_repeat = not self._plan.tokens and self._replayed is None
         repeats = self.chooser.repeats if may_repeat else 0
         if self._repeated < repeats and len(self.running) == self._rows:
-            # Such steps are host-bound, so this does as little as possible.
+            # Steps without drafts are host-bound, so do as little as possible here.
             self._repeated += 1
             if self.keeps_choices:
                 self._choices.append(self._recorded())

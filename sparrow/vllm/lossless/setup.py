@@ -50,9 +50,9 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
 
 
 def drafts_alone(choices: Iterable[int]) -> int:
-    """Return the number of drafts in a cycle whose drafts are the guesses themselves, without a
-    sparse pass. It is the smallest draft length other than 0: vLLM captures graphs only for these
-    lengths, and a sequence of guesses is seldom right for longer.
+    """Return the number of drafts in a cycle without sparse passes, where all drafts are guesses.
+    This is the smallest draft length other than 0. vLLM captures graphs only for draft lengths, and
+    longer sequences of guesses are seldom right.
     """
     return min(k for k in choices if k)
 
@@ -74,7 +74,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.guess_head is not None:
-        # Programs that update the model's weights don't have those of the head. The head's weights
+        # Programs that update the model's weights don't have the head's weights. The head's weights
         # must therefore survive even a sleep that drops all other weights.
         kept = arguments.sleep_preserve_parameter_names
         arguments.sleep_preserve_parameter_names = [*dict.fromkeys([*kept, "draft.*"])]
@@ -165,8 +165,8 @@ def check_supported(vllm_config: Any) -> None:
             "it does not support pipeline parallelism; use tensor parallelism",
         ),
         (
-            # For dense models, vLLM's data-parallel ranks are independent, and each worker sees a
-            # size of 1.
+            # For dense models, vLLM's data-parallel ranks are independent, and
+            # ``data_parallel_size`` is 1 in each worker.
             parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe,
             "it does not support vLLM's data parallelism for mixtures of experts, where all ranks "
             "must run the same passes although each drafts for its own requests; start one engine "

@@ -38,10 +38,10 @@ from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.runtime import Runtime
 
 DRAFT_NOISE = 0x5DEECE66D
-"""XORed into the draft seeds on vLLM versions that would otherwise use the same noise for a draft
-and for the token that replaces it if it is rejected. Samples follow the dense distribution only if
-the two draws are independent. With ``drafter_invariant``, the noise is the same on purpose, since
-drafts are never replaced (see ``sparrow.vllm.lossless.verify``).
+"""XORed into the draft seeds on vLLM versions that would otherwise reuse a rejected draft's noise
+for the token that replaces the draft. Samples follow the dense distribution only if the two draws
+are independent. With ``drafter_invariant``, the noise is the same on purpose, since drafts are
+never replaced (see ``sparrow.vllm.lossless.verify``).
 """
 
 
@@ -337,7 +337,7 @@ class SparseDrafter:
         stream: torch.cuda.Stream,
         graphs: dict[int, torch.cuda.CUDAGraph],
     ) -> None:
-        """Capture a function of the number of rows for each of vLLM's capture sizes."""
+        """Capture ``run(rows)`` for each of vLLM's capture sizes."""
         sizes = self._vllm.vllm_config.compilation_config.cudagraph_capture_sizes
         most = self._vllm.max_num_reqs
         for rows in sorted({min(size, most) for size in sizes}, reverse=True):
@@ -526,8 +526,8 @@ class SparseDrafter:
 def replay(
     run: Callable[[int], None], graphs: dict[int, torch.cuda.CUDAGraph], times: int, B: int
 ) -> None:
-    """Call a function of the number of rows this many times. If a CUDA graph of it was captured for
-    at least B rows, replay the graph instead.
+    """Call ``run(B)`` this many times. If a CUDA graph of ``run`` was captured for at least B rows,
+    replay the graph instead.
     """
     rows = min((size for size in graphs if size >= B), default=0)
     for _time in range(times):

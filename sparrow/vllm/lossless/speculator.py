@@ -3,8 +3,8 @@
 Each cycle makes up to ``draft_tokens`` drafts, then runs a dense pass over the drafts and the token
 before them. vLLM runs this pass, samples from its logits, and verifies the drafts just as it would
 for any draft model. The sparse actor drafts with the policy's own weights and KV cache. It writes
-its drafts' keys and values to the slots of the next tokens, and the dense pass overwrites them. So
-the final cache is dense, and samples follow the dense distribution exactly (arXiv 2211.17192,
+its drafts' keys and values to the slots of the next tokens, and the dense pass overwrites them. The
+final cache is therefore dense, and samples follow the dense distribution exactly (arXiv 2211.17192,
 2302.01318).
 
 Shapes: B batch size, S the worker's maximum number of sequences, k drafts, V vocabulary.
@@ -67,8 +67,8 @@ class SparseSpeculator(DraftModelSpeculator):
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Draft with the target model. The speculator lists only a head's attention layers, because
-        vLLM allocates a cache for every layer that it lists.
+        """Draft with the target model. Only a head's attention layers are listed as the
+        speculator's, because vLLM allocates a cache for every listed layer.
 
         Raises UnsupportedModel if the drafter does not support the model.
         """
@@ -146,7 +146,7 @@ class SparseSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> Tensor:
-        """Draft the tokens after those just sampled. vLLM calls this after each forward pass. See
+        """Draft the next tokens of each sequence. vLLM calls this after each forward pass. See
         ``Drafter.propose`` for the result and ``Pass`` for the arguments.
         """
         B = input_batch.num_reqs

@@ -64,8 +64,8 @@ def draw(
         sequence_T: for each row, the index of its sequence in the worker.
 
     Returns:
-        Tokens ``[B, k + 1]``, and the number of valid tokens in each row, int32 ``[B]``. This
-        number is the number of accepted drafts plus one.
+        Tokens ``[B, k + 1]``, and the number of valid tokens in each row, int32 ``[B]``. A row has
+        one more valid token than it has accepted drafts.
     """
     drafting: Any = {"is_drafting": False} if versions.drafts_have_own_noise() else {}
     drawn_T = gumbel_sample(
