@@ -25,7 +25,7 @@ from vllm_versions import FEW_PAGES
 
 DRAFTS = 3  # EAGLE-3's draft length
 ARMS = {"lossless": "lossless, dense", "eagle3": "stock"}
-"""The drafters, each with the dense arm it's compared with."""
+"""Maps each drafter to the dense arm it is compared with."""
 TEMPERATURES = dict.fromkeys(("lossless", "lossless, dense"), 1.0)
 TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
 """A higher temperature flattens the distributions, so more of the random drafts are accepted."""

@@ -96,9 +96,7 @@ def serving(options: str, precision: str, log: Path) -> Iterator[str]:
 
 
 def counted(address: str) -> dict[str, int]:
-    """Read the draft counts, and the number of tokens each rank generated, from the server's
-    metrics.
-    """
+    """Read the server's metrics: the draft counts, and how many tokens each rank generated."""
     metrics = urlopen(f"{address}/metrics").read().decode()
 
     def values(name: str) -> dict[str, int]:
@@ -121,7 +119,7 @@ def generate(
     whose: Sequence[int],
     folder: str,
 ) -> list[Rollout]:
-    """Sample a response to each prompt. ``whose`` gives the number of each prompt's adapter (0: no
+    """Sample a response to each prompt. ``whose`` contains an adapter number for each prompt (0: no
     adapter).
     """
     from vllm import SamplingParams

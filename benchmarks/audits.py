@@ -111,7 +111,7 @@ def audited(
 
 
 def judged(seed: int, tested: Tokens, dense: Tokens) -> dict[str, Any]:
-    """Return the verdict for a seed, its smallest p-value, and how large a bias the test could have
+    """Return a seed's verdict, its smallest p-value, and the bias that the test could have
     detected.
     """
     from sparrow.audit.statistics import audit

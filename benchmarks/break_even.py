@@ -1,14 +1,14 @@
-"""Measure each drafter's cost per cycle: its cycle time divided by the time of a dense step in
-stock vLLM.
+"""Measure what a cycle costs with each drafter: the cycle time divided by the time of a dense step
+in stock vLLM.
 
     python benchmarks/break_even.py --shape qwen3-1.7b    # writes results/break_even_qwen3-1.7b.json
     python benchmarks/break_even.py --shape qwen3-8b --drafters sparse dspark --points 32x4096 8x15000
 
-The ratio is the tokens per cycle a drafter needs to break even. The drafters are stock vLLM's
-(n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing is downloaded:
-models and drafters have published shapes and random weights. vLLM's synthetic rejection sampler
-rejects every draft (its acceptance rates are zero), so each cycle yields one token, and its time
-covers both drafting and verification.
+The ratio equals the tokens per cycle that a drafter needs to break even. The drafters are stock
+vLLM's (n-gram, EAGLE-3, DSpark, DFlash, a small draft model) and the sparse actor. Nothing is
+downloaded: models and drafters have published shapes and random weights. vLLM's synthetic rejection
+sampler has acceptance rates of zero, so it rejects every draft, and each cycle yields one token.
+The cycle time includes drafting and verification.
 
 Each drafter's engine runs in its own process, which times all points. A point is a number of
 sequences and the cached tokens of each; points that don't fit in the cache are skipped. States are
@@ -62,7 +62,7 @@ POINTS = (
     (32, 30_000),
     (64, 30_000),
 )
-"""Pairs of the number of sequences and the cached tokens of each. The most important points come
+"""The number of sequences, and the cached tokens per sequence. The most important points come
 first.
 """
 SPARE = 256  # extra cached tokens that a sequence may need
@@ -74,7 +74,7 @@ DRAFT_PAGES = 61
 SPARSE_DRAFTS = (6, 12)
 GUESSES = 3
 GUESSED_DRAFTS = 12
-"""Guesses per pass of the sparse actor, and drafts per cycle, when it judges guesses."""
+"""When the sparse actor judges guesses: guesses per pass, and drafts per cycle."""
 DRAFT_SHAPE = "qwen3-0.6b"
 DRAFT_WORDS = 32_000  # vocabulary size of published EAGLE-3 heads
 BLOCK_LAYERS = 5
@@ -113,8 +113,8 @@ def eagle3(shape: str) -> dict[str, Any]:
 
 
 def block(shape: str, architecture: str, size: int, **further: Any) -> dict[str, Any]:
-    """Return the config of a five-layer drafter that reads the hidden states of five of the model's
-    layers and drafts a block of tokens in one pass.
+    """Return the config of a five-layer drafter. It reads hidden states from five layers of the
+    model, and drafts a block of tokens in one pass.
     """
     layers = SIZES[shape][2]
     read = [round(1 + i * (layers - 4) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)]
@@ -181,7 +181,7 @@ RIVALS = {
     "draft_model": Rival("draft_model", 4, draft_model),
 }
 DRAFTERS = ("none", "sparse", *RIVALS, "none_v1")
-"""In the order their engines run, most important first."""
+"""The drafters, most important first. Their engines run in this order."""
 
 
 def drafts_of(drafter: str) -> tuple[int, ...]:
@@ -192,9 +192,9 @@ def drafts_of(drafter: str) -> tuple[int, ...]:
 
 
 def cases_of(drafter: str) -> list[dict[str, Any]]:
-    """Return the cases to time for a drafter, in order. A case has a draft length and, if the
-    sparse actor judges guesses, their number per pass. The last case of the sparse actor's engine
-    is ``alone``: guesses from history are the drafts, without sparse passes.
+    """Return the cases to time for a drafter, in order. Every case has a draft length. If the
+    sparse actor judges guesses, the case also has the number of guesses per pass. The sparse
+    actor's last case is ``alone``: guesses from history are the drafts, without sparse passes.
     """
     cases: list[dict[str, Any]] = [{"drafts": drafts} for drafts in drafts_of(drafter)]
     if drafter == "sparse":
@@ -213,8 +213,8 @@ def choice_of(case: Mapping[str, Any]) -> Any:
 
 
 def graph_sizes(drafter: str, batches: Sequence[int]) -> list[int]:
-    """Return the batch sizes, in tokens, to capture CUDA graphs for: those used in drafting (token
-    by token or as a block) and in verification.
+    """Return the batch sizes, in tokens, that need CUDA graphs. Both drafting (token by token or in
+    a block) and verification have such sizes.
     """
     per_sequence = {1, *(k + 1 for k in drafts_of(drafter))}
     if drafter in ("dspark", "dflash"):
@@ -263,8 +263,9 @@ def start(
     if drafter in RIVALS:
         options["speculative_config"] = RIVALS[drafter].speculative_config(shape, folder / drafter)
     if drafter == "eagle3":
-        # Loading a checkpoint with an output layer would set ``has_own_lm_head``. Otherwise, the
-        # drafter would use the model's output layer, which has a larger vocabulary.
+        # vLLM sets ``has_own_lm_head`` if a checkpoint has an output layer. This checkpoint has
+        # none. Unless we set it, the drafter uses the model's output layer, which has a larger
+        # vocabulary.
         from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
         Eagle3LlamaForCausalLM.has_own_lm_head = True

@@ -1,5 +1,5 @@
-"""Measure the GPU time of a calibration for Qwen3-1.7B's shape and 32K tokens, compared with
-sampling new responses at each of 18 budgets.
+"""Compare the GPU time of a calibration with that of sampling new responses at each of 18 budgets,
+for Qwen3-1.7B's shape and 32K tokens.
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
@@ -11,8 +11,8 @@ statistics.
 
 With random weights, p5 is meaningless, so the results of the search's passes are simulated. The
 simulated p5 depends on the budget as in the published tables, with a little noise added, and the
-actor's own responses need 15 % more pages. Apart from that, ``calibrate_engine`` runs unchanged.
-Every pass that it asks for is run and timed on a few sequences.
+actor's own responses need 15 % more pages. Otherwise, ``calibrate_engine`` runs unchanged, and each
+of its passes is timed on a few sequences.
 
 Shapes: T tokens.
 """
@@ -109,8 +109,8 @@ class Told(Engine, Scorer):
         return [Scores(a[:, 0], a, np.zeros(len(a), np.float32)) for a in answers]
 
     def answer(self, schedule: SparsitySchedule, sequence: int) -> np.ndarray:
-        """Return the actor's simulated log-probs, float32 ``[T, 1]``, for lists of a single token
-        with log-prob 0 under the policy.
+        """Simulate the actor's log-probs, float32 ``[T, 1]``. Each list has a single token, whose
+        log-prob under the policy is 0.
         """
         drift = DRIFT if len(self.rounds) > 1 else 1.0
         length_T = schedule.page_end(np.arange(PROMPT, LENGTH))
@@ -200,9 +200,7 @@ def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> f
 
 
 def calibration_cost() -> str:
-    """Return a table that compares the cost of sampling at every budget with that of calibrating in
-    two ways.
-    """
+    """Return a table of costs: of sampling at every budget, and of two ways to calibrate."""
     rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     dense = (

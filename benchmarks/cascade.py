@@ -5,11 +5,11 @@ tokens, and the speed relative to stock vLLM and to lossless mode without guesse
     python benchmarks/cascade.py real --model MODEL --prompts TEXT
 
 ``synthetic`` uses a random model of a published shape, with states set up without prefill
-(``benchmarks/rollout.py``). Such a model's drafts and guesses are meaningless, so whether they are
-kept is decided at random. Guesses are kept with a fixed probability, chosen so that a pass yields a
-given number of drafts on average. The policy accepts each draft with a given probability (vLLM's
-synthetic rejection sampler): the one measured with the text model (docs/lossless.md). Drafts that
-no pass has made are never accepted. Passes over 1, 2, 4 and 8 tokens are also timed on their own.
+(``benchmarks/rollout.py``). Such a model's drafts and guesses are meaningless, so chance decides
+which ones are kept. Every guess is kept with the same probability, which makes a pass yield a given
+number of drafts on average. vLLM's synthetic rejection sampler accepts drafts with the probability
+measured with the text model (docs/lossless.md). Drafts that no pass has made are never accepted.
+Passes over 1, 2, 4 and 8 tokens are also timed on their own.
 
 ``real`` samples continuations of a text, or answers to questions, from a given model, with real
 guesses, drafts and verification. With ``--head``, a trained head guesses too, and stock vLLM drafts
@@ -50,12 +50,12 @@ POINTS = ((32, 15_000), (64, 4_096))
 PASS_TOKENS = (1, 2, 4, 8)
 DRAFT_PAGES = 61
 DRAFTS = (4, 8, 12)
-"""Drafts per cycle: those that adaptive drafting chooses from by default."""
+"""The numbers of drafts per cycle that adaptive drafting chooses from by default."""
 GUESSES = 3
 ACCEPTANCE = 0.945
 SHARED_ACCEPTANCE = 0.921
-"""The text model's acceptance of drafts that read 1,024 tokens, with pages selected for each token
-and with pages selected once for four tokens.
+"""The text model's acceptance of drafts that read 1,024 tokens. ``ACCEPTANCE`` is for pages
+selected for each token, and ``SHARED_ACCEPTANCE`` for pages selected once for four tokens.
 """
 YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
 STEPS = 12
@@ -68,7 +68,7 @@ Save = Callable[..., None]
 
 
 def keep_rate(drafts: float, guesses: int) -> float:
-    """Return the probability of keeping a guess at which a pass yields this many drafts on
+    """Return the probability of keeping a guess that makes a pass yield ``drafts`` drafts on
     average.
     """
     low, high = 0.0, 1.0
@@ -84,8 +84,8 @@ def keep_rate(drafts: float, guesses: int) -> float:
 def acceptance_by_place(
     acceptance: float, rate: float, guesses: int, passes: int, drafts: int
 ) -> list[float]:
-    """Return the probability that each draft is accepted, given that all earlier drafts of the
-    cycle were. Guesses are kept with probability ``rate``, and drafts that no pass has made are
+    """Return each draft's probability of being accepted if all earlier drafts in the cycle are
+    accepted. Guesses are kept with probability ``rate``, and drafts that no pass has made are
     rejected.
     """
     draws = np.random.default_rng(0).random((TRIALS, passes, guesses)) < rate
@@ -154,8 +154,8 @@ def keep_some_guesses(rate: Any) -> None:
 
 
 def captured(drafter: Any) -> dict[int, Any]:
-    """Capture a pass with guesses for each number of tokens per sequence, and return the graphs by
-    number.
+    """Capture a pass with guesses for each number of tokens per sequence. Return the graphs, with
+    these numbers as keys.
     """
     graphs = {}
     for tokens in PASS_TOKENS[1:]:
@@ -332,8 +332,8 @@ STOCK_ARMS: dict[str, dict[str, Any]] = {
     },
     "eagle3": {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
 }
-"""Options of stock vLLM, in those arms of ``real`` that run without Sparrow: dense decoding, and
-vLLM's own drafts, from history or by a head.
+"""vLLM options for the arms of ``real`` without Sparrow: dense decoding, and vLLM's own drafts from
+history or from a head.
 """
 LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "adaptive": {"adapt_draft_tokens": True},
@@ -343,8 +343,8 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
     "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
 }
-"""Settings of lossless mode in the other arms of ``real``. Arms that aren't adaptive draft and
-guess in every cycle.
+"""Lossless settings for the other arms of ``real``. An arm that isn't adaptive drafts and guesses
+in every cycle.
 """
 WITH_HEAD = ("eagle3", "head_guess3", "adaptive_head_guess3")
 """Arms that need ``--head``."""

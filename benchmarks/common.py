@@ -42,7 +42,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 SMALL_VOCAB = 4096
 """Vocabulary size of ``small_qwen3``."""
 LINE = 300
-"""Maximum length in characters of a list or object that goes on one line."""
+"""A list or object of up to this many characters goes on one line."""
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]
 
@@ -88,7 +88,7 @@ def cache_size(gib: float | None) -> dict[str, Any]:
     """Return the options of ``rollout.Bench`` for a KV cache of this size."""
     if gib is None:
         return {}
-    # vLLM still checks that the share of the memory called ``memory`` is free.
+    # ``memory`` is a fraction of the GPU's memory. vLLM still checks that this much is free.
     return {"memory": 0.1, "kv_cache_memory_bytes": int(gib * 2**30)}
 
 
@@ -257,7 +257,7 @@ def load(name: str) -> Any:
 
 
 def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file to add a shape's run to, and the runs already in it.
+    """Return the file for a shape's new run, and the runs that the file already contains.
 
     Args:
         out: the file; by default, ``benchmarks/results/NAME_SHAPE.json``.

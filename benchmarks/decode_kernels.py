@@ -1,5 +1,5 @@
-"""Time the decode kernels on one GPU. Each time is compared with the time it takes just to read the
-bytes that are needed, and sparse decoding is compared with dense decoding.
+"""Time the decode kernels on one GPU. Each time is compared with a read limit, the time for just
+reading the necessary bytes. Sparse decoding is also compared with dense decoding.
 
     python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
     python benchmarks/decode_kernels.py --families # attention shapes of common models, with CUDA and with Triton
@@ -12,8 +12,8 @@ order and in vLLM's layout, with landmarks in the padded tails. A CUDA graph run
 layers, so no layer is read twice in a row. The block table is as wide as for a model with 40,960
 positions, and one row in sixteen completes a page. Times are per layer: medians over graph replays,
 with the 10th and 90th percentile. "Dense" is the fastest of our own kernels with every page kept;
-vLLM's FlashAttention is timed too if vLLM is installed. The read limit is the bandwidth of a kernel
-that does nothing but read on this GPU.
+vLLM's FlashAttention is timed too if vLLM is installed. The read limit assumes the bandwidth that a
+kernel reaches on this GPU if it only reads.
 
 Shapes: B sequences, L tokens per sequence, T new tokens per sequence, G query heads per kv head, k
 pages kept by score, K kv heads, D head dim, P page size.
@@ -90,8 +90,8 @@ DENSE = [
     (8, 1_024),
     (1, 1_024),
 ]
-# Shapes and their query heads per kv head. Their batches come from the rollout traces, so rows
-# differ in length; the 0.86 tables set the budgets.
+# Shapes and their query heads per kv head. Batches come from the rollout traces, so their sequences
+# differ in length. Budgets come from the 0.86 tables.
 RAGGED = [("qwen3-1.7b", 2), ("qwen3-4b", 4)]
 # Head dim, cache dtype and page size. The rest of the benchmark uses the first row. All rows keep
 # the same number of tokens.
@@ -130,8 +130,8 @@ FAMILY_BATCH = (64, 15_000)
 FAMILY_BUDGETS = (61, 221)
 TUNED_BATCHES = [(8, 30_000), FAMILY_BATCH]
 TURNS = 3  # how often to alternate between the shipped and the tuned configuration
-# Batches from other tables that have as many items as a batch of one of the families. Each entry
-# has the sequences, tokens, kv heads, group size, head dim and budgets.
+# Batches from other tables. Each has as many items as one of the families' batches. An entry
+# consists of sequences, tokens, kv heads, group size, head dim and budgets.
 ALSO_SWEPT = [(8, 30_000, 8, 2, 128, (61, 253)), (32, 30_000, 8, 4, 64, (381,))]
 # Configurations to compare with the shipped one, by head dim and item count.
 SWEPT = {
@@ -187,8 +187,8 @@ INT8_EXPONENT = 122  # for a scale of 2^-5, which puts code 127 at four standard
 
 
 class Pool:
-    """The caches of all layers, each a single ``[blocks, K, P, 2 D]`` allocation with a tail of
-    landmarks per block.
+    """The caches of all layers. A layer's cache is a single ``[blocks, K, P, 2 D]`` allocation in
+    which every block has a tail of landmarks.
     """
 
     def __init__(
@@ -454,8 +454,8 @@ def landmarks(limit: float) -> Row:
 
 
 def caches(limit: float, names: Sequence[str]) -> Row:
-    """Measure sparse and dense steps with 16-bit and 8-bit keys and values. Landmarks are 16-bit
-    and, with fp8, also 8-bit.
+    """Measure sparse and dense steps with 16-bit and 8-bit keys and values. Landmarks have 16 bits;
+    with fp8, 8-bit landmarks are measured too.
     """
     rows = []
     for cache, landmark_dtype in [(name, dtype) for name in names for dtype in CACHES[name]]:
@@ -469,8 +469,8 @@ def caches(limit: float, names: Sequence[str]) -> Row:
 
 
 def head_budgets(limit: float, spread: float) -> Row:
-    """Measure steps with the same budget for all kv heads, and with budgets that vary around the
-    same mean. ``spread`` is the standard deviation of their logarithms.
+    """Measure steps with equal and with unequal budgets for the kv heads. Both have the same mean.
+    ``spread`` is the standard deviation of the unequal budgets' logarithms.
     """
     pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
@@ -580,8 +580,8 @@ def sweep(limit: float) -> Row:
 
 
 def several_tokens(limit: float) -> Row:
-    """Measure steps over several new tokens per sequence with the CUDA kernel and the Triton
-    kernels and, for comparison, a one-token step with the default kernel.
+    """Measure steps over several new tokens per sequence, with the CUDA kernel and with the Triton
+    kernels. Compare them with one-token steps of the default kernel.
     """
     pool, rows = Pool(TOKENS // 2, LAYERS), []
     sizes = [(B, L, G, T) for B, L in WIDE_BATCHES for G in WIDE_GROUPS for T in WIDE_TOKENS]
@@ -613,13 +613,13 @@ def compile_wide(cases: Sequence[Case]) -> None:
         steps[kernel] = [case.step(None, 0) for case in cases]
     with ThreadPoolExecutor() as executor:
         list(executor.map(compile_for, steps["cuda"]))
-        # Triton compiles on the first launch. Triton's steps can be launched here because they were
-        # planned last, so the plans in memory are theirs.
+        # Triton compiles on the first launch. Triton's steps were planned last, so the plans in
+        # memory belong to them, and they can be launched here.
         list(executor.map(lambda step: launches(step, "step")(), steps["triton"]))
 
 
 def compile_for(step: cuda.Launches) -> None:
-    """Compile a step's kernel now, so that later launches with the same macros don't have to."""
+    """Compile a step's kernel in advance for all launches with the same macros."""
     compiled("decode.cu", tuple(step.defines.items()), "sm_90")
 
 

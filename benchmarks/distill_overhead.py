@@ -51,12 +51,12 @@ VARIANTS = {
     "a_quarter_of_the_responses": replace(EVERYTHING, responses=0.25),
 }
 TEXTS = {"random": 1, "runs": 12}
-"""Run length of equal tokens, by kind of text."""
+"""How many equal tokens each kind of text has in a row."""
 
 
 def experience(run: int) -> Experience:
-    """Return responses made of random runs of ``run`` equal tokens, with top-n lists of equally
-    unlikely tokens.
+    """Return random responses in which every token occurs ``run`` times in a row. The tokens in
+    their top-n lists are all equally unlikely.
     """
     rng = np.random.default_rng(0)
     T = TOKENS - PROMPT
@@ -104,8 +104,8 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Return ``read`` for one response, averaged over the sparse layers: the number of pages that a
-    tile reads, divided by the number that one of its positions keeps on average.
+    """Return ``read`` for one response: the pages a tile reads, divided by the pages one of its
+    positions keeps on average. The result is a mean over the sparse layers.
     """
     ratios = []
     select = Call.select

@@ -76,8 +76,8 @@ PUBLISHED = (5.2, 5.1, 3.5, 3.5, 2.7)
 
 
 def ideal() -> str:
-    """Compare the published speed-ups for a p5 of 0.86 on an H200 with what the formulas give for
-    the released schedules.
+    """Compare the published speed-ups on an H200, for a p5 of 0.86, with those the formulas predict
+    for the released schedules.
     """
     schedules = [(shape, name, SparsitySchedule.preset(shape)) for shape, name in SHAPES.items()]
     schedules.insert(3, ("qwen3-8b", "8B, table 0.87", SparsitySchedule.preset("qwen3-8b", 0.87)))

@@ -3,8 +3,8 @@
 
     python benchmarks/fit_lossless.py
 
-Prints the fitted constants, the shipped ones from ``sparrow.cost.lossless``, and the errors of the
-shipped ones by shape.
+Prints the fitted constants, the shipped constants (from ``sparrow.cost.lossless``), and each
+shape's errors with the shipped constants.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def errors(cycles: list[dict[str, Any]]) -> list[float]:
 
 
 def fitted() -> str:
-    """Return, for each shape, the errors with the shipped constants and with a fit that leaves the
-    shape out.
-    """
+    """Tabulate each shape's errors with the shipped constants and with a fit to other shapes."""
     rows = []
     everything = measured()
     cycles = [cycle for cycle in everything if cycle["draft_weights"] == "auto"]

@@ -7,11 +7,10 @@ overheads predict these steps.
 step is a whole decode step with ``shape``, ``batch``, ``length`` and ``ms``. Sparse steps also have
 a ``schedule`` (anything ``SparsitySchedule.load`` accepts), and steps that return top-20 lists have
 ``lists``. The dense and sparse steps measured by ``rollout.py`` are added. The fit minimises the
-squared relative errors with non-negative constants. The last column is a point's error in a fit
-that leaves out all points of its model shape. Steps of the rollout traces, where sequences differ
-in length, are not used in any fit; their errors come after the table. The host's seconds per
-sequence are fitted to the rollouts of ``grpo_step.py``, where the first steps are so large that the
-host can't keep up.
+squared relative errors with non-negative constants. The last column has each point's error in a fit
+to the other model shapes. No fit uses steps from the rollout traces, in which sequences differ in
+length. The errors of these steps come after the table. The host's seconds per sequence are fitted
+to the rollouts of ``grpo_step.py``: their first steps are so large that the host can't keep up.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from sparrow.cost import MACHINES, SHAPES, Overheads, decode_step
 from sparrow.schedule import SparsitySchedule
 
 STEADY = 1.5
-"""If the ratio of a step's 90th to its 10th percentile is above this, its times fall into two
-clusters, depending on whether the host keeps up.
+"""A step has two clusters of times if its 90th percentile is more than this multiple of its 10th.
+Which cluster a time falls into depends on whether the host keeps up.
 """
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured step. Its predicted time is the sum of the constants, each multiplied by its entry
-    in ``features``. The entry for read_fraction multiplies the inverse of that constant.
+    """A measured step. To predict its time, multiply each constant by its entry in ``features``,
+    and add up the products. For read_fraction, use the inverse of the constant.
     """
 
     name: str
@@ -119,8 +118,8 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
-    """Return ``overheads`` with the host's seconds per sequence set to the value that minimises the
-    relative errors over parts of rollouts.
+    """Fit the host's seconds per sequence to parts of rollouts, minimising squared relative errors.
+    Return ``overheads`` with the fitted value.
     """
     rows, device, seconds = [], [], []
     for run in runs:

@@ -10,11 +10,11 @@ and Sparrow with an fp8 cache. Transformers scores each engine's own samples. *t
 score. *rounded* is the score with every key and value rounded to e4m3 with Sparrow's own scales. It
 is computed twice: in float32, to show what an fp8 cache costs by itself, and in bfloat16, as the
 yardstick for a kernel that rounds once more (see ``vllm_check.py``). *prefill from decode* compares
-the log-probs of a decoded response with those that the same engine returns when it gets prompt and
+a response's log-probs from decoding with those from prefill, where the same engine gets prompt and
 response as one prompt.
 
-``--cache int8`` does the same for int8 keys and values, with one scale per token and head. Stock
-vLLM uses its Triton backend here, and its scales are not powers of 2.
+``--cache int8`` does the same for int8 keys and values, with one scale per token and head. Here,
+stock vLLM uses its Triton backend, whose scales are not powers of 2.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sampled(llm: LLM) -> list[Rollout]:
 
 
 def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
-    """Return how much the rollouts' log-probs differ from those of the same tokens passed as a
+    """Compare the rollouts' log-probs with those that the engine returns for the same tokens in a
     prompt.
     """
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)

@@ -5,11 +5,12 @@ vLLM on the same GPU.
 
 The variants run one after another on the same GPU, each in its own engine. Stock vLLM runs in
 bfloat16 and, for a fair comparison, with cache and weights in fp8. Sparrow runs with the published
-table in bfloat16, with an fp8 or int8 cache, and with fp8 weights in addition. vLLM always does the
-weight quantisation (``quantization="fp8_per_channel"``). ``--variants`` selects the variants to
-measure; earlier results for the others are kept. The trace is timed as in ``rollout.py``, with
-top-20 log-probs: once with as many concurrent requests as fit in the bfloat16 cache, and once with
-as many as fit in the variant's own cache. Tokens per second include the prefill of new requests.
+table: in bfloat16, with an fp8 or int8 cache, and with such a cache and fp8 weights. vLLM always
+does the weight quantisation (``quantization="fp8_per_channel"``). ``--variants`` selects the
+variants to measure; earlier results for the others are kept. The trace is timed as in
+``rollout.py``, with top-20 log-probs: once with as many concurrent requests as fit in the bfloat16
+cache, and once with as many as fit in the variant's own cache. Tokens per second include the
+prefill of new requests.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 REQUESTS = 240
 MOST = 2.75
-"""Engines are started for this many times the number of concurrent requests that fit on an H200 in
-bfloat16.
-"""
+"""An engine allows this many times as many concurrent requests as fit on an H200 in bfloat16."""
 
 
 def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:

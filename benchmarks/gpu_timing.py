@@ -10,7 +10,7 @@ import torch
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the median GPU time of ``work``, launched anew by the host each time."""
+    """Return the median GPU time of ``work``. The host launches it anew each time."""
     work()
     torch.cuda.synchronize()
     times = []

@@ -88,7 +88,7 @@ class Given:
 
     def _next(self, count: int) -> Sequence[int]:
         """Return the lengths of the next ``count`` responses. The call that measures the ceiling
-        asks for fewer than the others.
+        asks for fewer responses than the other calls.
         """
         return next(self._lengths)[:count]
 

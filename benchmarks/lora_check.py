@@ -6,8 +6,8 @@ A batch mixes requests without an adapter with requests for two adapters that ch
 layer. Stock vLLM and lossless mode decode it greedily in three ways: eagerly, with CUDA graphs, and
 with CUDA graphs and ``torch.compile``. The model and the adapters have random weights in bfloat16.
 
-- Log-probs are compared with transformers in float32 with the adapters merged, up to the first
-  token where stock vLLM and lossless mode differ; stock vLLM is the yardstick.
+- Log-probs are compared with those of transformers in float32, with merged adapters. The comparison
+  ends where the tokens of stock vLLM and lossless mode first differ. The yardstick is stock vLLM.
 - Drafts keep every page, so nearly all of them should be accepted if they use their requests'
   adapters. For comparison, acceptance is also measured for requests without adapters, and with
   drafts that ignore the adapters.

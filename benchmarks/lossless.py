@@ -12,9 +12,9 @@ draft with a given probability. Everything else, including the meter, runs as in
 
 - ``points``: sequences of equal length. Stock vLLM and each fixed draft length are timed for
   ``FIXED_S``. Sparrow's own choice of draft length is timed for ``SECONDS``, including its initial
-  search, and then for another ``SETTLED_S``. Sequences grow while they are timed. They start
-  shorter by half of their expected growth, so that their mean length is the state's. The expected
-  growth is computed from the previous row's speed.
+  search, and then for another ``SETTLED_S``. Sequences grow while they are timed. To give them the
+  state's length on average, we start them shorter by half of their expected growth. The previous
+  row's speed determines the expected growth.
 - ``trace``: the trace from ``benchmarks/rollout.py``, with log-probs of the sampled tokens. As in
   that script, its time is estimated from states. The time per token is the cycle time divided by
   the tokens per cycle. Timing starts once the draft length has settled.
@@ -49,8 +49,8 @@ SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
 SETTLED, SETTLED_CYCLES = 512, 48
-"""How many tokens a request may grow by while the draft length settles, and how many cycles to run
-after the first choice so that dense steps get timed again.
+"""While the draft length settles, a request may grow by ``SETTLED`` tokens. After the first choice,
+``SETTLED_CYCLES`` cycles are run, so that dense steps get timed again.
 """
 MARGIN = 8192
 """Maximum new tokens per request, large enough that no request ends while it is being timed."""
@@ -71,8 +71,8 @@ def runtime(bench: Bench) -> Runtime:
 
 
 def accept(bench: Bench, rate: float) -> None:
-    """Make vLLM accept drafts at the standard budget with probability ``rate``, and drafts at other
-    budgets with the probability predicted by ``acceptance_at``.
+    """Make vLLM accept drafts with probability ``rate`` at the standard budget. At other budgets,
+    the probability comes from ``acceptance_at``.
     """
     shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
 
@@ -84,7 +84,7 @@ def accept(bench: Bench, rate: float) -> None:
 
 
 def generated(bench: Bench) -> int:
-    """Return how many output tokens of the running requests the host has received so far."""
+    """Return how many output tokens the host has received for the running requests."""
     return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
@@ -130,7 +130,7 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 
 
 def hold(bench: Bench, choice: Choice) -> None:
-    """Fix how every cycle drafts."""
+    """Make every cycle draft as in ``choice``."""
     before = scheduler(bench).chooser
     chooser: Any = DraftChooser(before.choices, before.budgets)
     chooser.choose = lambda *_: choice

@@ -8,8 +8,9 @@ The given acceptance is for drafts that read 1,024 tokens; ``sparrow.decoding.ac
 predicts the acceptance for half or twice that budget. Each state is timed with every fixed budget,
 and with Sparrow choosing the budget from scratch. Sparrow always chooses the draft length. The
 draft length and the budget settle in rounds before the timed one, and every round starts from the
-state's original length. Tokens per second are computed from the expected tokens per cycle, because
-the number of sampled tokens varies by 2 % over a few seconds, about as much as the budgets differ.
+state's original length. Tokens per second are computed from the expected tokens per cycle. The
+number of sampled tokens would be too noisy: over a few seconds, it varies by 2 %, about as much as
+the budgets differ.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STATES = {
 """The batch size, and the cached tokens of each sequence at the start."""
 RATES = (0.9, 0.945, 0.98)
 HELD, FOUND = (2.0,), (4.0, 4.0, 4.0, 4.0)
-"""Seconds of each round before the timed one: first for a fixed budget, then for a chosen one."""
+"""Seconds of each round before the timed round, with a fixed budget and with a chosen one."""
 TIMED_S = 2.0
 
 

@@ -7,13 +7,13 @@
         [--vary] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
-All models are random, and drafts are accepted or rejected as in real use. With ``--head``, a random
-EAGLE-3 head guesses, instead of history.
+All models are random, and drafts are accepted or rejected as in real use. With ``--head``, guesses
+come from a random EAGLE-3 head instead of from history.
 
 - ``equal`` compares log-probs with transformers in float32, using the yardstick of
   ``vllm_check.py``. It also compares greedy tokens with stock vLLM's. Where they first differ, it
   reports how far apart the two tokens' log-probs are in the float32 model. With ``--cache fp8``,
-  stock vLLM gets such a cache too, and the yardstick is its error relative to float32.
+  stock vLLM gets an fp8 cache too, and the yardstick is stock vLLM's error relative to float32.
 - ``samples`` counts how often each continuation of a prompt is sampled at temperature 1, with a
   small vocabulary, and compares the counts with transformers' float32 probabilities (chi-square).
 - ``invariant`` compares the tokens sampled by ``drafter_invariant`` with those sampled by stock
@@ -70,8 +70,8 @@ VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
-    """For each pair of responses that differ, return where their greedy tokens first differ, and
-    how much likelier one of the two tokens is under the float32 model.
+    """For each pair of responses that differ, return the position of the first difference, and how
+    far apart the two tokens' log-probs are in the float32 model.
     """
     scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
     differences = []
@@ -272,7 +272,7 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 
 def vary_drafts() -> None:
     """Replace adaptive drafting's choice with a random one, so that cycles of all kinds occur.
-    Drafting isn't worth it for so small a model, so vLLM would soon stop.
+    Otherwise, vLLM would soon stop drafting, because it isn't worth it for so small a model.
     """
     rng = np.random.default_rng(0)
 

@@ -7,25 +7,25 @@ short contexts and few sequences.
 
 The speed of a short step depends on the host, whose own speed varies from minute to minute by more
 than the difference we're after. So three engines share one GPU and take turns of ``TURN_S``: stock
-vLLM, lossless mode, and a second stock vLLM, which shows how much even two stock engines differ
-(``control`` is its speed relative to the first). Lossless mode's speed is given relative to both
-stock engines together. Each engine has its own process, as in real use, because its scheduler would
-be slower in a process with other kinds of engines. The threads that run steps share one core, the
-last one the script may use, so they all run at the same speed. Because hosts differ, and so do two
-processes of the same engine, several runs tell you more than one long run; ``benchmarks/tables.py``
-averages them.
+vLLM, lossless mode, and a second stock vLLM. The second one shows how much even two stock engines
+differ (``control`` is its speed relative to the first). Lossless mode's speed is given relative to
+both stock engines together. Each engine has its own process, as in real use, because its scheduler
+would be slower in a process with other kinds of engines. The threads that run steps all run at the
+same speed, because they share one core (the last one the script may use). Hosts differ, and so do
+two processes of the same engine. Several runs therefore tell you more than one long run;
+``benchmarks/tables.py`` averages them.
 
-Sequences start with their tokens already in the cache (see ``benchmarks/rollout.py``), and grow by
-at most ``GROWTH`` tokens or for at most ``SECONDS``. Acceptance is synthetic (see
+Sequences start with their tokens already in the cache (see ``benchmarks/rollout.py``), and stop
+growing after ``GROWTH`` tokens or ``SECONDS``. Acceptance is synthetic (see
 ``benchmarks/lossless.py``). Either nothing is drafted, or Sparrow chooses the draft length and
 budget from scratch. Ratios compare tokens per second over all turns, and their intervals come from
 resampling rounds of turns.
 
 Taking turns costs time that real use doesn't: at the start of a turn, the GPU waits for the host,
-and at the end, the host waits for the GPU. So a turn is timed from one step's result to a later
-one's, leaving out its first ``UNDER_WAY`` steps and the wait at the end (``with_pauses`` is the
-ratio including both). Objects that exist when a state begins are excluded from Python's garbage
-collection, which would otherwise scan them during some turn.
+and at the end, the host waits for the GPU. So timing starts when a turn's first ``UNDER_WAY`` steps
+are done, and ends with the result of its last step, before the wait. ``with_pauses`` is the ratio
+with these steps and the wait included. Objects that exist when a state begins are excluded from
+Python's garbage collection, which would otherwise scan them during some turn.
 
 ``host_us``, which is only printed, gives each engine's host time in microseconds per step for each
 of ``PARTS``. To profile the GPU, use ``benchmarks/lossless.py --profile``.
@@ -61,8 +61,8 @@ STATES = {
 60 sequences.
 """
 KEPT = ("ratio", "control", "tokens_per_s", "grown", "cycles_by_drafts")
-"""What goes into the JSON file for each case. All other results except the individual turns are
-printed.
+"""The results to save in the JSON file for each case. Other results are only printed, except for
+the individual turns.
 """
 RATES = (None, 0.95, 0.9, 0.5)
 """vLLM's acceptance probabilities for drafts; None: nothing is drafted."""
@@ -70,9 +70,7 @@ ENGINES = ("stock", "lossless", "control")
 """The engines, in turn order; ``control`` is also stock vLLM."""
 TURN_S = 0.2
 GROWTH, SECONDS = 4096, 25.0
-"""On each state, engines take turns until sequences have grown by this many tokens, or for this
-many seconds.
-"""
+"""The turns on a state end after ``SECONDS``, or once sequences have grown by ``GROWTH`` tokens."""
 UNDER_WAY = 2  # steps in flight in vLLM when a turn ends
 BLOCK = 16  # tokens per KV cache block in vLLM
 SPARE = 64  # room for drafts, in tokens per sequence
@@ -90,7 +88,7 @@ PARTS = {
     "execute_model": "model_executor",
     "sample_tokens": "model_executor",
 }
-"""Methods called in every step, and the attributes of vLLM's engine core they belong to."""
+"""Maps each method that runs in every step to its owner, an attribute of vLLM's engine core."""
 
 
 def clock_parts(bench: Bench) -> Counter[str]:

@@ -58,8 +58,8 @@ FIXED_S = 2.0
 SECONDS = 4.0
 SETTLED_S = 6.0
 PREFILLED = 2048
-"""How many tokens vLLM prefills at once, at most. Kept small because only short prompts are
-prefilled here, and vLLM reserves memory for the experts' activations at this many tokens.
+"""Maximum number of tokens that vLLM prefills at once. A small value is enough for our short
+prompts, and saves memory: vLLM reserves room for the experts' activations at this many tokens.
 """
 
 
@@ -86,8 +86,8 @@ def traced(slots: int, count: int) -> tuple[dict[str, int], list[tuple[int, Any]
 
 
 def graph_sizes(batches: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """List the batch sizes, in tokens, to capture CUDA graphs for. Capturing is slow, so these are
-    only the decode step sizes for each draft length.
+    """Return the batch sizes, in tokens, that need CUDA graphs. Capturing is slow, so only the
+    sizes of decode steps are included, for each draft length.
     """
     return sorted({batch * (drafts + 1) for batch in batches for drafts in choices})
 
@@ -216,9 +216,8 @@ def measure_mode(arguments: argparse.Namespace, mode: str, until: float) -> None
 
 
 def found_by(mode: str, out: Path) -> Path:
-    """Return the file that a mode's process writes. It sits next to the result, so that
-    measurements survive if the script is killed, and is deleted once they have been added to the
-    result.
+    """Return the file that a mode's process writes. The file lies next to the result, so that its
+    measurements survive if the script is killed. It is deleted once they are in the result.
     """
     return out.with_name(f"{out.stem}_{mode}.part")
 

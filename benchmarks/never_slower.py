@@ -1,5 +1,5 @@
-"""Test whether either mode of Sparrow is slower than stock vLLM where reading fewer pages may not
-help, because sequences are short or the model is small.
+"""Test whether Sparrow is slower than stock vLLM, in either mode, with short sequences or small
+models. Reading fewer pages may not help there.
 
     python benchmarks/never_slower.py --tokenizer TOKENIZER     # results/never_slower_smollm2-135m.json
     python benchmarks/never_slower.py --shape qwen3-1.7b        # 512 x 128 + 300, as on GSM8K
@@ -251,8 +251,8 @@ class Engines:
     def call(
         self, function: Callable[..., dict[str, Any]], arguments: Mapping[str, Sequence[Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Call a function in the given engines' processes: concurrently, unless the engines take
-        turns with the GPU's memory.
+        """Call a function in each given engine's process. The calls run concurrently unless the
+        engines take turns with the GPU's memory.
         """
         begun = {}
         for name, given in arguments.items():

@@ -1,8 +1,8 @@
 """Run vLLM engines on one GPU, each in its own process, so that no two of them measure at once.
 
 Importing vLLM is slow, so each process imports it while earlier engines are still using the GPU.
-Starting an engine is slower still. Engines whose memory fits together can start side by side; they
-measure one after another once all of them have started, since an idle engine doesn't use the GPU.
+Starting an engine is slower still. Engines whose memory fits together can start side by side. Once
+all of them have started, they measure one after another; the idle engines don't use the GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from typing import Any
 from common import last_error
 
 LEAST_S = 25.0
-"""Don't start an engine with less time left than this, since it couldn't time even one point."""
+"""With less time left than this, an engine isn't started: it couldn't time even one point."""
 GRACE_S = 10.0
-"""At the deadline, an engine should stop after the current point. If it is still running this much
-later, it gets killed.
+"""An engine gets killed if it is still running this long after the deadline. It should stop by
+itself after the point that it is timing at the deadline.
 """
 POLL_S = 0.1
 READY = "SPARROW_BENCHMARK_READY"
-"""The environment variable that holds the path of the file that an engine creates once it has
-started.
-"""
+"""The environment variable with a file's path. An engine creates the file once it has started."""
 
 
 class EngineProcess:

@@ -10,9 +10,9 @@ so nothing is downloaded.
 
 A trace consists of 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests``
 changes the number). Response lengths follow a fixed log-normal distribution with a mean of 14,268,
-cut at 32,768. vLLM serves requests in order of arrival, at most ``slots`` at a time, which is as
-many as fit in the KV cache without preemption. So which requests run in a step, and at which
-lengths, depends neither on the variant nor on step times, and can be computed beforehand.
+cut at 32,768. vLLM serves requests in order of arrival. At most ``slots`` requests run at a time,
+as many as fit in the KV cache without preemption. Therefore, the requests in each step and their
+lengths can be computed beforehand: they depend neither on the variant nor on step times.
 
 Running the whole trace would take hours. Instead, its steps are divided into equal strata, and the
 middle step of each stratum is set up in vLLM (with its requests at their lengths, and with vLLM's
@@ -58,8 +58,8 @@ from sparrow.vllm import plugin, selfcheck
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
-"""Warm-up steps and timed steps per measurement. Short steps vary in time because they depend on
-the host, so 16 times as many of them are timed.
+"""Warm-up steps and timed steps per measurement. The times of short steps vary, because they depend
+on the host. So 16 times as many short steps are timed.
 """
 SHORT = 100_000
 """Steps with at most this many cached tokens are short."""
@@ -86,8 +86,8 @@ INT8_EXPONENT = 122
 
 
 class Connector(DecodeBenchConnector):
-    """vLLM's connector for decode benchmarks, except that prompts of up to ``PROMPT`` tokens are
-    prefilled, and the cache and its landmarks are filled once rather than per request.
+    """vLLM's connector for decode benchmarks, with two changes: prompts of up to ``PROMPT`` tokens
+    are prefilled, and the cache and its landmarks are filled once instead of for every request.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -183,7 +183,7 @@ class Bench:
         )
         self.engine: VLLMEngine | None = None
         # Sparrow refuses connectors without landmarks, but this connector creates landmarks. The
-        # self-check is skipped because the connector isn't told about its steps.
+        # self-check is skipped because the connector doesn't learn about the self-check's steps.
         plugin_config.check_supported = lambda *_: None
         selfcheck.run = lambda *_: None
         if variant == "stock":

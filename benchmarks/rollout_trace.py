@@ -1,8 +1,8 @@
-"""The rollout traces used by ``rollout.py``: response lengths, and the requests that run in each
-step with their lengths.
+"""The rollout traces used by ``rollout.py``: the response lengths and, for each step, the cached
+tokens of every running request.
 
-Requests join in order of arrival as soon as there is room, and none is ever preempted, so the trace
-depends only on the response lengths, not on step times.
+Requests join in order of arrival as soon as there is room, and are never preempted. A trace
+therefore depends only on the response lengths, not on step times.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
 in an H200's KV cache.
 """
 Span = tuple[int, np.ndarray, int]
-"""A series of steps with the same requests: the number of steps and, for the first step, each
-request's cached tokens and the number of requests that join.
+"""A series of steps with the same requests: the number of steps, each request's cached tokens in
+the first step, and the number of requests that join in the first step.
 """
 
 
@@ -68,8 +68,8 @@ def most_cached(spans: Sequence[Span]) -> int:
 
 
 def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
-    """Return the middle steps of ``count`` strata of the trace, with the cached tokens of each
-    request in them.
+    """Divide the trace into ``count`` strata. Return the middle step of each, with the cached
+    tokens of each request.
     """
     ends = np.cumsum([steps for steps, _, _ in spans])
     chosen = ((np.arange(count) + 0.5) * ends[-1] / count).astype(int)

@@ -34,9 +34,10 @@ def through_int8(x: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
-    """Within this context, ``change_keys`` and ``change_values`` replace a model's keys and values.
-    Each is called with a layer's number and its keys after the rotary embedding, ``[B, K, T, D]``,
-    or its values, ``[B, T, K, D]``, and returns the new ones.
+    """Within this context, the model uses the keys and values that ``change_keys`` and
+    ``change_values`` return. Both get a layer's number. ``change_keys`` also gets the layer's keys,
+    ``[B, K, T, D]``, after the rotary embedding. ``change_values`` gets its values, ``[B, T, K,
+    D]``.
     """
     layer_now, modeling = [0], sys.modules[type(model).__module__]
     stock = modeling.apply_rotary_pos_emb
@@ -100,9 +101,9 @@ def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
 
 @contextmanager
 def rounded_matrices(model: Any) -> Iterator[None]:
-    """Within this context, the layers' weights are rounded to e4m3 with one scale per output, and
-    their inputs with one scale per token, like vLLM's ``quantization="fp8_per_channel"``. Products
-    are exact.
+    """Within this context, layers round their weights and inputs to e4m3, like vLLM's
+    ``quantization="fp8_per_channel"``. Weights have one scale per output, and inputs have one scale
+    per token. Products are exact.
     """
 
     def per_row(x: Tensor) -> Tensor:

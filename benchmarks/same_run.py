@@ -5,9 +5,9 @@ process or its server.
 
 All ``sparrow train --engine vllm`` runs train the bundled reasoner, as in ``vllm_train.py``, side
 by side. Two GPUs are enough for everything except *ddp4* and *fsdp2_4*, which need four; pick runs
-with ``--runs``. Two more runs on one GPU show how much runs differ anyway: *again* has vLLM run
-fewer responses at a time, which changes the bfloat16 rounding, and *seed* uses different problems
-and samples.
+with ``--runs``. Two more runs on one GPU show how much runs differ anyway. In *again*, vLLM runs
+fewer responses at a time, which changes the bfloat16 rounding. *seed* uses different problems and
+samples.
 
 *killed* is a DDP run whose second process is killed after three steps; the run then resumes from
 its checkpoint on one GPU. *killed_fsdp2* is the same with FSDP2, and resumes with FSDP2. *server*

@@ -7,12 +7,12 @@ leaked resources.
 Most programs are honest: right or wrong, with known verdicts, for every kind of test. One in eight
 is an attack. Half of the attacks come from a small set with known verdicts: they loop, fork, fill
 memory, flood their output or exit early. The other half come from tests/rewards/sandbox and must
-not pass. Before and after the test, the script counts this process's memory, file descriptors,
-threads and children, and all processes on the machine that carry this run's mark. Memory is also
-sampled during the test. Throughput is then measured again for honest programs alone, with ten tests
-each; half of them read stdin, and half define a function. There are several rounds, because a short
-sample says little on a busy machine. The exit status is 0 if every verdict is as expected, nothing
-is left behind, and memory doesn't grow.
+not pass. Before and after the test, the script records this process's memory, and counts its file
+descriptors, threads and children. It also counts all processes on the machine that carry this run's
+mark. Memory is sampled during the test, too. Throughput is then measured again for honest programs
+alone, with ten tests each; half of them read stdin, and half define a function. There are several
+rounds, because a short sample says little on a busy machine. The exit status is 0 if every verdict
+is as expected, nothing is left behind, and memory doesn't grow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
 MARK = "SPARROW_SOAK"
 HELD = "anything but pass"
 FLAT_MB = 8.0
-"""How much more memory this process may use in the second half of a soak test than in the first."""
+"""From the first to the second half of a soak test, this process's memory may grow by this much."""
 
 STDIO = {
     "inputs": [f"{n} {n * n}\n" for n in range(10)],

@@ -7,8 +7,8 @@ cases run at a time. Faulty cases first break one part of Sparrow: landmarks are
 off, attention uses the wrong scale, the scales of an fp8 KV cache are doubled, or a tensor moves
 after CUDA graphs using it have been captured. Sound engines are checked twice (the second time with
 all kernels already compiled) and then generate tokens. The exit status is 1 if any case doesn't end
-as expected. ``--only`` selects cases by name: those that contain all of the given words. The JSON
-file keeps its results for the other cases.
+as expected. ``--only`` selects the cases whose names contain all of the given words. The JSON file
+keeps its results for the other cases.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def checkpoint_of(folder: str, is_mixture: bool) -> Path:
 def in_own_process(folder: str, case: Case) -> dict[str, Any]:
     """Run a case in a new process, and return its result.
 
-    Raises RuntimeError if the process prints none.
+    Raises RuntimeError if the process prints no result.
     """
     checkpoint = str(checkpoint_of(folder, case.is_mixture))
     command = [sys.executable, __file__, "--case", case.name, "--checkpoint", checkpoint]

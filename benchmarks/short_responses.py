@@ -6,11 +6,11 @@ every step.
 The rollout has 256 prompts of 64 tokens with 1,024 new tokens each, and random weights. Stock vLLM
 and Sparrow's engine return the same lists. They run in separate processes and take turns; the best
 time of each variant counts. ``--before`` adds the engine from an earlier source tree. In the
-command above, that engine still returns lists of Python objects. Sparrow decodes under the
+command above, the earlier engine still returns lists of Python objects. Sparrow decodes under the
 published 0.86 schedule, which keeps nearly every page at this length. *host* is the time per token
-spent in vLLM's scheduler, in its output processor and on reading the lists, measured in a separate
-rollout. On a CPU, the model is smaller and the responses are shorter, so only *host* tells you
-anything about a GPU.
+that vLLM's scheduler, its output processor and the reading of the lists take. It is measured in a
+separate rollout. On a CPU, the model is smaller and the responses are shorter, so only *host* tells
+you anything about a GPU.
 """
 
 from __future__ import annotations
@@ -155,9 +155,7 @@ def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens:
 
 
 def watch_host() -> dict[str, float]:
-    """Return a dictionary that, from now on, counts the seconds spent on each part of the host's
-    work.
-    """
+    """Start timing each part of the host's work. Return a dictionary that adds up the seconds."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor

@@ -32,7 +32,7 @@ BATCHES = 4
 
 
 def measure(with_triton: bool) -> dict[str, float]:
-    """Time every row using whichever tree is first on the path, and return microseconds per layer.
+    """Time every row with the tree that comes first on the path. Return microseconds per layer.
     Rows that only Triton supports are optional.
     """
     import torch

@@ -59,8 +59,8 @@ def distill_tail() -> str:
 
 
 def distill_runs() -> str:
-    """Tabulate each run's lowest p5, the gain from the adapter, and the first step at which p5 held
-    0.86 (see ``first_holding``).
+    """Tabulate each run's lowest p5, the gain from the adapter, and the step that ``first_holding``
+    returns.
     """
     arms, reached = distilled()
     rows = []

@@ -52,8 +52,9 @@ def dense(result: Row) -> dict[tuple[int, int], float]:
 
 
 def ratios(result: Row) -> list[Row]:
-    """Return all drafters' points with their break-even tokens per cycle. Each is a ratio of two
-    times from the same run. If several runs timed the same point of a drafter, the last one counts.
+    """Return all drafters' points with the tokens per cycle needed to break even. This number is
+    the ratio of two times from one run. If several runs timed a drafter's point, the last run
+    counts.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for run in result["runs"]:

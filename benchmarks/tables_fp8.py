@@ -19,8 +19,8 @@ NAMES = {
 
 
 def rollouts() -> str:
-    """Tabulate the speed of every variant, with as many sequences as fit in the bfloat16 cache and
-    with as many as fit in its own cache.
+    """Tabulate every variant's speed at two batch sizes: as many sequences as fit in the bfloat16
+    cache, and as many as fit in the variant's own cache.
     """
     rows = []
     for shape in SLOTS:
@@ -81,8 +81,8 @@ def attention() -> str:
 
 
 def equalities() -> str:
-    """Tabulate how far log-probs are from the float32 truth, and how far those of a prefill are
-    from those of decoding.
+    """Tabulate how far log-probs are from the float32 truth, and how much they differ between
+    prefill and decoding.
     """
     rows: dict[str, tuple[Any, Any, Any]] = {}
     for stored in ("fp8", "int8"):

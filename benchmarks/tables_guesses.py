@@ -19,7 +19,7 @@ REAL_ARMS = {
     "adaptive_guess3": "lossless, may guess from history",
     "adaptive_head_guess3": "lossless, head may guess",
 }
-"""Arms of ``cascade.py real`` beside stock vLLM, with their names in the tables."""
+"""Maps arms of ``cascade.py real`` to their names in the tables."""
 YIELDS = {
     "adaptive": ("acceptance", "tokens_per_cycle"),
     "guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
@@ -56,8 +56,8 @@ def pass_ms(engine: Row) -> dict[tuple[int, int], dict[int, float]]:
 
 
 def passes() -> str:
-    """One row per state: the time of a sparse pass over one token per sequence in ms, and the
-    relative time of passes over several tokens.
+    """One row per state: the time in ms of a sparse pass over one token per sequence, and how many
+    times as long passes over several tokens take.
     """
     rows = []
     for name, engines in runs():

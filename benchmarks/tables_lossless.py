@@ -35,8 +35,8 @@ def text_model() -> dict[int, float]:
 
 
 def lossless_speed() -> str:
-    """Tabulate speeds by draft budget. The draft length is chosen without earlier measurements; at
-    acceptance 0.95, speeds with a fixed draft length are added.
+    """Tabulate speeds by draft budget. Sparrow chooses the draft length without earlier
+    measurements. At acceptance 0.95, the table also has speeds with fixed draft lengths.
     """
     rows, measured = [], text_model()
     pairs = {f"lossless_{shape}": f"lossless_{shape}_stock" for shape in SHAPES}
@@ -87,8 +87,8 @@ def lossless_speed() -> str:
 
 
 def lossless_fp8_cache() -> str:
-    """Describe the speed and the log-prob errors of lossless mode with an fp8 KV cache, compared
-    with stock vLLM with the same cache.
+    """Compare lossless mode with stock vLLM, both with an fp8 KV cache, in speed and log-prob
+    errors.
     """
     [stock], ours = (load(f"lossless_qwen3-1.7b_fp8{end}")["points"] for end in ("_stock", ""))
     wide = {
@@ -273,8 +273,9 @@ def lossless_whole() -> str:
 
 
 def short_contexts() -> str:
-    """Tabulate how fast lossless mode is relative to stock vLLM, by acceptance, as means over the
-    runs of ``lossless_short.py``. Also show how fast a second stock vLLM is relative to the first.
+    """Tabulate the speed of lossless mode relative to stock vLLM at each acceptance. Each speed is
+    a mean over the runs of ``lossless_short.py``. Also show the speed of a second stock vLLM
+    relative to the first.
     """
     rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
     for shape in ("qwen3-1.7b", "qwen3-8b"):
@@ -390,9 +391,7 @@ def lossless_exact() -> str:
 
 
 def lossless_invariant() -> str:
-    """Tabulate how many of a seed's tokens are the same as stock vLLM's, for each of the other ways
-    to decode.
-    """
+    """For each other run, tabulate how many tokens match stock vLLM's with the same seed."""
     rows = []
     for name, row in load("lossless_invariant").items():
         if isinstance(row, dict) and "common" in row:

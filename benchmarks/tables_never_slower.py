@@ -23,7 +23,8 @@ def sessions() -> list[Row]:
 def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
     """Group stock vLLM's speeds, and the modes' speeds relative to stock vLLM in the same round.
 
-    Returns: The speeds by shape, vLLM version, GPU, cell and whether responses were detokenised.
+    Returns: The speeds. The keys are the shape, the vLLM version, the GPU, the cell, and whether
+    responses were detokenised.
     """
     found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for session in sessions():

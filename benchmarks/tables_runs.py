@@ -8,8 +8,8 @@ from tables_speed import PHASES
 
 
 def equalities() -> str:
-    """Tabulate how far log-probs are from the float32 truth, both vLLM's and those of transformers
-    in the same 16-bit dtype.
+    """Tabulate log-prob errors relative to the float32 truth, for vLLM and for transformers in the
+    same 16-bit dtype.
     """
     files = {
         "bfloat16": "vllm_equal_bf16",

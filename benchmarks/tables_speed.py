@@ -64,9 +64,9 @@ def speedup(stock: Row, ours: Row, requests: str, logprobs: str, more: float = 0
 
     The interval is for a ratio of two systematic samples (Wolter, "Introduction to Variance
     Estimation", 2007, chapter 8): its variance is estimated from the differences between
-    neighbouring states. These contain timing noise, and also the error from timing only the middle
-    of each stratum. Joins and ``more`` are treated as known. Variation between machines is not
-    included.
+    neighbouring states. The differences contain timing noise, and the error from timing only the
+    middle of each stratum. The interval treats joins and ``more`` as known, and ignores variation
+    between machines.
     """
     theirs_s, ours_s = (trace_seconds(run, requests, logprobs) + more for run in (stock, ours))
     ratio, steps = theirs_s / ours_s, ours["traces"][requests]["steps"]

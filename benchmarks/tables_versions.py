@@ -39,7 +39,7 @@ def error(way: dict[str, Any] | None, of: str) -> str:
 
 def log_probs(found: dict[str, Any] | None) -> list[str]:
     """Format the errors for each way of running an engine, the yardstick's errors, and whether all
-    errors are within twice the yardstick's.
+    errors are at most twice the yardstick's.
     """
     if found is None:
         return ["", "", "", "", ""]
@@ -53,8 +53,8 @@ def log_probs(found: dict[str, Any] | None) -> list[str]:
 
 
 def greedy(found: dict[str, Any] | None) -> str:
-    """Format how many greedy tokens come before the first one that differs from stock vLLM's, and
-    the widest gap between the log-probs of two tokens that differ there.
+    """Format the number of greedy tokens before the first difference from stock vLLM, and the
+    widest gap in log-prob between two tokens that differ.
     """
     if found is None or "greedy" not in found:
         return ""

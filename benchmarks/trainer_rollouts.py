@@ -11,9 +11,9 @@ random Qwen3. The exit status is 0 if
 - lossless: drafts were proposed and accepted, and greedy tokens equal stock vLLM's except for ties,
 - lossy: fewer tokens were read than the cache contained,
 
-both before and after the update. On a GPU, lossless mode runs with CUDA graphs. On a CPU, lossless
-mode doesn't run in stock vLLM, so leave it out of ``--modes``, and OpenRLHF's weights are not
-updated.
+both before and after the update. On a GPU, lossless mode runs with CUDA graphs. On a CPU, leave
+``lossless`` out of ``--modes``, because stock vLLM doesn't support it there. OpenRLHF's weights are
+not updated on a CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LENGTHS = (120, 200, 260, 310, 350, 390)
 TOKENS = 40
 CONTEXT = 1024
 TIE = 0.05
-"""Two tokens are tied if both logits are within this many standard deviations of the largest."""
+"""Tied tokens have logits at most this many standard deviations below the largest."""
 LIMIT_S = 300
 CUDA = torch.cuda.is_available()
 DTYPE = "bfloat16" if CUDA else "float32"
@@ -206,8 +206,8 @@ class SkyRL:
 
 
 class PrimeRL:
-    """Uses ``inference_local``, which starts prime-rl's server, without a router in front of it.
-    Weights go through its ``filesystem`` backend.
+    """Uses ``inference_local`` to start prime-rl's server without a router. Weights go through the
+    server's ``filesystem`` backend.
     """
 
     packages = ("prime-rl",)
@@ -455,8 +455,8 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def tied(logits: ArrayLike, first: int, second: int) -> bool:
-    """Return whether two tokens are both so close to the maximum that greedy decoding's choice
-    between them is down to rounding.
+    """Return whether two tokens are both so close to the maximum that rounding decides which one
+    greedy decoding picks.
     """
     values = np.asarray(logits, dtype=np.float64)
     return bool(min(values[first], values[second]) >= values.max() - TIE * values.std())
@@ -597,8 +597,8 @@ def roll_out_all(trainer: str, modes: Sequence[str], folder: Path) -> dict[str, 
 def judged(
     mode: str, rounds: int, found: dict[str, Any], stock: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Return a mode's result for the file. In place of the responses, it contains comparisons with
-    those of stock vLLM.
+    """Return a mode's result for the file. It doesn't contain the responses, but compares them with
+    stock vLLM's.
 
     Args:
         rounds: how many rounds there should be.

@@ -6,11 +6,11 @@
 Models are random and written to a temporary folder, so nothing is downloaded. ``--mixture`` checks
 a mixture of experts.
 
-The tolerance is measured rather than assumed. The truth is transformers in float32, either dense or
-with the same pages selected at every position. In 16 bits, every kernel rounds, so even
-transformers in the same 16-bit dtype is off. The mean and 99th percentile of its log-prob errors
-are the yardstick: Sparrow in vLLM, whose kernels round in different places, may be off by at most
-twice as much.
+The tolerance is measured rather than assumed. Transformers in float32 provides the truth, either
+dense or with the same pages selected at every position. In 16 bits, every kernel rounds, so even
+transformers has errors if it runs in the same 16-bit dtype. The mean and 99th percentile of
+transformers' log-prob errors are the yardstick. Sparrow's kernels round in different places, so
+Sparrow in vLLM may be off by up to twice as much.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def summary(differences: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def gap(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
-    """Return how much the log-probs of two runs differ up to the first token that isn't the same,
-    and the fraction of tokens before it.
+    """Return how much two runs' log-probs differ before the first token that differs, and what
+    fraction of the tokens comes before it.
     """
     same = [
         np.cumprod(x.response_ids == y.response_ids).astype(bool) for x, y in zip(a, b, strict=True)

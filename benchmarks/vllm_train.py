@@ -9,10 +9,10 @@ The ``sparrow train --engine vllm`` runs share one GPU, side by side. The sparse
 without a drop in p5. With an unbounded budget, actor and policy are the same model, so p5 is below
 1 only because vLLM and transformers round bfloat16 in different places. If p5 fell during this run,
 the transfer of weights to vLLM would be broken. The KL divergence between actor and policy is
-recorded too, because unlike a fall in p5, a rise in KL can't be masked by a change of entropy. With
-DistillSparse, the transferred weights are the policy's with the actor's LoRA merged in. In lossless
-runs, drafts read a third of a long sequence. These runs are compared with dense runs in stock vLLM
-that have the same seeds.
+recorded too: a change of entropy can mask a fall in p5, but not a rise in KL. With DistillSparse,
+the actor's LoRA is merged into the policy's weights before the transfer. In lossless runs, drafts
+read a third of a long sequence. Lossless runs are compared with dense runs in stock vLLM with the
+same seeds.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24
 --count 24 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine

@@ -7,9 +7,9 @@ downloaded. Each part runs in its own process. If a part fails, the last error i
 recorded.
 
 - ``lossy`` and ``lossless`` summarise the results of ``vllm_check.py`` and ``lossless_check.py
-  equal``. These are log-prob errors relative to transformers in float32, compared with those of
-  transformers in the same 16-bit dtype, and the number of greedy tokens that match stock vLLM's.
-  Both run eagerly, with CUDA graphs, and with ``torch.compile``.
+  equal``. Log-prob errors are relative to transformers in float32, and are compared with the errors
+  of transformers in the same 16-bit dtype. Greedy tokens are compared with stock vLLM's. Both
+  checks run eagerly, with CUDA graphs, and with ``torch.compile``.
 - ``audit``: ``sparrow audit`` on lossless mode, lossy mode and stock vLLM's own n-gram speculation,
   with the bundled reasoner. Drafts and lossy steps read few pages.
 - ``speed``: decode steps with Qwen3-1.7B's shape and 15,000 cached tokens per sequence, in stock

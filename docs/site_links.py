@@ -1,9 +1,9 @@
 """A mkdocs hook that includes files from outside docs/ in pages, and adapts links to such files.
 
 ``<!-- include: DESIGN.md -->`` in a page is replaced by that file of the repository. A link to a
-file outside docs/ becomes a link to the repository's website if its address is configured
-(``repo_url``), and plain text otherwise. A link to a file that does not exist causes a warning,
-which ``--strict`` turns into an error.
+file outside docs/ becomes a link to the repository's website. If the website's address is not
+configured (``repo_url``), the link becomes plain text. A link to a file that does not exist causes
+a warning, which ``--strict`` turns into an error.
 """
 
 import logging

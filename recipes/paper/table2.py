@@ -4,10 +4,10 @@ lossless.
     python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out table2-4b.json
     python recipes/paper/table2.py --table table2-*.json
 
-Each mode has its own engine, on one GPU unless ``--engine`` says otherwise (the paper used four),
-and the same 240 prompts and seeds. A short rollout warms up the engine. Responses end where the
-model ends them, so lossy and dense responses differ in length; that's why the table compares tokens
-per second rather than seconds.
+Each mode has its own engine, on one GPU unless ``--engine`` says otherwise (the paper used four).
+All modes use the same 240 prompts and seeds. A short rollout warms up the engine. Responses end
+where the model ends them, so lossy and dense responses differ in length; that's why the table
+compares tokens per second rather than seconds.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python recipes/paper/taco.py --out data/taco.parquet
     ... --config recipes/paper/code.toml --dataset taco:path=data/taco.parquet
 
-The authors' file is named after code-r1 (github.com/ganler/code-r1). Its published preparation
-script drops rows from two badly formatted sources, short questions, questions with images, and
-problems whose reference solutions fail their tests. This script drops the same rows. How the
-authors got to 21,000 rows, some of them from CodeContests, isn't published.
+The authors' file is named after code-r1 (github.com/ganler/code-r1). The published preparation
+script of code-r1 drops rows from two badly formatted sources, rows with short questions or images,
+and rows whose reference solutions fail their tests. This script drops the same rows. The authors
+have 21,000 rows, some of them from CodeContests; they haven't published how they got there.
 """
 
 from __future__ import annotations
