@@ -4,11 +4,11 @@ EAGLE-3 (Li et al., arXiv 2503.01840).
 At slot t, the head reads the embedding of token t + 1 and three of the policy's hidden states at
 token t. It predicts the policy's distribution of token t + 2. To guess further, it reads its own
 output at the previous slot in place of the hidden states. Training does the same for several steps
-(the paper's training-time test): in step j, slot t reads the output of step j - 1 at slot t - 1,
-and attends to slots 0 to t - j of step 0 and to one slot of each later step. The head uses the
+(the paper's training-time test): in step j, slot t reads the output of step j - 1 at slot t - 1. It
+attends to slots 0 to t - j of step 0, and to one slot of each later step. The head uses the
 policy's embedding and ``lm_head``, which stay as they are.
 
-Weights have the names of an EAGLE-3 checkpoint, so ``save`` writes one that vLLM can load.
+Weights have the same names as in EAGLE-3 checkpoints, so vLLM can load what ``save`` writes.
 
 Shapes: N tokens of a sequence, T = N - 1 slots, S state size, W hidden size, H query heads, G kv
 heads, R = H / G, D head size, V vocabulary.
@@ -44,7 +44,7 @@ class Reading:
 
 
 def state_layers(config: Any) -> tuple[int, int, int]:
-    """Return the layers whose inputs the head reads, which are vLLM's defaults for EAGLE-3."""
+    """Return the layers whose inputs the head reads: vLLM's defaults for EAGLE-3."""
     layers = config.num_hidden_layers
     return 2, layers // 2, layers - 3
 
@@ -155,7 +155,7 @@ class Head(nn.Module):
 
 
 def attend(q_HTD: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attend in the last of several steps, whose keys and values are ``[G, T, D]`` each.
+    """Compute attention in the last of several steps. Each step has keys and values ``[G, T, D]``.
 
     In step j, slot t reads slots 0 to t - j of step 0, and slot t - j + i of step i.
     """
@@ -178,7 +178,7 @@ def attend(q_HTD: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def outputs(head: Head, policy: PreTrainedModel, reading: Reading, steps: int) -> list[Tensor]:
-    """Return the head's outputs ``[T, W]`` in each step on a sequence."""
+    """Run the head on a sequence, and return each step's outputs ``[T, W]``."""
     embedded = policy.get_input_embeddings()(reading.tokens_N[1:])
     with torch.autocast(policy.device.type, torch.bfloat16):
         return head(embedded, reading.states_NS[:-1], steps)
@@ -198,8 +198,8 @@ def losses(
     steps: int,
     slots: Tensor,
 ) -> Tensor:
-    """Return the mean KL divergence from the policy's distributions to the head's in each step, in
-    nats, ``[steps]``, over the given slots. Step j leaves out slots before j.
+    """Return each step's mean KL(policy || head) over the given slots, in nats, ``[steps]``. Step j
+    leaves out slots before j.
     """
     target = logprobs(policy, reading.last_NW[slots + 1], temperature)
     found = []

@@ -219,8 +219,8 @@ def starts(accepted: Floats) -> Floats:
 def first_stage_rows(
     cell: Sequence[Group], measured: Sequence[Sequence[Measured]], options: Options
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of guesses, with the drafts per pass for each first stage and
-    the tokens per cycle of the head alone.
+    """Return a row for each number of guesses. A row has the drafts per pass for each first stage,
+    and the tokens per cycle of the head alone.
     """
     most = max(options.guesses)
     tokens = [sum(map(len, group.responses)) for group in cell]
@@ -257,8 +257,8 @@ def first_stage_rows(
 def position_rows(
     cell: Sequence[Group], measured: Sequence[Sequence[Measured]], options: Options
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tokens per cycle of the head alone, with drawn drafts, for each bin of positions
-    that has tokens. Positions include the prompt.
+    """Yield the tokens per cycle of the head alone in each position bin, leaving out empty bins.
+    Drafts are drawn. Positions include the prompt.
     """
     for low, high in zip(options.edges, options.edges[1:], strict=False):
         row: dict[str, Any] = {"from": low, "to": high}

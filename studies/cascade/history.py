@@ -17,8 +17,8 @@ other half are simulated with all three histories, so any differences come only 
 
 Guesses are kept up to the first one that differs from the sampled token. If drafts follow the
 policy itself (q = p), this is exact: rejection sampling keeps the guess g with probability q(g),
-and otherwise draws from q without g, which has the same distribution as drawing x from q and
-keeping g if x = g. So each response is a sample of the cascade, and the mean over responses is an
+and otherwise draws from q without g. Drawing x from q and keeping g if x = g has the same
+distribution. So each response is a sample of the cascade, and the mean over responses is an
 unbiased estimate. In reality, the drafter is the sparse actor, whose q differs from p. Guesses are
 then compared with tokens drawn from q, and when the policy rejects a draft, the drafts after it are
 lost and a new cycle begins. If acceptance is close to 1, both effects barely change the tokens per
@@ -28,8 +28,8 @@ pass. The simulation doesn't cover how many drafts the policy keeps; that's an a
 A cycle ends after ``drafts`` tokens, even if its last pass would yield more. The tokens per pass
 are the number of all tokens divided by the number of all passes, so a cycle takes ``drafts`` /
 (tokens per pass) passes on average. A batch that waits for its slowest row takes more passes.
-``slowest`` is their expected number: the maximum over ``rows`` cycles that are drawn at random from
-all cycles.
+``slowest`` is the expected number of passes in such a batch: the maximum over ``rows`` cycles,
+drawn at random from all cycles.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Group:
 
 
 class History:
-    """Token streams, with an index of where each short run of tokens was last followed by another
-    token.
+    """Token streams, with an index of short runs. For each run, the index has the place where
+    another token last followed it.
 
     Args:
         longest, shortest: maximum and minimum length of the indexed runs, in tokens.
@@ -104,7 +104,7 @@ class History:
 
     def extend(self, number: int, token: int, visible: bool = True) -> None:
         """Append a token to a stream. If ``visible`` is false, look-ups from other streams don't
-        find this occurrence, only the same run in an older stream.
+        find this occurrence; they find the latest visible one instead.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -116,9 +116,9 @@ class History:
         stream.append(token)
 
     def guess(self, number: int, most: int) -> list[int]:
-        """Return up to ``most`` tokens that followed the most recent occurrence of a stream's
-        longest indexed suffix, or none if no suffix is indexed. Occurrences in the stream itself
-        take precedence.
+        """Find the longest indexed suffix of a stream, and return up to ``most`` tokens after its
+        most recent occurrence. Occurrences in the stream itself take precedence. Return no tokens
+        if no suffix is indexed.
         """
         stream = self._streams[number]
         end = len(stream)
@@ -326,7 +326,7 @@ def cell_rows(cell: Sequence[Group], options: Options) -> list[dict[str, Any]]:
 def main(options: Options) -> dict[str, Any]:
     """Simulate every history for every kind and temperature, and write the results.
 
-    Raises ValueError if a group has fewer than four responses, since half of it would then have no
+    Raises ValueError if a group has fewer than four responses, which leaves half of it without
     siblings.
     """
     cells: dict[tuple[str, float], list[Group]] = {}

@@ -3,14 +3,16 @@ vLLM, or in transformers (``--engine hf``).
 
     python studies/cascade/samples.py MODEL --questions gsm8k_test.jsonl --out runs/samples.npz
 
-Prompts for mathematics and stories use the model's chat template. Prompts for sources and manuals
-are passages for the model to continue: from files of Python's standard library, and from the long
+Prompts for mathematics and stories use the model's chat template. For sources and manuals, the
+model continues passages. They come from files of Python's standard library, and from the long
 descriptions of installed packages.
 
 The file is rewritten after each kind and temperature, so an interrupted run keeps everything it has
-finished. It contains the arrays ``KIND/TEMPERATURE/PROMPT/prompt`` and
-``KIND/TEMPERATURE/PROMPT/N``, the token ids of a prompt and its Nth response, and
-``KIND/TEMPERATURE/PROMPT/N/logprobs``, the log-probs of the response's tokens at that temperature.
+finished. It contains these arrays:
+
+- ``KIND/TEMPERATURE/PROMPT/prompt``: token ids of a prompt;
+- ``KIND/TEMPERATURE/PROMPT/N``: token ids of its Nth response;
+- ``KIND/TEMPERATURE/PROMPT/N/logprobs``: log-probs of the response's tokens at that temperature.
 """
 
 from __future__ import annotations

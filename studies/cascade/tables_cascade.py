@@ -33,8 +33,8 @@ def _where(cell: dict[str, Row]) -> list[str]:
 
 
 def cascade_history() -> str:
-    """Tabulate tokens per sparse pass for each history. With siblings, also show the mean number of
-    passes per cycle and that of the slowest row in a batch.
+    """Tabulate tokens per sparse pass for each history. For ``siblings``, also show the passes per
+    cycle: the mean, and the slowest row of a batch.
     """
     settings = load(RESULT)["settings"]
     rows = []
@@ -48,7 +48,7 @@ def cascade_history() -> str:
 
 
 def cascade_speed() -> str:
-    """Tabulate the speed relative to dense decoding in each state with measured parts. Numbers in
+    """Tabulate the speed relative to dense decoding in each state with measured times. Numbers in
     brackets are for batches that wait for their slowest row.
     """
     result = load(RESULT)
@@ -77,8 +77,8 @@ def cascade_speed() -> str:
 
 
 def cascade_head() -> str:
-    """Tabulate drafts per sparse pass if history, a head or both make the guesses. Also show tokens
-    per cycle of the head alone.
+    """Tabulate drafts per sparse pass with guesses from history, from a head, and from both. Also
+    show the tokens per cycle of the head alone.
     """
     columns = {
         "history": "first stage: history",

@@ -92,8 +92,8 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
 
 
 def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Return each resample's KS distance from the Beta distribution fitted to its own tail, float64
-    [R]; nan if there is no fit.
+    """Fit a Beta distribution to each resample's tail, and return the KS distances, float64 [R];
+    nan where there is no fit.
 
     This is a ``sparrow.mismatch.bootstrap.Statistic``.
 

@@ -15,9 +15,9 @@ decoding, here with exponential decay. Each kv head keeps as many tokens as the 
 always including the sink and recent pages.
 
 The dial: sequences are decoded densely up to a given length, and sparsely beyond it. Samples of
-lossless decoding follow the dense model, so no actual drafts are needed. The acceptance that drafts
-would have had is measured with a teacher-forced sparse pass over some of the dense samples; unlike
-with real drafts, its history is sparse too.
+lossless decoding follow the dense model, so no actual drafts are needed. Instead, a teacher-forced
+sparse pass over some of the dense samples measures the acceptance that drafts would have had. In
+this pass, the history is sparse as well; with real drafts, it is dense.
 
 Noise: at some positions, the uniform distribution is mixed in.
 
@@ -50,7 +50,7 @@ from sparrow.rollout import Rollout, Sampling, Verification, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 WINDOW = 16
-"""Eviction compares attention values that decay with this time constant, in queries."""
+"""For eviction, attention values decay with this time constant, in queries."""
 SPAN = 256
 """Attention reads a multiple of this many columns of the cache."""
 MEASURED_EVERY = 4
@@ -260,8 +260,8 @@ class GraphEngine(HFEngine):
                 time.sleep(1e-3)
 
     def _advance(self, span: int) -> None:
-        """Run one decode step in which attention reads the first ``span`` columns, as a CUDA graph
-        if graphs are in use.
+        """Run one decode step, as a CUDA graph if graphs are in use. Attention reads the first
+        ``span`` columns.
         """
         if not self._keys.is_cuda:
             return self._decode_step(span)
@@ -287,8 +287,8 @@ class GraphEngine(HFEngine):
         return graph
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        """Compute the prompts' keys and values densely and, for eviction, the attention of their
-        last queries.
+        """Compute the prompts' keys and values densely. For eviction, also compute the attention of
+        their last queries.
         """
         T, P = ids_BT.shape[1], self._layout.page_size
         position = torch.arange(T, device=ids_BT.device)
@@ -316,8 +316,8 @@ class GraphEngine(HFEngine):
     def _decode_step(self, span: int | None = None) -> None:
         """Decode one token for every row, with inputs and outputs in fixed buffers.
 
-        Attention reads the first ``span`` columns, or all of them with eviction, which keeps track
-        of every column's value.
+        Attention reads the first ``span`` columns. With eviction, it reads all columns, to keep
+        track of every column's value.
         """
         B, P, span = self.batch_size, self._layout.page_size, span or self.max_length
         row, position_B = torch.arange(B, device=self._keys.device), self._position

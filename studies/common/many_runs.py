@@ -180,11 +180,11 @@ def calibrated(
     targets: Sequence[float],
     budgets: Sequence[int],
 ) -> dict[str, list[int]]:
-    """Return the cheapest table that meets each p5 target, by name (such as ``p86``). All tables
-    are calibrated on the same dense trajectories.
+    """Return the cheapest table for each p5 target, by name (such as ``p86``). All tables are
+    calibrated on the same dense trajectories.
 
-    Responses that outgrow the trajectories have failed anyway. They read as much as in the last
-    bin.
+    Responses longer than the trajectories have failed anyway. Beyond the last bin, they read as
+    many pages as in that bin.
 
     Raises ConfigError if no budget meets a target.
     """

@@ -22,7 +22,7 @@ TAIL = ("p1", "p5", "p10")
 STATISTICS = (*TAIL, "mean", "KL")
 SERIES = ("reward", "length", "mean", "kl", "read")
 BAND = 0.02 + 1e-9
-"""A bin is near tau if its p5 is within this distance of it."""
+"""A bin is near tau if its p5 differs from tau by at most this much."""
 LAST = 10
 """The reward is averaged over this many steps at the end of a run."""
 FEWEST_STEPS = 25
@@ -33,7 +33,7 @@ RESAMPLES = 2000
 
 
 def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
-    """Return a run's settings and series, with rounded numbers, or None if it ended before
+    """Return a run's settings and series, with rounded numbers. Return None if the run ended before
     ``fewest`` steps.
     """
     rows = logged_rows(path)
@@ -66,7 +66,7 @@ def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
 
 
 def logged_rows(path: Path) -> list[Run]:
-    """Return the lines of a log, dropping a last line truncated when the run was killed."""
+    """Return the lines of a log, except a last line that was cut off when the run was killed."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -80,9 +80,8 @@ def _whole_bins(row: Run) -> list[list[float]]:
 
 
 def early(run: Run) -> dict[str, float]:
-    """Return the statistics at the first step, before any update, with signs chosen so that higher
-    is better. For a stale actor, average steps 2 to 5 instead, since it isn't stale yet at the
-    first step.
+    """Return the statistics at the first step, before any update. Signs are chosen so that higher
+    is better. A stale actor isn't stale yet at the first step, so average steps 2 to 5 instead.
     """
     when = slice(1, EARLY) if run["actor"].startswith("stale") else slice(0, 1)
     statistics = {name: float(np.mean(run[name][when])) for name in (*TAIL, "mean")}
@@ -110,8 +109,8 @@ def collapsed(run: Run) -> bool:
 
 
 def last_reward(run: Run, steps: int | None = None, last: int = LAST) -> float:
-    """Return the actor's mean reward over the ``last`` steps of the run, or over the ``last`` steps
-    before step ``steps``.
+    """Return the actor's mean reward over the last ``last`` steps. If ``steps`` is given, leave out
+    all later steps.
     """
     return float(np.mean(run["reward"][:steps][-last:]))
 
@@ -128,8 +127,8 @@ def tau(run: Run) -> float:
 
 
 def is_page_arm(run: Run) -> bool:
-    """Return whether all settings of the run, except the pages read and the correction, are the
-    usual ones.
+    """Return whether the run has the usual settings. Only the pages read and the correction may
+    differ.
     """
     plain = (
         run["advantage"],
@@ -165,7 +164,7 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple[float, ...]:
-    """Return a statistic of runs with its 95 % interval, resampling arms with all their seeds."""
+    """Return a statistic of runs, with a 95 % interval from resampling whole arms."""
     groups = list(by_arm(runs).values())
     rng = np.random.default_rng(0)
     drawn = []
@@ -239,8 +238,8 @@ def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
 
 
 def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the steps at which the guard's two warning signs appear, the smoothed reward has
-    dropped to half of its best value, and the policy's accuracy has dropped to half of its initial
+    """Return the steps of four events: the guard's two warning signs, the smoothed reward dropping
+    below half of its best value, and the policy's accuracy dropping below half of its initial
     value.
     """
     p1 = np.array(run["p1"])

@@ -3,9 +3,9 @@
     python studies/pretrained/conversations.py --model smollm2 --questions gsm8k_test.jsonl \\
       --out runs/conversations.npz
 
-A small model answers a question in a few hundred tokens. To get to thousands of tokens with the
-kind of text the model was trained on, each answer is followed by the next question. Answers that
-don't end on their own are cut after ``turn`` tokens.
+A small model answers a question in a few hundred tokens. So each answer is followed by the next
+question. This way, conversations reach thousands of tokens, and are still the kind of text the
+model was trained on. Answers that don't end on their own are cut after ``turn`` tokens.
 
 For each temperature, the file contains ``TEMPERATURE/ids``, the token ids ``[S, T]`` of S
 conversations of T tokens, and ``TEMPERATURE/sampled``, bool ``[S, T]``, which is true for tokens
@@ -63,7 +63,7 @@ class Conversation:
 
 
 def next_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> list[int]:
-    """Return the token ids between two answers, where the second one answers ``request``."""
+    """Return the token ids between an answer and the answer to ``request``."""
     answer = "ANSWER"
     turns = [("user", ""), ("assistant", answer), ("user", request)]
     text = tokenizer.apply_chat_template(

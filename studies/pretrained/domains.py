@@ -144,7 +144,7 @@ def domain_parser(about: str, sequences: int) -> argparse.ArgumentParser:
 
 
 def load_model(name: str, **options: Any) -> PreTrainedModel:
-    """Load the model in float32, on a GPU with TF32 matrix products if there is one."""
+    """Load the model in float32. If there is a GPU, use it, with TF32 matrix products."""
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     load: Any = AutoModelForCausalLM.from_pretrained

@@ -6,8 +6,8 @@ base.
 
 The corpus and training loop come from ``studies/text/train.py``. OUT is a checkpoint like that
 script's, so the scripts in ``studies/text`` can measure acceptance on it. ``card.json`` contains
-the held-out loss by position for the original model, for the model with the larger base before
-training, and after training.
+the held-out loss by position for three models: the original, the one with the larger base before
+training, and the trained one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CHUNK = 2048  # positions to compute logits for at once
 
 
 def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
-    """Load the model in float32 for a context of ``context`` tokens, with a different rotary base
-    unless ``base`` is None.
+    """Load the model in float32 for a context of ``context`` tokens. If ``base`` is given, use it
+    as the rotary base.
     """
     config = AutoConfig.from_pretrained(path)
     if base is not None:

@@ -41,7 +41,7 @@ sys.path.append(str(Path(__file__).parents[1] / "text"))
 from acceptance import distributions, lossy
 
 NEAR = 0.02
-"""A bin meets the target if its p5 is within this distance of it."""
+"""A bin meets the target if its p5 differs from the target by at most this much."""
 MIXTURE, LARGEST = "mixture", "largest"
 
 

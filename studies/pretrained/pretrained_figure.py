@@ -30,7 +30,7 @@ SMOOTH = 5
 
 
 def draw_rewards(ax: Axes, runs: Sequence[Row]) -> None:
-    """Draw the actor's reward by step, per step and smoothed. All runs of an arm share a color."""
+    """Draw the actor's reward by step, raw and smoothed. All runs of an arm share a color."""
     arms = list(dict.fromkeys(run["arm"] for run in runs))
     colors = dict(zip(arms, (INK, *SERIES), strict=False))
     for i, run in enumerate(runs):

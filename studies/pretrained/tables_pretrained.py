@@ -43,7 +43,7 @@ def lossy() -> str:
 
 
 def tail() -> str:
-    """Tabulate the statistics that test the paper's claims about the tail, for the lossy actor."""
+    """Tabulate the lossy actor's statistics that test the paper's claims about the tail."""
     rows = []
     for row in sorted(_rows("lossy"), key=lambda row: row["domain"]):
         if fit := row.get("beta_tail"):
@@ -89,8 +89,8 @@ def temperatures() -> str:
 
 
 def reading() -> str:
-    """Tabulate acceptance for variants of what drafts read. Each is compared, at equal bytes, with
-    pages of 16 without dense layers.
+    """Tabulate acceptance for variants that differ in what drafts read. Each variant is compared
+    with pages of 16 without dense layers, at equal bytes.
     """
     rows = []
     for row in load("pretrained_reading")["rows"]:

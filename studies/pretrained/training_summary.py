@@ -96,7 +96,7 @@ def limits(mean: float, half: float) -> list[float | None]:
 def minus_dense(
     some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
 ) -> list[float | None] | None:
-    """Return the mean difference from the dense runs with the same seeds, with its interval. Return
+    """Return the mean difference from the dense runs with the same seeds, and its interval. Return
     None if there are no such dense runs.
     """
     seeds = {run["seed"] for run in runs if run["arm"] == "dense"}

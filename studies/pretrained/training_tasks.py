@@ -115,9 +115,9 @@ def story_reward(word: str, sentences: int, response: str) -> float:
     clipped to [0, 1].
 
     A sentence counts if it contains the word, ends with a full stop, question mark or exclamation
-    mark, has a length in ``SENTENCE_WORDS``, and is not like any sentence that already counts. If a
-    sentence contains the word but is like one of these, it is a repetition, and costs as much as a
-    good sentence earns. Sentences without the word neither count nor cost anything.
+    mark, has a length in ``SENTENCE_WORDS``, and is not like any sentence that already counts. A
+    sentence that contains the word, but is like one that already counts, is a repetition. It costs
+    as much as a good sentence earns. Sentences without the word neither count nor cost anything.
     """
     counted: list[set[str]] = []
     openings: set[tuple[str, ...]] = set()

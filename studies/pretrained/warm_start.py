@@ -2,10 +2,11 @@
 
     python studies/pretrained/warm_start.py ledger --out runs/warm
 
-Training ends when the expected reward on held-out problems reaches ``--target``, so that there is
-something left for reinforcement learning to improve. The expected reward is computed from the
-probabilities of the solution's lines, each given that the lines before it are right. ``OUT`` then
-contains the model, its tokenizer, and ``card.json`` with the steps, the seconds and the curve.
+Training ends when the expected reward on held-out problems reaches ``--target``, which leaves
+something for reinforcement learning to improve. The expected reward is computed from the
+probabilities of the solution's lines, each given that the lines before it are right. After
+training, ``OUT`` contains the model, its tokenizer, and ``card.json`` with the steps, the seconds
+and the curve.
 """
 
 from __future__ import annotations

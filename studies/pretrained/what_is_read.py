@@ -4,7 +4,7 @@ bytes.
     python studies/pretrained/what_is_read.py --texts runs/texts.npz \\
       --conversations runs/conversations.npz --out benchmarks/results/pretrained_reading.json
 
-As in ``studies/text/fewer_bytes.py``, which does the byte counting, drafts read a dense cache. Each
+Drafts read a dense cache, as in ``studies/text/fewer_bytes.py``, which also counts the bytes. Each
 variant is compared with pages of 16 without dense layers, at equal bytes and on the same sequences.
 As in ``studies/text/fewer_bits.py``, actors with 8-bit caches are lossy. Only these actors read a
 rounded cache; the policy doesn't. Each is compared with an actor that has the same budget but

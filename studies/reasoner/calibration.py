@@ -143,10 +143,10 @@ def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]
 def judge(
     schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float
 ) -> list[dict[str, Any]]:
-    """Return p5 for each calibration bin that enough new responses reach, and whether its page
-    count was set by a bin of shorter lengths.
+    """Return a row for each calibration bin that enough new responses reach. A row has p5, and
+    whether a bin of shorter lengths set the page count.
 
-    A row's ``parts`` are the schedule's own bins within this bin: start, tokens and p5.
+    A row's ``parts`` list the schedule's own bins within the calibration bin: start, tokens and p5.
     """
     alpha, _, position, sequence = flatten(fresh)
     rows: list[dict[str, Any]] = []
@@ -264,8 +264,8 @@ def compare(
 
 
 def tail(folder: Path) -> None:
-    """Save the tail's KS distance from the fitted Beta distribution at each budget, with intervals
-    from resampling sequences, and the distance you would get by chance alone.
+    """Save the tail's KS distance from the fitted Beta distribution at each budget, and the
+    distance expected by chance alone. Intervals come from resampling sequences.
     """
     trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []

@@ -13,9 +13,9 @@ under the cheap schedule:
 - ``expensive``: like ``full``, but under the more expensive schedule.
 
 At the end, the policy and the actor answer held-out problems, the actor both with and without its
-adapter. Training makes the policy more confident, which raises p5 by itself, so only the difference
-between the two is due to the adapter. benchmarks/tables.py makes the tables in docs/distill.md from
-the results.
+adapter. Training makes the policy more confident, which raises p5 by itself. So only the difference
+between the actor's two results is due to the adapter. benchmarks/tables.py makes the tables in
+docs/distill.md from the results.
 
     python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about five minutes
     python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    # only collect finished runs
@@ -125,7 +125,7 @@ class HeldOut:
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
-    """Return, for each length bin, its start and end, p5 with the ends of its interval, and the
+    """Return a row for each length bin: start, end, p5, the two ends of p5's interval, and the
     number of responses.
     """
     keys = ("start", "end", "lower_bound", "interval_low", "interval_high", "n_sequences")

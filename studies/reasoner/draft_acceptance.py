@@ -1,12 +1,12 @@
-"""Measure a reasoner's acceptance by budget: of drafts in lossless rollouts, and of the lossy actor
-under the same schedule.
+"""Measure a reasoner's acceptance by budget, for drafts in lossless rollouts and for the lossy
+actor under the same schedule.
 
     python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
         --out benchmarks/results/reasoner_acceptance.json
 
 In both modes, the transformers engine samples responses to the same unseen problems. Acceptance is
-computed over the full vocabulary: during verification for drafts, and in a teacher-forced policy
-pass over the actor's responses for the lossy actor.
+computed over the full vocabulary. For drafts, this happens during verification; for the lossy
+actor, it happens in a teacher-forced policy pass over its responses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure what it costs, by budget, to make a seed's tokens independent of the drafts
+"""Measure, by budget, the cost of making a seed's tokens independent of the drafts
 (``drafter_invariant``).
 
     python studies/reasoner/drafter_invariance.py --out benchmarks/results/drafter_invariance.json
@@ -65,8 +65,9 @@ def gumbel_match(p: Tensor, q: Tensor, generator: torch.Generator) -> float:
 
 
 def inverse_match(p: Tensor, q: Tensor) -> float:
-    """Return the same probability for inverse-CDF sampling with a shared uniform number: the
-    overlap of the tokens' intervals in the two distributions.
+    """Return the probability that p and q, ``[T, V]``, draw the same token by inverse-CDF sampling
+    with a shared uniform number, averaged over T. It is the overlap of the tokens' intervals in the
+    two distributions.
     """
     (p_end, q_end), (p_begin, q_begin) = zip(
         *((x.cumsum(-1), x.cumsum(-1) - x) for x in (p, q)), strict=True

@@ -93,7 +93,7 @@ def by_radius(s: Scored) -> Tensor:
 
 
 def true_mass(s: Scored) -> Tensor:
-    """Return the log of the attention each page really gets, which no landmark can tell you."""
+    """Return the log of each page's true attention mass, which can't be computed from landmarks."""
     logits = s.scale * torch.einsum("bkgtd,bknpd->bkgtnp", s.q_BKGTD, s.k_BKNPD)
     return logits.logsumexp(-1)
 
@@ -128,9 +128,9 @@ class Variant:
 
     Attributes:
         tokens: KV tokens read per layer, averaged over the layers.
-        dense: layers that read everything. If ``dense_counts``, this leaves less for the other
-            layers; otherwise, it isn't counted.
-        weights: how the bytes are split between the sparse layers, in relative terms.
+        dense: layers that read everything. If ``dense_counts``, their bytes count, so the other
+            layers read less.
+        weights: the sparse layers' relative shares of the bytes.
         every: steps between two selections.
         leaders: pairs of a layer and the layer it takes its scores from.
     """
@@ -239,7 +239,7 @@ AttentionMaskInterface.register("selectors", sdpa_mask)
 
 
 class Bench:
-    """A model with its dense trajectories, which ``acceptance`` scores under any variant."""
+    """A model and its dense trajectories. ``acceptance`` scores them under a variant."""
 
     def __init__(self, model: Path, lines: int, count: int) -> None:
         self.device = device()
@@ -263,8 +263,8 @@ class Bench:
 
     @torch.no_grad()
     def _passes(self, variant: Variant) -> Iterator[tuple[Tensor, Actor]]:
-        """Yield, for each group, the probabilities at every response token, ``[tokens, V]``, and
-        the actor they come from.
+        """Yield each group's probabilities at every response token, ``[tokens, V]``, and the actor
+        that computed them.
         """
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
@@ -298,7 +298,7 @@ class Bench:
         return np.concatenate(alphas), {"tokens_read": read / steps, "share_read": read / held}
 
     def p5(self, alpha: np.ndarray) -> np.ndarray:
-        """Return the measured 5th percentile and each resample's, ``[1 + R]``."""
+        """Return the 5th percentile of ``alpha`` and of each resample, ``[1 + R]``."""
         return weighted_percentile(alpha, self.owner, self.weights_RB)
 
 

@@ -208,8 +208,8 @@ def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
 
 
 def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:
-    """Return acceptance, [T], or with ``top_n``, its lower bound from the actor's top ``top_n``
-    tokens.
+    """Return acceptance, [T]. If ``top_n`` is given, return a lower bound from the actor's top
+    ``top_n`` tokens instead.
     """
     p, q = np.exp(policy_TV.astype(np.float64)), np.exp(actor_TV.astype(np.float64))
     if top_n is None:
@@ -317,8 +317,8 @@ def relative_tau_summary() -> str:
 
 
 def relative_laws() -> str:
-    """Tabulate how far p5 is from the noise-free p5 over all bins and budgets, both as measured and
-    after removing the ceiling in three ways.
+    """Tabulate how far p5 is from the noise-free p5, over all bins and budgets. Compare p5 as
+    measured with three ways of removing the effect of the ceiling.
     """
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {

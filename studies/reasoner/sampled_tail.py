@@ -1,13 +1,13 @@
-"""Compare what you learn about the tail from sampled tokens alone with what you learn from the
-top-20 lists of actor and policy.
+"""Compare two sources of information about the tail: sampled tokens alone, and the top-20 lists of
+actor and policy.
 
     python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 
 The bundled reasoner traces programs of 24 lines under fixed budgets, on a CPU or GPU. The top-20
-lists give a lower bound on each token's acceptance. For each budget, the script computes its mean
-and 5th percentile. The sampled tokens' log-probs alone give the mean, the floor under this
-percentile (``sparrow.mismatch.sampled``) and, for comparison only, the 5th percentile of min(1,
-p/q) itself.
+lists give a lower bound on each token's acceptance. For each budget, the script computes the mean
+and 5th percentile of this bound. From the sampled tokens' log-probs alone, it computes the mean,
+the floor under the 5th percentile (``sparrow.mismatch.sampled``) and, for comparison only, the 5th
+percentile of min(1, p/q) itself.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def drift(runs: list[Run]) -> str:
 
 
 def guard(runs: list[Run]) -> str:
-    """Tabulate when each warning sign appeared and when reward and accuracy had halved, for all
-    runs where any of this happened.
+    """Tabulate when each warning sign appeared, and when reward and accuracy had halved. Runs
+    without any of these events share a row.
     """
     head = [
         "run",
@@ -437,8 +437,8 @@ def draw_threshold(figure: Any, study: Study) -> None:
     }
     for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # The log axis shows the rejected fraction, so acceptance rates near 1 are easier to
-            # tell apart. Dense runs are at its edge.
+            # A log axis of the rejected fraction makes acceptance rates near 1 easier to tell
+            # apart. Dense runs are at the edge of the axis.
             rejected = [max(1 - early(run)[name], 3e-3) for run in some]
             ax.plot(
                 rejected,
@@ -535,7 +535,7 @@ def draw_loop(figure: Any, study: Study) -> None:
 
 
 def draw_price(figure: Any, study: Study) -> None:
-    """Draw how far each arm's actor reward and policy accuracy are from dense runs, against the
+    """Draw each arm's difference from dense runs in actor reward and policy accuracy, against the
     fraction of KV read.
     """
     left, right = figure.subplots(1, 2, sharey=True)

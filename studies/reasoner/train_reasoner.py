@@ -1,9 +1,8 @@
-"""Train the small reasoner used in Sparrow's demo and tests from scratch, within minutes on one
-GPU.
+"""Train the small reasoner for Sparrow's demo and tests from scratch, within minutes on one GPU.
 
 A Qwen3 with fewer than a million parameters learns to trace short programs
-(``sparrow.tasks.Trace``) from demonstrations with some miscalculated results. So at temperature 1,
-it makes mistakes too, which leaves something for reinforcement learning to improve; with greedy
+(``sparrow.tasks.Trace``) from demonstrations with some miscalculated results. As a result, it makes
+mistakes at temperature 1, which leaves something for reinforcement learning to improve. With greedy
 decoding, it makes none. Its output depends on values it wrote much earlier, so it fails if
 attention reads too few pages.
 
@@ -221,8 +220,8 @@ def train(
 def evaluate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: Config
 ) -> dict[str, Any]:
-    """Evaluate accuracy by length, both sampled and greedy, and acceptance, agreement and accuracy
-    by sparse budget.
+    """Evaluate sampled and greedy accuracy by length. Also evaluate acceptance, agreement and
+    accuracy by sparse budget.
     """
     dense = SparsitySchedule.dense(dense_layers=tuple(range(config.layers)))
     engine = HFEngine(

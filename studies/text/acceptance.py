@@ -136,8 +136,8 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """Return the first positions of cycles, ``[S, R]``, spread evenly over all texts together, from
-    an eighth of the context to its end.
+    """Return the first positions of cycles, ``[S, R]``. The cycles of all texts together are spread
+    evenly from an eighth of the context to its end.
     """
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
@@ -212,7 +212,7 @@ def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
 TAIL_BINS = 8
 """Number of equal position bins for correlating p5 with position."""
 FITS = 200
-"""Number of resamples for a distance's interval; each one repeats the fit."""
+"""Number of resamples for the interval of a KS distance. The fit is repeated on each resample."""
 
 
 def correlations(
@@ -222,7 +222,7 @@ def correlations(
     bins.
 
     All arguments have shape ``[T]``. The 95 % intervals come from resampling whole texts. The
-    correlation for bins is left out if a text has no token in one of them.
+    correlation for bins is left out if any bin has no token of some text.
     """
     edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
     inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]

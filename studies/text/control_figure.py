@@ -1,5 +1,5 @@
-"""Draw the control study's figure: the actor's reward by step, and how its reward relative to the
-dense run's depends on p5.
+"""Draw the control study's figure: the actor's reward by step, and how the reward relative to the
+dense run depends on p5.
 
 python studies/text/control_figure.py        # writes docs/figures/text-control.png from benchmarks/results
 """

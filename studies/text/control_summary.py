@@ -133,9 +133,9 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[float]]:
-    """Return, for the sparse runs, Spearman's correlation between each statistic at the first step
-    and the reward lost relative to the dense run with the same seed. The 95 % intervals come from
-    resampling arms.
+    """Return Spearman's correlation between each statistic at the first step and the reward lost,
+    over sparse runs. The loss is relative to the dense run with the same seed. The 95 % intervals
+    come from resampling arms.
     """
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]

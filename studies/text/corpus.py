@@ -35,8 +35,8 @@ def package_roots() -> list[Path]:
 
 
 def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
-    """Return each folder's files, without duplicates, for folders that have any. The order depends
-    only on names.
+    """Return the files of each folder that has any, without duplicates. The order depends only on
+    names.
     """
     by_folder: dict[str, list[Path]] = {}
     for root in roots:
@@ -52,8 +52,8 @@ def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
 def split(
     folders: Sequence[list[Path]], held_out: Sequence[str]
 ) -> tuple[list[list[Path]], list[list[Path]]]:
-    """Split folders into those to train on and those that are held out because their path contains
-    a name in ``held_out``.
+    """Split folders into training folders and held-out folders. Folders are held out if their path
+    contains a name in ``held_out``.
 
     Raises ValueError if either part is empty.
     """

@@ -1,4 +1,4 @@
-"""Measure how a DistillSparse adapter affects responses it wasn't trained on, on natural text.
+"""Measure, on natural text, how a DistillSparse adapter affects responses it wasn't trained on.
 
     python studies/text/distill.py CHECKPOINT --samples runs/distill.npz \\
         --out benchmarks/results/text_distill.json
@@ -13,10 +13,10 @@ responses several times along the way. The ``forward`` loss is the trainer's KL(
 The ``reverse`` loss, KL(actor || policy), and ``overlap``, 1 - acceptance, are computed on the same
 lists, but are not available in the trainer.
 
-An actor is compared with the dense policy's full distributions in three ways. As a lossy actor,
-which reads its own cache after the prompt, it is measured on the held-out responses and on
-responses that it samples itself. As a drafter, which it isn't trained to be, it is measured in
-cycles that read the policy's cache (``drafts.py``).
+An actor is compared with the dense policy's full distributions in three ways. As a lossy actor, it
+reads its own cache after the prompt, and is measured on the held-out responses and on responses
+that it samples itself. As a drafter, it reads the policy's cache, and is measured in cycles
+(``drafts.py``). Actors aren't trained to be drafters.
 
 Shapes: S responses, P prompt tokens and R response tokens per response, T = P + R, n tokens per
 list, V vocabulary.
@@ -56,7 +56,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import save
 
 BIN_TOKENS = 128
-"""Width in tokens of the position bins in which p5 is also reported."""
+"""Width of position bins, in tokens. Each bin's p5 is also reported."""
 Ids = NDArray[np.uint16]
 
 
@@ -72,8 +72,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse": lambda policy_top, actor_top: bucket_kl(actor_top, policy_top),
     "overlap": overlap_lost,
 }
-"""Losses per token ``[M]``, given the log-probs ``[M, n]`` of the policy's top tokens under the
-policy and under the actor.
+"""Losses per token ``[M]``, by name. The arguments are the log-probs ``[M, n]`` that the policy and
+the actor assign to the policy's top tokens.
 """
 
 
@@ -253,7 +253,7 @@ class Study:
 
 def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:
     """Train an adapter. At each of ``--measure-at``, yield the number of responses seen, the
-    adapter, and the mean loss since the last one.
+    adapter, and the mean loss since the previous yield.
 
     An update uses ``--update`` responses, with one forward pass per ``--batch`` of them.
     """

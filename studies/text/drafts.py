@@ -3,8 +3,8 @@ a dense cache.
 
 A cycle starts at some position in a text. All keys and values before it are the dense policy's. The
 cycle decodes the text's next tokens one by one. As in real drafting, each token is decoded
-sparsely, and also reads its own key and value and those of the earlier drafts in its cycle. Pages,
-landmarks, scores and selection come from ``sparrow.attention.pages``.
+sparsely. It also reads its own key and value, and the keys and values of earlier drafts in the
+cycle. Pages, landmarks, scores and selection come from ``sparrow.attention.pages``.
 
 Shapes: B texts, T tokens per text, R cycles per text, W drafts per cycle, H query heads, K kv
 heads, G = H / K, D head dim, P page size, N pages, V vocabulary.

@@ -1,4 +1,4 @@
-"""Measure what it costs, on held-out text, to make a seed's tokens independent of the drafts
+"""Measure, on held-out text, the cost of making a seed's tokens independent of the drafts
 (``drafter_invariant``).
 
     python studies/text/shared_noise.py CHECKPOINT --out benchmarks/results/text_shared_noise.json
@@ -56,11 +56,11 @@ def chances(p: Tensor, q: Tensor) -> Tensor:
 
 
 def compared(kept: Floats, ks: Sequence[int]) -> dict[str, Any]:
-    """Return the means of ``kept`` and of the tokens per cycle with k drafts, and their ratios,
-    with 95 % intervals from resampling whole texts.
+    """Return the means and ratios of ``kept`` and of the tokens per cycle with k drafts. The 95 %
+    intervals come from resampling whole texts.
 
     ``at least`` is the mean of a / (2 - a), where a is the probability with rejection sampling.
-    It's a lower bound on the probability with shared noise.
+    The mean is a lower bound on the probability with shared noise.
     """
     text = np.arange(kept.shape[1])
 

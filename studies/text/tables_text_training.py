@@ -86,8 +86,8 @@ def text_control_model(study: str) -> str:
 
 
 def text_control_ranks() -> str:
-    """Tabulate Spearman's correlation, with 95 % intervals, between each statistic at step 1 and
-    how much reward a run loses relative to dense.
+    """Tabulate Spearman's correlation between each statistic at step 1 and the reward that a run
+    loses relative to dense, with 95 % intervals.
     """
     ranking = load("text_control")["ranking"]
     kinds = ("reward", "held_out")

@@ -5,8 +5,8 @@ is judged without being run. The file's lines are grouped into *units*. A unit i
 statement or a member of a top-level class; the prompt's last unit may continue in the response. A
 line of code earns its length, counting each name as one character, if
 
-- its unit parses (a bad unit costs only its own lines, and if the token limit cut off the last
-  unit, its lines before the cut count if they parse),
+- its unit parses (a bad unit costs only its own lines; if the token limit cut off the last unit,
+  only the lines before the cut need to parse),
 - the same line hasn't occurred before in the prompt or the response (ignoring numbers and string
   contents), and at most one earlier line of the response is similar, i.e. the same except for names
   and operators,
@@ -45,8 +45,7 @@ PROMPT_TOKENS = 512
 TRAIN, HELD_OUT = 1024, 128
 """Number of training problems and of held-out problems."""
 FEWEST_NAMES, REST = 12, 2000
-"""Minimum number of names that a prompt binds, and of characters that follow the prompt in its
-file.
+"""A prompt binds at least this many names, and at least this many characters follow it in its file.
 """
 FILE = "problems.json"
 
@@ -57,9 +56,8 @@ FULL = 160
 longer.
 """
 OTHER = 0.25
-"""The fraction of its length that a line earns if it reads none of the prompt's names, and the
-maximum fraction of the reward that such lines can earn. They are valid code, but don't need a long
-context.
+"""A line that reads none of the prompt's names earns this fraction of its length. Such lines can
+earn at most this fraction of the reward. They are valid code, but don't need a long context.
 """
 ALIKE = 2
 """How many lines of the same shape can earn something. The model tends to write lists of lines that
@@ -88,7 +86,7 @@ _KEYWORDS = {*keyword.kwlist} - {"True", "False", "None"}
 _OPERATOR = re.compile(r"\s*(?:(?:[-+*/%@&|^<>=!~]|\b(?:and|or|not|is|in)\b)\s*)+")
 _BRACKETS = str.maketrans("[{]}", "(())")
 _LONG = 160
-"""Number of characters of a line in which repetitions are merged."""
+"""Only this many characters of a line count towards its shape."""
 _COMMON = {"self", "cls", "args", "kwargs", "_"}
 
 # Ignore invalid escapes in the model's code, but keep the warnings of other modules.
@@ -159,7 +157,7 @@ def units(lines: Sequence[Line]) -> list[range]:
 
 
 def parse(texts: Sequence[str], unfinished: bool = False) -> ast.Module | None:
-    """Return a unit's syntax tree, with its first line numbered 2, or None if it doesn't parse.
+    """Return a unit's syntax tree, or None if the unit doesn't parse. Its first line has number 2.
 
     A class head may lack a body, because members are separate units. If ``unfinished``, other
     statements may lack one too.
@@ -360,9 +358,9 @@ class Continue:
     """The task, using the problems stored with a checkpoint. An epoch contains each problem once,
     in an order that depends on the seed.
 
-    Raises FileNotFoundError if the checkpoint has no problems, or if it doesn't specify its
-    tokenizer (transformers would then use Qwen's, which splits text differently), and ValueError if
-    there are no problems of this kind.
+    Raises FileNotFoundError if the checkpoint has no problems or doesn't specify its tokenizer, and
+    ValueError if there are no problems of this kind. Without a specified tokenizer, transformers
+    would use Qwen's, which splits text differently.
     """
 
     checkpoint: Path

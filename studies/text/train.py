@@ -42,8 +42,8 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_FROM, LAST_RATE = 2e-3, 60, 0.3, 0.05
 
 
 def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
-    """Build a new float32 model. Weights that write to the residual stream are divided by the
-    square root of how many there are.
+    """Build a new float32 model. Weight matrices that write to the residual stream are divided by
+    the square root of their number.
     """
     shape = SIZES[size]
     config = Qwen3Config(
@@ -146,8 +146,8 @@ def windows(tokens: np.ndarray, count: int, context: int) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, ids: Tensor) -> float:
-    """Return the mean cross-entropy in nats per token over windows ``[N, T]``, computed one at a
-    time in the model's own precision.
+    """Return the mean cross-entropy over windows ``[N, T]``, in nats per token. Windows are
+    evaluated one at a time, in the model's own precision.
     """
     losses = [
         model(input_ids=row[None], labels=row[None], use_cache=False).loss.item()

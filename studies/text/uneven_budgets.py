@@ -52,10 +52,10 @@ class Masses(drafts.Cycles):
 
     Attributes:
         at: tokens per selection for ``caught``.
-        missed: by layer, the attention mass ``[K, U]`` on cached tokens that are not among the best
-            64, 128, ... tokens.
-        caught: by layer, except the first, each head's mass ``[K, K]`` on the pages selected by
-            each head of the previous layer.
+        missed: each layer's attention mass ``[K, U]`` on cached tokens outside the best 64, 128,
+            ... tokens.
+        caught: matrix ``[K, K]`` for each layer except the first. Entry (i, j) is the mass of head
+            i on the pages that head j of the previous layer selected.
     """
 
     at: int = field(kw_only=True)
@@ -105,8 +105,8 @@ class Calibration:
     Attributes:
         missed_LKU: attention mass each head leaves unread, by budget.
         lost_L: acceptance lost if only this layer is sparse, with ``at`` tokens.
-        heads_LK: for each head, the head of the previous layer with most of its mass on the pages
-            selected at ``at`` tokens.
+        heads_LK: each head's best match in the previous layer. With ``at`` tokens, the match
+            selects the pages that have most of the head's mass.
         at: tokens a sparse layer reads in these measurements.
     """
 
@@ -117,7 +117,7 @@ class Calibration:
 
     @property
     def weights(self) -> Floats:
-        """Return, for each layer, the acceptance lost per unit of mass its heads leave unread."""
+        """Return each layer's loss of acceptance per unit of mass that its heads leave unread."""
         return head_budgets.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
 
     def tokens(self, spread: Spread, budget: int) -> Ints:

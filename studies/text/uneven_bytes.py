@@ -8,17 +8,17 @@ schedule reads the same number of pages of 16 tokens in every layer and kv head,
 query. It is compared with these variants:
 
 - *layers*, *kv heads*: the same total number of tokens, distributed by hand or by a calibration.
-  The calibration uses other texts, halfway between the measured ones. In steps of 64 tokens, it
-  assigns tokens to the layer or kv head where reading them leaves the least of the dense policy's
-  attention mass unread. If weighted, a layer's mass is multiplied by a weight proportional to the
+  The calibration uses other texts, halfway between the measured ones. It assigns 64 tokens at a
+  time to a layer or kv head, so that the least of the dense policy's attention mass remains unread.
+  If weighted, each layer's mass is multiplied by a weight. The weight is proportional to the
   acceptance lost if only this layer is sparse.
 - *page scores*: the score of the group's best query head, or the sum of the heads' softmax over
   pages.
 - *two levels*: groups of four pages are ranked by their mean key, then the pages of the best
   groups.
-- *pairs of layers*: a layer reads the pages selected by the previous layer. Each kv head uses the
-  selection of the head with the same number or, if matched, of the head whose pages have most of
-  its attention mass on the calibration texts.
+- *pairs of layers*: a layer reads the pages selected by the previous layer. Each kv head reuses the
+  pages of the head with the same number. If matched, it reuses the pages of the head whose
+  selection had most of its attention mass on the calibration texts.
 - *together*: 8-bit landmarks, smaller pages, two levels, and weighted budgets by layer and kv head.
 
 Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64,
@@ -68,8 +68,8 @@ class Variant:
     first_follower: int = (
         0  # this layer and every second one after it reuse the previous layer's pages; 0: none
     )
-    # whether a head reuses the best-matching head's pages rather than those of the head with the
-    # same number
+    # if true, a head reuses the pages of the head that matches best; if false, those of the head
+    # with the same number
     matched: bool = False
 
     @property
@@ -82,13 +82,13 @@ class Variant:
         return SparsitySchedule.fixed(1, dense_layers=(), **pages)
 
     def top_k(self, tokens: Ints) -> Ints:
-        """Return how many pages are read by score if this many tokens are read in total (a multiple
-        of 16, at least 64).
+        """Return how many pages are read by score, given the total number of tokens read (a
+        multiple of 16, at least 64).
         """
         return (tokens - SINK - RECENT) // self.page_size
 
     def groups(self, top_k: Ints) -> Ints:
-        """Return in how many groups pages are ranked, not counting the newest group."""
+        """Return how many groups have their pages ranked, not counting the newest group."""
         return -(-self.candidates * top_k // GROUP)
 
     def followers(self, layers: int) -> range:
@@ -185,10 +185,10 @@ class Uneven(drafts.Cycles):
     Attributes:
         variant: how pages are ranked.
         top_k_LK: how many pages each head reads by score.
-        groups: for variants with two levels, each layer's mean keys of page groups, ``[B, K,
-            N / 4, D]``.
-        heads: for layers that reuse pages. Lists, for each of the layer's heads, the head of the
-            previous layer that selected its pages.
+        groups: each layer's mean keys of page groups, ``[B, K, N / 4, D]``. Only variants with two
+            levels use them.
+        heads: for each layer that reuses pages, one number per head. The number names the head of
+            the previous layer whose pages this head reads.
     """
 
     variant: Variant = field(kw_only=True)
@@ -274,7 +274,7 @@ def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
 
 
 def reaches(target: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return where the curve reaches ``target``, or None if that isn't between its ends."""
+    """Return the x where the curve reaches ``target``, or None if the curve doesn't reach it."""
     if not ys[0] <= target <= ys[-1]:
         return None
     return float(np.exp(np.interp(target, ys, np.log(xs))))

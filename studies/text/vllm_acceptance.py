@@ -4,12 +4,12 @@ at temperature 1.
     python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
 
 Every engine step ends one cycle of every request, so the tokens a request gets in a step are the
-accepted drafts and one more token. Their number is compared with a prediction for the same cycles,
-computed by the model in float32 along the sampled tokens (``drafts.py``). Since these tokens follow
-the dense policy's distribution, the mean product of min(1, q/p) over the first j tokens is an
-unbiased estimate of the probability that the first j drafts are accepted. For comparison,
-``consecutive`` and ``geometric`` are the estimates from ``acceptance.py``. ``meter`` is the mean
-acceptance by length that vLLM itself measured over all verified drafts.
+accepted drafts and one more token. The tokens per cycle are compared with a prediction for the same
+cycles. The model computes the prediction in float32, along the sampled tokens (``drafts.py``).
+Since these tokens follow the dense policy's distribution, the mean product of min(1, q/p) over the
+first j tokens is an unbiased estimate of the probability that the first j drafts are accepted. For
+comparison, ``consecutive`` and ``geometric`` are the estimates from ``acceptance.py``. ``meter`` is
+the mean acceptance by length that vLLM itself measured over all verified drafts.
 
 With ``--meter-budget``, one cycle in four also measures a second schedule, and its mean acceptance
 is compared with the model's at the first drafts of the same cycles. With ``--drafter-invariant``,
@@ -48,8 +48,8 @@ Cycle = tuple[int, int]  # position of the first draft's input, and tokens the c
 def generate(
     llm: Any, prompts: Sequence[list[int]], tokens: int
 ) -> list[tuple[list[int], list[Cycle]]]:
-    """Return each prompt with its continuation, and its cycles without the last one, which
-    ``tokens`` may have cut short.
+    """Return each prompt with its continuation, and its cycles. The last cycle is left out, because
+    ``tokens`` may have cut it short.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -77,8 +77,8 @@ def generate(
 def predict(
     model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, kept: SparsitySchedule
 ) -> tuple[Tensor, Tensor]:
-    """Return acceptance, and min(1, q/p) of the text's own tokens, at the cycles' drafts, both
-    ``[B, R, W]``.
+    """Return two arrays ``[B, R, W]`` for the cycles' drafts: acceptance, and min(1, q/p) of the
+    text's own tokens.
     """
     dense = SparsitySchedule.dense(page_size=kept.page_size, dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(kept))

@@ -166,8 +166,8 @@ def token_bytes(model: PreTrainedModel) -> int:
 def start_engine(
     options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
 ) -> VLLMEngine:
-    """Start vLLM with the model in ``folder``, with memory for all responses of a step at the
-    maximum length of ``most`` tokens.
+    """Start vLLM with the model in ``folder``. The cache has room for all responses of a step, each
+    with the maximum length of ``most`` tokens.
     """
     rows = options.prompts * options.samples
     settings: dict[str, Any] = (
@@ -188,8 +188,8 @@ def start_engine(
 
 
 def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
-    """Return how many ms of GPU time each token of a sequence takes in attention and in all other
-    kernels, given each kernel's time in us.
+    """Return the GPU time per token of a sequence in ms, for attention and for all other kernels.
+    ``kernels`` has each kernel's time in us.
     """
     attention, other = 0.0, 0.0
     for name, us in kernels:
@@ -204,8 +204,8 @@ def profile(
     engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> dict[str, float]:
     """Profile the middle of a rollout, in ms per token of each sequence. ``clock_ms`` is measured
-    over some engine steps, and the kernel times over the same number of later steps. The rest of
-    the time, the GPU waits for the host.
+    over some engine steps, and the kernel times over the same number of later steps. In the rest of
+    ``clock_ms``, the GPU waits for the host.
     """
     core, step = engine.llm.llm_engine, engine.llm.llm_engine.step
     states = core.output_processor.request_states

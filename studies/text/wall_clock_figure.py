@@ -38,8 +38,8 @@ def named(arm: str) -> str:
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each arm's seconds per step by phase, and its clock and reward by step, averaged over
-    its runs.
+    """Average each arm's runs. Return the seconds per step by phase, and the clock and reward by
+    step.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
@@ -82,7 +82,7 @@ def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, flo
 
 
 def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
-    """Draw the actor's reward against the clock, per step and smoothed."""
+    """Draw the actor's reward against the clock, both at each step and smoothed."""
     for run, color in zip(arms, (INK, *SERIES), strict=False):
         seconds, reward = run["reward"].T
         smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")

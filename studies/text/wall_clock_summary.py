@@ -47,7 +47,7 @@ class Options:
 def arm(path: Path) -> dict[str, Any]:
     """Summarise a run: its seconds by phase, and its rewards against the clock.
 
-    Raises ValueError if the run has only one step, in which kernels were still being compiled.
+    Raises ValueError if the run has only one step, because kernels are still compiled in that step.
     """
     rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
@@ -139,8 +139,8 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each arm except dense. Its steps are paired with the dense arm's steps that
-    have the same problems and the same number of preceding updates.
+    """Return a row for each arm except dense. An arm's steps are paired with the dense arm's steps
+    that have the same problems and the same number of preceding updates.
 
     ``step_speedup`` is the ratio of dense's seconds to the arm's, summed over all steps except the
     first of each run, with a 95 % interval from resampling pairs. ``reward_minus_dense`` is the
