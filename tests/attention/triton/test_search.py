@@ -110,7 +110,7 @@ def test_final_times_are_medians_of_alternating_measurements():
         (replace(TARGET, group=17), GRID, "group 17"),
         (replace(TARGET, page_size=24), GRID, "page size 24"),
         (TARGET, replace(GRID, pages=(5,)), r"8 pages of 16 tokens, .* at most 4 .* \(got 5\)"),
-        (TARGET, replace(GRID, tokens=2**19), "fewer than 16384"),
+        (TARGET, replace(GRID, tokens=2**19), "at most 16383 pages"),
     ],
 )
 def test_unsupported_shapes_and_lengths_raise_an_error(target, grid, message):
