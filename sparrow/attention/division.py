@@ -193,7 +193,7 @@ def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _count_before(order_R, first_S, further_S, more_S):
-    """For each sort key in ``order_R``, count the parts of S rows that come before it."""
+    """For each sort key in ``order_R``, count how many parts of the S rows come before it."""
     first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
     further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
     return tl.sum(first + further * more_S[None, :], 1)

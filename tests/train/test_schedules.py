@@ -166,7 +166,7 @@ def test_a_budget_that_failed_or_barely_met_tau_becomes_the_floor():
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
 
-def test_dense_start_schedule_is_lowered_in_bounded_steps_only_up_to_the_longest_length_seen():
+def test_dense_start_schedule_is_lowered_step_by_step_up_to_the_longest_length_seen():
     assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
     assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (
         90,

@@ -70,8 +70,8 @@ class DraftLength:
         self._kinds: list[list[Choice]] = [[0, *alone], [*numbers], [0, *guessed]]
         self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
         self.is_watching = True  # whether to time the latest cycle
-        # number of cycles that still run without drafts before the next choice; if the batch size
-        # changes, the next choice comes earlier
+        # number of cycles left to run without drafts before the next choice, which comes earlier if
+        # the batch size changes
         self.repeats = 0
         self._repeated_case: Case | None = None  # the case ``repeats`` applies to
         self._measured = measured

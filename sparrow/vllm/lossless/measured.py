@@ -258,9 +258,8 @@ class Measured:
         return [*case.seconds.get(choice, ()), *([] if first is None else [first])]
 
     def judged(self, length: int, budget: int) -> list[float]:
-        """Return how many drafts were accepted and judged at this length with this budget. The
-        counts start from an estimate based on the nearest length and budget. The weight of this
-        estimate soon fades.
+        """Return two counts for this length and budget: the accepted drafts and the judged drafts.
+        They start from an estimate based on the nearest length and budget, whose weight soon fades.
         """
         if (length, budget) in self._verdicts:
             return self._verdicts[length, budget]
