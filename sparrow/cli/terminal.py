@@ -234,15 +234,17 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
     ``Counters.to_dict``.
     """
     for title, measured in (
-        (f"exact acceptance of {counts['drafted']} drafts", counts),
+        ("exact acceptance of {} drafts", counts),
         ("exact acceptance under meter_schedule", counts.get("metered")),
     ):
         if measured is not None:
+            bins = measured.get("bins", ())
             rows = [
                 (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
-                for b in measured.get("bins", ())
+                for b in bins
             ]
-            _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
+            judged = sum(b["drafts"] for b in bins)
+            _print_columns(title.format(judged), ("length", "drafts", "mean", "p5"), rows)
     Console().print(
         f"{counts['tokens_per_cycle']:.2f} tokens per cycle, {counts['drafts_per_token']:.2f} "
         "drafts per token; drafts continue text that was decoded densely, whereas a lossy "

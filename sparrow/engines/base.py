@@ -96,7 +96,8 @@ class Counters:
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
             metrics["drafts"] = {name: getattr(self, name) for name in names}
-            if self.passes:
+            if self.passes or self.guessed:
+                metrics["drafts"]["guessed"] = self.guessed
                 metrics["drafts"]["passes"] = self.passes
                 metrics["drafts"]["drafts_per_pass"] = self.drafts_per_pass
             metrics["drafts"] |= _plain(self.acceptance)

@@ -261,7 +261,9 @@ class RunLog:
         )
         if not cycles:
             return None
-        last = next(drafts for row in reversed(self.metrics) if (drafts := row.get("drafts")))
+        # Steps whose drafts were all guesses have no bins.
+        steps = [drafts for row in reversed(self.metrics) if (drafts := row.get("drafts"))]
+        last = next((drafts for drafts in steps if drafts.get("bins")), steps[0])
         bins = (
             tuple(DraftBin(**b) for b in drafts.get("bins", ()))
             for drafts in (last, last.get("metered", {}))

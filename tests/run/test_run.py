@@ -55,6 +55,20 @@ def test_written_steps_and_responses_can_be_read_back(tmp_path):
     ).schedule.provenance == {"preset": "x"}
 
 
+def test_draft_acceptance_comes_from_the_last_step_that_measured_it(tmp_path):
+    """A step whose drafts were all guesses measures no acceptance."""
+    RunConfig({"tau": 0.9, "steps": 2}, SCHEDULE).save(tmp_path)
+    made = RunDir(tmp_path, resume=False)
+    counts = {"drafted": 8, "accepted": 6, "cycles": 2}
+    bins = [{"start": 0, "end": 2000, "drafts": 8, "mean": 0.9, "p5": 0.8}]
+    for step, drafts in ((1, counts | {"bins": bins}), (2, counts)):
+        row = {name: {} for name in RECORDED} | {"step": step, "drafts": drafts}
+        made.append_step(row | {"schedule": {"top_k": [2, 6]}}, [])
+    drafting = RunLog.load(tmp_path).drafting()
+    assert [asdict(each) for each in drafting.bins] == bins
+    assert drafting.tokens_per_cycle == 4
+
+
 def test_head_budgets_cannot_change_on_resume():
     config, budgets = TrainConfig(run_dir="run", steps=3), ((1, 1), (0.5, 1.5))
     recorded = RunConfig(

@@ -59,6 +59,9 @@ class Measure(DecodingOptions, WithLists):
         if decoding.is_lossless and decoding.adapt_draft_budget is None:
             # Acceptance is measured under one fixed schedule.
             decoding = replace(decoding, adapt_draft_budget=False)
+        if decoding.is_lossless and decoding.guess_tokens:
+            # Guesses that become drafts without a sparse pass say nothing about acceptance.
+            decoding = replace(decoding, adapt_draft_tokens=False)
         schedule = decoding.schedule
         tau = Tau.chosen(self.tau, self.relative_tau)
         if self.out:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.parallel_state import graph_capture
 from vllm.triton_utils import triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
@@ -80,12 +79,10 @@ class CascadeDrafter(SparseDrafter):
         """See ``Drafter``."""
         return {**super().addresses(), **self.source.addresses()}
 
-    def capture(self) -> None:
-        """See ``Drafter``."""
-        super().capture()
+    def _capture_on(self, stream: torch.cuda.Stream) -> None:
+        super()._capture_on(stream)
         if self._may_guess_alone:
-            with graph_capture(device=self._vllm.device) as context:
-                self._capture(self.source.guess_alone, context.stream, self._alone_graphs)
+            self._capture(self.source.guess_alone, stream, self._alone_graphs)
 
     def read(self, after: Pass, drafts: int) -> None:
         """See ``Drafter``."""

@@ -67,7 +67,11 @@ class DraftLength:
         self.choices: tuple[Choice, ...] = (*numbers, *guessed, *alone)
         # Each kind is tried with few drafts first. Guesses alone come first, because their cycles
         # are hardly longer than dense steps, and drafts with guesses come last.
-        self._kinds: list[list[Choice]] = [[0, *alone], [*numbers], [0, *guessed]]
+        self._kinds: list[list[Choice]] = [[*numbers]]
+        if alone:
+            self._kinds.insert(0, [0, *alone])
+        if guessed:
+            self._kinds.append([0, *guessed])
         self.chosen: Counter[Choice] = Counter()  # number of cycles, by choice
         self.is_watching = True  # whether to time the latest cycle
         # number of cycles left to run without drafts before the next choice, which comes earlier if

@@ -181,6 +181,8 @@ class LosslessScheduler(AsyncScheduler):
         verified = plan.verified_by(scheduled, self._plan)
         budget = verified.budget
         choice = verified._replace(tokens=drafts).choice
+        if choice not in self.chooser.choices:
+            return
         self._last = (now, rows, choice, budget)
         if last is None or last[1] != rows:
             return

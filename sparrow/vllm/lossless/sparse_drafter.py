@@ -323,13 +323,19 @@ class SparseDrafter:
         """Capture a draft step for each of vLLM's capture sizes, largest first."""
         self.captured_over = self.addresses()
         with graph_capture(device=self._vllm.device) as context:
-            if self._adapters is None:
-                self._capture(self._draft, context.stream, self._graphs[False])
-            else:
-                for with_adapters in (True, False):
-                    with self._adapters.captured(with_adapters):
-                        self._capture(self._draft, context.stream, self._graphs[with_adapters])
+            self._capture_on(context.stream)
         self._step_index.zero_()
+
+    def _capture_on(self, stream: torch.cuda.Stream) -> None:
+        """Capture everything that runs in CUDA graphs. Graphs captured on the same stream share
+        their memory.
+        """
+        if self._adapters is None:
+            self._capture(self._draft, stream, self._graphs[False])
+            return
+        for with_adapters in (True, False):
+            with self._adapters.captured(with_adapters):
+                self._capture(self._draft, stream, self._graphs[with_adapters])
 
     def _capture(
         self,
