@@ -285,7 +285,8 @@ def time_points(arguments: argparse.Namespace, drafter: str, until: float) -> No
     from rollout import CONTEXT, PROMPT
 
     began = time.monotonic()
-    points, out = arguments.points, arguments.out
+    points = arguments.points
+    out = arguments.out
     rows: list[dict[str, Any]] = []
     batches = [batch for batch, _ in points]
     bench = start(arguments.shape, drafter, out.parent, batches, arguments.cache_gib)
