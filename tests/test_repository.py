@@ -27,7 +27,6 @@ ELSEWHERE = {
     "calibrate/trajectories.py": "calibrate/test_search.py",
     "cli/commands/": "cli/test_entry.py",
     "cli/loading/": "cli/commands/test_bad_input.py",
-    "engines/base.py": "engines/test_hf.py",
     "engines/measure.py": "calibrate/test_search.py",
     "engines/responses.py": "engines/test_hf.py",
     "engines/vllm/client.py": "engines/vllm/test_engine.py",
