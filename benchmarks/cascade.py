@@ -439,7 +439,8 @@ def time_sampling(
     found["tokens_per_cycle"] = counts["emitted"] / max(steps, 1)
     drafts = sum(each["drafts"] for each in told["bins"])
     total = sum(each["drafts"] * each["mean"] for each in told["bins"])
-    found["acceptance"] = total / max(drafts, 1)
+    if drafts:  # guesses without a sparse pass have no acceptance by the actor
+        found["acceptance"] = total / drafts
     if decoding.guess_tokens:
         drawn = counts["drafted"] - counts["guessed"]
         found["drafts_per_pass"] = drawn / max(counts["passes"], 1)

@@ -215,7 +215,8 @@ def test_each_stage_replays_its_own_graphs(made, monkeypatch):
         got = cases.generate(llm, asked, 60)
         told = llm.collective_rpc("sparrow_acceptance")[0]
     assert cases.tokens_of(got) == expected
-    guessed, of_alone = told["cycles_with_guesses"], told["cycles_with_guesses_alone"]
+    guessed = told["cycles_with_guesses"]
+    of_alone = told["cycles_with_guesses_alone"]
     plain = {k: n - guessed.get(k, 0) - of_alone.get(k, 0) for k, n in told["cycles"].items()}
     assert graphs[0].count == sum(k * n for k, n in plain.items()) > 0
     assert graphs[1].count == sum(passes_of(k) * n for k, n in guessed.items()) > 0

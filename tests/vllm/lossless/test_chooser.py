@@ -623,7 +623,7 @@ def test_stage_choices_stay_near_optimal_while_sequences_grow(text):
                 1
             ]
         )
-    assert np.mean(shares) >= 0.978
+    assert np.mean(shares) >= 0.98
 
 
 @pytest.mark.parametrize(
