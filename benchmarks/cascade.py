@@ -12,8 +12,8 @@ measured with the text model (docs/lossless.md). Drafts that no pass has made ar
 Passes over 1, 2, 4 and 8 tokens are also timed on their own.
 
 ``real`` samples continuations of a text, or answers to questions, from a given model, with real
-guesses, drafts and verification. With ``--head``, a trained head guesses too, and stock vLLM drafts
-with it.
+guesses, drafts and verification. Answers end where the model ends them, and continuations have the
+same number of tokens. With ``--head``, a trained head guesses too, and stock vLLM drafts with it.
 
 Each engine runs in its own process, one after another on the same GPU. The file is written after
 each engine, and engines also save their results after each point. Each call adds a run to those in
@@ -403,7 +403,7 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
                     SamplingParams(
                         temperature=temperature,
                         max_tokens=arguments.max_new_tokens,
-                        ignore_eos=True,
+                        ignore_eos=path.suffix != ".jsonl",
                         detokenize=False,
                         seed=1_000 * seed + i,
                     )
