@@ -264,22 +264,36 @@ def test_lossless_run_trains_on_samples_from_the_dense_policy(checkpoint, tmp_pa
     assert "has no p5 by which to adjust the pages" in message and not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize(
-    ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
-)
-def test_measurement_uses_a_fixed_draft_schedule(asked, adapts, monkeypatch, capsys):
-    """With an adaptive draft schedule, the measured acceptance would mix several schedules."""
+@pytest.fixture
+def measured_with(monkeypatch, capsys):
+    """Return how ``sparrow measure`` would decode losslessly with these options."""
     given = []
 
     def load_sampler(self, decoding):
         given.append(decoding)
         raise ConfigError("seen")
 
+    def asked(*options):
+        command = ["measure", "--mode", "lossless", "--model", "m", "--task", "trace", *options]
+        assert "seen" in fails(capsys, *command)
+        return given[-1]
+
     monkeypatch.setattr(Measure, "load_sampler", load_sampler)
-    assert "seen" in fails(
-        capsys, "measure", "--mode", "lossless", "--model", "m", "--task", "trace", *asked
-    )
-    assert (len(given[0].draft_budgets) > 1) is adapts
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)]
+)
+def test_measurement_uses_a_fixed_draft_schedule(asked, adapts, measured_with):
+    """With an adaptive draft schedule, the measured acceptance would mix several schedules."""
+    assert (len(measured_with(*asked).draft_budgets) > 1) is adapts
+
+
+@pytest.mark.parametrize(("guesses", "adapts"), [("0", True), ("3", False)])
+def test_measurement_checks_all_guesses_with_sparse_passes(guesses, adapts, measured_with):
+    """An adaptive number of drafts includes guesses alone, whose acceptance is not measured."""
+    assert measured_with("--guess-tokens", guesses).adapt_draft_tokens is adapts
 
 
 def test_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(

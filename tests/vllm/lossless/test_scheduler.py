@@ -419,6 +419,21 @@ def test_steps_with_unequal_draft_counts_are_not_timed(make, observed):
     assert observed == []
 
 
+def test_steps_whose_choice_the_engine_does_not_offer_are_not_timed(make):
+    """Guesses alone make two drafts here, but vLLM may schedule a different number than planned."""
+    scheduler = make(guesses=3)
+    cases = scheduler.chooser.measured.cases
+    run(scheduler, {"a": 100})
+    for _ in range(3):
+        step(scheduler, ["a"], Guessed(4, alone=True), [2])
+    step(scheduler, ["a"], 4, [2])  # not timed either, because no timed step precedes it
+    assert not cases
+    for _ in range(2):
+        step(scheduler, ["a"], 4, [2])
+    [case] = cases.values()
+    assert set(case.seconds) == {4}
+
+
 def test_the_length_of_a_step_is_the_mean_over_remaining_sequences(make, observed):
     """When a response ends, the next step is already in flight. Some of a step's sequences may
     therefore have ended before the step is recorded.
