@@ -33,9 +33,12 @@ def guess(
     The function looks for places in all streams that match the end of the first stream, and guesses
     the tokens that followed the match. The longest match wins, up to ``longest`` tokens. Among
     matches of the same length, the latest match in the first stream wins. If the first stream has
-    no such match, the latest match in any stream wins. Positions without a guess get token 0. This
-    happens if no match has at least ``shortest`` tokens, or if fewer than ``most`` tokens follow
-    the match.
+    no such match, the latest match in any stream wins.
+
+    If fewer than ``most`` tokens follow a match in the first stream, the guesses repeat these
+    tokens. This continues a text whose period is shorter than ``most``. Positions without a guess
+    get token 0. This happens if no match has at least ``shortest`` tokens, or if fewer than
+    ``most`` tokens follow a match in another stream.
 
     Args:
         streams_BRS: int64 tokens; a sequence's first stream is the sequence itself.
@@ -62,9 +65,10 @@ def guess(
     rank_BRS = (2 * agreeing_BRS + is_own_R1) * S + place_S
     rank_BRS = torch.where(is_found_BRS, rank_BRS, -1)
     rank_B1, best_B1 = rank_BRS.flatten(1).max(1, keepdim=True)
-    first = torch.arange(most, device=device)
-    is_known_Bm = (rank_B1 >= 0) & (best_B1 % S + first < length_BR.gather(1, best_B1 // S))
-    at_Bm = (best_B1 + first).clamp(max=R * S - 1)
+    following_B1 = length_BR.gather(1, best_B1 // S) - best_B1 % S
+    after_m = torch.arange(most, device=device)
+    is_known_Bm = (rank_B1 >= 0) & ((best_B1 < S) | (after_m < following_B1))
+    at_Bm = best_B1 + after_m % following_B1.clamp(min=1)
     return streams_BRS.flatten(1).gather(1, at_Bm).masked_fill(~is_known_Bm, 0)
 
 

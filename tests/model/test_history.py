@@ -26,7 +26,6 @@ def test_longest_suffix_takes_precedence_over_a_more_recent_one():
 def test_suffix_that_has_not_occurred_yields_no_guess():
     assert guessed([1, 2, 3]) == [0, 0]
     assert guessed([7, 1, 8, 1], shortest=2) == [0, 0], "1 has occurred, but 8 1 has not"
-    assert guessed([7, 1, 8, 1], most=3) == [8, 1, 0], "nothing further is known"
     assert guessed([5]) == [0, 0]
 
 
@@ -43,6 +42,21 @@ def test_guesses_come_from_the_same_response_before_its_siblings():
     )
 
 
+@pytest.mark.parametrize("period", range(1, 8))
+def test_text_with_a_short_period_is_continued_past_its_end(period):
+    text = [9, *([*range(1, period + 1)] * 20)][: 12 + period]
+    expected = [*text, *[0] * 6]
+    for i in range(len(text), len(expected)):
+        expected[i] = expected[i - period]
+    assert guessed(text, most=6) == expected[len(text) :]
+
+
+def test_guesses_repeat_from_the_match_to_the_end():
+    assert guessed([7, 1, 8, 1], most=5) == [8, 1, 8, 1, 8]
+    assert guessed([4, 5, 5], most=3) == [5, 5, 5], "the match is one token before the end"
+    assert guessed([3, 1, 2], [9, 3, 1, 2, 5], most=3) == [5, 0, 0], "siblings do not repeat"
+
+
 def by_hand(streams, most, longest, shortest):
     """Look up a suffix one token at a time."""
     own = streams[0]
@@ -56,7 +70,8 @@ def by_hand(streams, most, longest, shortest):
             ):
                 agreeing += 1
             if agreeing >= shortest and (agreeing, i == 0, place) > best:
-                best, found = (agreeing, i == 0, place), stream[place : place + most]
+                following = stream[place:] * (most if i == 0 else 1)
+                best, found = (agreeing, i == 0, place), following[:most]
     return [*found, *[0] * (most - len(found))]
 
 

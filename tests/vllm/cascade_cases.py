@@ -62,26 +62,29 @@ def made(tmp_path_factory):
 def test_guesses_match_the_reference(at_once):
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, words, length) for words in (2, 3, 50) for length in (1, 2, 9, 77, 200)]
-    N, m, B = 256, 5, len(rows)
+    rows += [np.resize(np.arange(1, period + 1), 40) for period in range(1, 8)]
+    N, m, B = 256, 6, len(rows)
     history = torch.zeros(B, N, dtype=torch.int32)
     for b, row in enumerate(rows):
         history[b, : len(row)] = torch.from_numpy(row)
     length = torch.tensor([len(row) for row in rows])
+    made = torch.arange(B) % 8 * (length > 8)  # drafts among these tokens
     expected = guess(history.long()[:, None], length[:, None], m)
 
-    found = torch.full((B, 8), -7)
+    found = torch.full((B, m), -7)
     cascade_kernels.look_up_kernel[(B,)](
-        length.int(),
-        torch.zeros(B, dtype=torch.int32),
+        (length - made).int(),
+        made.int(),
         torch.tensor(8, dtype=torch.int32),
         history,
         N,
         found,
-        8,
+        m,
         GP=8,
         BLOCK=at_once,
     )
-    assert torch.equal(found[:, :m], expected)
+    assert torch.equal(found, expected)
+    assert (expected[-7:] > 0).all()  # the periods of 1 to 7 continue
     assert len(expected.unique()) > 8
 
 

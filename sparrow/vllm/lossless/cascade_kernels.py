@@ -106,7 +106,8 @@ def look_up_kernel(
     BLOCK: tl.constexpr,
 ):
     """Look up guesses for the tokens after a row's newest token, unless the row already has all its
-    drafts. If history has no guess for a token, the guess is 0.
+    drafts. If fewer tokens than guesses follow the match, the guesses repeat these tokens. Without
+    a match, all guesses are 0.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
@@ -115,8 +116,9 @@ def look_up_kernel(
     history_N = history_RN + row * history_stride
     first = _continuation(history_N, known, BLOCK)
     g = tl.arange(0, GP)
-    is_known = (g < G) & (first >= 0) & (first + g < known)
-    token = tl.load(history_N + first + g, mask=is_known, other=0)
+    # Without a match, ``first`` is -1, so the period is never 0.
+    period = known - first
+    token = tl.load(history_N + first + g % period, mask=(g < G) & (first >= 0), other=0)
     tl.store(guesses_RG + row * G + g, token.to(tl.int64), mask=g < G)
 
 
