@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from common import RESULTS, SHAPES, Row, table
+from common import RESULTS, SHAPES, Row, load, table
 
 NAMES = {
     "ngram": "n-gram",
@@ -22,10 +22,11 @@ NAMES = {
 PUBLISHED = {
     ("eagle3", 3): (2.05, 2.47),
     ("dspark", 7): (4.9, 6.2),
-    ("sparse", 6): (5.9, 5.9),
-    ("sparse", 12): (9.4, 9.4),
 }
-"""Tokens per cycle, from lowest to highest; ``docs/which-drafter.md`` has the sources."""
+"""Tokens per cycle of trained drafters, from lowest to highest; ``docs/which-drafter.md`` has the
+sources.
+"""
+DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
 CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
 
@@ -67,7 +68,8 @@ def ratios(result: Row) -> list[Row]:
                         name = "history" if "alone" in row else "guesses"
                     key = (name, row["drafts"], *at(row))
                     ratio = row["ms"] / steps[at(row)]
-                    found[key] = {**row, "drafter": name, "break_even": ratio}
+                    ran = {"drafter": name, "runner": engine["runner"], "break_even": ratio}
+                    found[key] = {**row, **ran}
     return list(found.values())
 
 
@@ -78,26 +80,109 @@ def gpu(result: Row) -> str:
     return ", ".join(sorted(cards))
 
 
+def called(row: Row) -> str:
+    """Return the name of a row's drafter. It says if vLLM fell back to the V1 model runner."""
+    name = NAMES[row["drafter"]]
+    fell_back = row["runner"] == "V1" and row["drafter"] != "none_v1"
+    return f"{name} (V1 model runner)" if fell_back else name
+
+
+def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
+    """Return the lowest and highest known tokens per cycle, by drafter and draft length. Numbers
+    for trained drafters are published. For the sparse actor, they follow from the text model's
+    acceptance, and with guesses they are those of ``benchmarks/cascade.py``.
+    """
+    found = dict(PUBLISHED)
+    (acceptance,) = (
+        row["mean"][0]
+        for row in load("text_acceptance")["rows"]
+        if (row["mode"], row["budget"], row["reuse"]) == ("lossless", DRAFT_BUDGET, 1)
+        and not row["dense_layers"]
+    )
+    for drafts in (6, 12):
+        tokens = (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+        found["sparse", drafts] = tokens, tokens
+
+    guessed = [
+        row["tokens_per_cycle"]
+        for run in load("cascade_qwen3-1.7b")["runs"]
+        for row in run["engines"]["lossless"]["points"]
+        if (row.get("guesses"), row["drafts"]) == (3, 12)
+    ]
+    found["guesses", 12] = min(guessed), max(guessed)
+    return found
+
+
+def cases(rows: list[Row]) -> dict[tuple[str, int], dict[tuple[int, int], Row]]:
+    """Group a result's rows by drafter and draft length, in table order, and then by point."""
+    found: dict[tuple[str, int], dict[tuple[int, int], Row]] = {}
+    order = list(NAMES)
+    for row in sorted(rows, key=lambda row: (order.index(row["drafter"]), row["drafts"])):
+        found.setdefault((row["drafter"], row["drafts"]), {})[at(row)] = row
+    return found
+
+
+def points_of(measured: list[Row]) -> list[tuple[int, int]]:
+    """Return every point at which a dense step was timed, in order."""
+    return sorted({point for result in measured for point in dense(result)})
+
+
+def columns(points: list[tuple[int, int]]) -> list[str]:
+    """Return the heading of each point's column."""
+    return [f"{batch} x {length:,}" for batch, length in points]
+
+
 def break_even() -> str:
     """Return a table with one row per shape, drafter and draft length, and one column per point."""
     measured = results()
     if not measured:
         return ""
-    points = sorted({point for result in measured for point in dense(result)})
+    points = points_of(measured)
     rows = []
     for result in measured:
         about = f"{CALLED[result['shape']]}, {gpu(result)}"
         steps = dense(result)
         cells = [f"{steps[point]:.2f}" if point in steps else "" for point in points]
         rows.append([about, "none: ms of a step", "0", *cells])
-        by_point = {(row["drafter"], row["drafts"], *at(row)): row for row in ratios(result)}
-        for drafter, name in NAMES.items():
-            for drafts in sorted({key[1] for key in by_point if key[0] == drafter}):
-                found = [by_point.get((drafter, drafts, *point)) for point in points]
-                cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
-                rows.append([about, name, str(drafts), *cells])
-    columns = [f"{batch} x {length:,}" for batch, length in points]
-    return table(["shape, GPU", "drafter", "drafts", *columns], rows)
+        for (_, drafts), by_point in cases(ratios(result)).items():
+            name = called(next(iter(by_point.values())))
+            found = [by_point.get(point) for point in points]
+            cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
+            rows.append([about, name, str(drafts), *cells])
+    return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows)
+
+
+def span(low: float, high: float, digits: int, unit: str = "") -> str:
+    """Format a range, or a single number if both ends look the same."""
+    ends = [f"{end:.{digits}f}{unit}" for end in (low, high)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def speed() -> str:
+    """Return a table like ``break_even``'s, with the speed over dense decoding that the known
+    tokens per cycle would yield: tokens per cycle divided by the break-even point.
+    """
+    measured = results()
+    if not measured:
+        return ""
+    points = points_of(measured)
+    known = tokens_per_cycle()
+    rows = []
+    for result in measured:
+        about = f"{CALLED[result['shape']]}, {gpu(result)}"
+        for (drafter, drafts), by_point in cases(ratios(result)).items():
+            if (drafter, drafts) not in known:
+                continue
+            low, high = known[drafter, drafts]
+            cells = []
+            for point in points:
+                row = by_point.get(point)
+                even = row["break_even"] if row else None
+                cells.append(span(low / even, high / even, 1, "x") if even else "")
+            name = called(next(iter(by_point.values())))
+            rows.append([about, name, str(drafts), span(low, high, 2), *cells])
+    head = ["shape, GPU", "drafter", "drafts", "tokens per cycle", *columns(points)]
+    return table(head, rows)
 
 
 TABLES = {"break-even": break_even}

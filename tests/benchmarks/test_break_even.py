@@ -216,10 +216,65 @@ def test_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     ]
 
 
-def test_table_is_empty_without_results(scripts, tmp_path, monkeypatch):
+def every_case(script):
+    """Return a result in which each drafter's cases were timed at two points."""
+    engines = {}
+    for drafter in script.DRAFTERS:
+        points = [
+            {**case, "batch": batch, "length": length, "ms": 10.0 + case["drafts"]}
+            for batch, length in ((8, 1_024), (32, 15_000))
+            for case in script.cases_of(drafter)
+        ]
+        engines[drafter] = engine(*points, runner="V1" if drafter == "ngram" else "V2")
+    return {**RESULT, "runs": [{**RESULT["runs"][0], "engines": engines}]}
+
+
+def test_each_drafter_and_draft_length_has_a_row_and_a_line_of_its_own(
+    scripts, tmp_path, monkeypatch
+):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    script, tables = scripts
+    result = every_case(script)
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(result))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    rows = [line.strip("| ").split(" | ") for line in tables.break_even().splitlines()[2:]]
+    named = [(row[1], row[2]) for row in rows]
+    timed = sum(len(script.cases_of(drafter)) for drafter in script.DRAFTERS)
+    assert len(set(named)) == len(named) == timed
+    assert ("n-gram (V1 model runner)", "4") in named and ("DSpark", "7") in named
+
+    figure = importlib.import_module("break_even_figure")
+    monkeypatch.setattr(plt, "close", lambda drawn: None)
+    figure.draw(result, tmp_path / "all.png")
+    drawn = plt.gcf()
+    monkeypatch.undo()
+    (legend,) = drawn.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    lines = [line for line in drawn.axes[0].lines if line.get_label() in labels]
+    looks = {(line.get_marker(), line.get_color()) for line in lines}
+    plt.close(drawn)
+    assert len(set(labels)) == len(labels) == len(looks) == timed - 2  # without the dense arms
+
+
+def test_speed_is_the_known_tokens_per_cycle_divided_by_the_break_even_point(
+    scripts, tmp_path, monkeypatch
+):
+    _, tables = scripts
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in tables.speed().splitlines()[2:]]
+    # DSpark yields 4.9 to 6.2 tokens, and breaks even at 1.5. The text model's drafts are accepted
+    # with a probability of 0.945, so 6 drafts yield (1 - 0.945^7) / 0.055 = 5.9 tokens.
+    assert lines[0][1:] == ["DSpark", "7", "4.90 to 6.20", "", "3.3x to 4.1x"]
+    assert [line[1:3] for line in lines[1:]] == [["sparse actor", "6"], ["sparse actor", "12"]]
+    assert float(lines[1][3]) == pytest.approx((1 - 0.945**7) / 0.055, abs=0.02)
+    assert lines[1][5] == "2.3x"
+
+
+def test_tables_are_empty_without_results(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.break_even() == ""
+    assert tables.break_even() == tables.speed() == ""
 
 
 def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
