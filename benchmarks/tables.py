@@ -64,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
 NAMES = (
     "performance",
     "cost",
+    "which-drafter",
     "vllm",
     "scaling",
     "integrations",

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 from common import RESULTS, SHAPES, Row, load, table
+
+from sparrow.cost import MACHINES
+from sparrow.cost import SHAPES as MODEL_SHAPES
+from sparrow.cost import drafters as cost
 
 NAMES = {
     "ngram": "n-gram",
@@ -21,11 +26,13 @@ NAMES = {
 """The drafters in table order, with their names in the table."""
 PUBLISHED = {
     ("eagle3", 3): (2.05, 2.47),
-    ("dspark", 7): (4.9, 6.2),
+    ("dspark", 7): (2.66, 6.2),
 }
 """Tokens per cycle of trained drafters, from lowest to highest; ``docs/which-drafter.md`` has the
 sources.
 """
+PREDICTED = {"eagle3": cost.EAGLE3, "dspark": cost.DSPARK}
+"""The drafters whose break-even points the cost model predicts if no run has measured them."""
 DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
 CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
@@ -73,6 +80,29 @@ def ratios(result: Row) -> list[Row]:
     return list(found.values())
 
 
+def predicted(result: Row) -> list[Row]:
+    """Return rows like those of ``ratios`` for drafters that no run has measured, with break-even
+    points that the cost model predicts.
+    """
+    measured = {row["drafter"] for row in ratios(result)}
+    machine = MACHINES[gpu({"runs": result["runs"][-1:]}).lower()]
+    return [
+        {
+            "drafter": name,
+            "drafts": drafter.drafts,
+            "batch": batch,
+            "length": length,
+            "runner": None,
+            "break_even": cost.break_even(
+                MODEL_SHAPES[result["shape"]], machine, np.full(batch, length), drafter
+            ),
+        }
+        for name, drafter in PREDICTED.items()
+        if name not in measured
+        for batch, length in dense(result)
+    ]
+
+
 def gpu(result: Row) -> str:
     """Return the short names of the GPUs used in any run."""
     known = ("H100", "H200")
@@ -81,8 +111,12 @@ def gpu(result: Row) -> str:
 
 
 def called(row: Row) -> str:
-    """Return the name of a row's drafter. It says if vLLM fell back to the V1 model runner."""
+    """Return the name of a row's drafter. It says if vLLM fell back to the V1 model runner, or if
+    the break-even points are predictions.
+    """
     name = NAMES[row["drafter"]]
+    if row["runner"] is None:
+        return f"{name} (predicted)"
     fell_back = row["runner"] == "V1" and row["drafter"] != "none_v1"
     return f"{name} (V1 model runner)" if fell_back else name
 
@@ -144,7 +178,7 @@ def break_even() -> str:
         steps = dense(result)
         cells = [f"{steps[point]:.2f}" if point in steps else "" for point in points]
         rows.append([about, "none: ms of a step", "0", *cells])
-        for (_, drafts), by_point in cases(ratios(result)).items():
+        for (_, drafts), by_point in cases(ratios(result) + predicted(result)).items():
             name = called(next(iter(by_point.values())))
             found = [by_point.get(point) for point in points]
             cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
@@ -170,7 +204,7 @@ def speed() -> str:
     rows = []
     for result in measured:
         about = f"{CALLED[result['shape']]}, {gpu(result)}"
-        for (drafter, drafts), by_point in cases(ratios(result)).items():
+        for (drafter, drafts), by_point in cases(ratios(result) + predicted(result)).items():
             if (drafter, drafts) not in known:
                 continue
             low, high = known[drafter, drafts]
@@ -185,4 +219,4 @@ def speed() -> str:
     return table(head, rows)
 
 
-TABLES = {"break-even": break_even}
+TABLES = {"break-even": break_even, "break-even speed": speed}

@@ -3,8 +3,8 @@ faster than dense decoding.
 
 A cycle drafts some tokens and verifies them in a dense pass, so the break-even is the cycle time
 divided by the dense step time. A trained drafter's pass is assumed to cost as much as a decode step
-through a few layers; nothing is fitted to measured drafters. ``docs/cost.md`` compares the
-predictions with measurements.
+through a few layers; nothing is fitted to measured drafters. ``docs/which-drafter.md`` has
+measurements.
 
 Shapes: B sequences.
 """

@@ -208,7 +208,8 @@ def test_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     lines = [line.strip("| ").split(" | ") for line in tables.break_even().splitlines()]
     assert lines[0] == ["shape, GPU", "drafter", "drafts", "8 x 1,024", "32 x 15,000"]
     assert lines[2] == ["1.7B, H100", "none: ms of a step", "0", "2.00", "20.00"]
-    assert lines[3:] == [
+    assert lines[3][:3] == ["1.7B, H100", "EAGLE-3 (predicted)", "3"]
+    assert lines[4:] == [
         ["1.7B, H100", "DSpark", "7", "", "1.50"],
         ["1.7B, H100", "sparse actor", "6", "", "2.60"],
         ["1.7B, H100", "sparse actor", "12", "", "4.30"],
@@ -263,9 +264,10 @@ def test_speed_is_the_known_tokens_per_cycle_divided_by_the_break_even_point(
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = [line.strip("| ").split(" | ") for line in tables.speed().splitlines()[2:]]
-    # DSpark yields 4.9 to 6.2 tokens, and breaks even at 1.5. The text model's drafts are accepted
+    lines = [line for line in lines if "predicted" not in line[1]]
+    # DSpark yields 2.66 to 6.2 tokens, and breaks even at 1.5. The text model's drafts are accepted
     # with a probability of 0.945, so 6 drafts yield (1 - 0.945^7) / 0.055 = 5.9 tokens.
-    assert lines[0][1:] == ["DSpark", "7", "4.90 to 6.20", "", "3.3x to 4.1x"]
+    assert lines[0][1:] == ["DSpark", "7", "2.66 to 6.20", "", "1.8x to 4.1x"]
     assert [line[1:3] for line in lines[1:]] == [["sparse actor", "6"], ["sparse actor", "12"]]
     assert float(lines[1][3]) == pytest.approx((1 - 0.945**7) / 0.055, abs=0.02)
     assert lines[1][5] == "2.3x"
@@ -283,3 +285,11 @@ def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
     figure.draw(RESULT, tmp_path / "first.png")
     figure.draw(RESULT, tmp_path / "second.png")
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+
+
+def test_only_unmeasured_trained_drafters_have_predicted_break_even_points(scripts):
+    _, tables = scripts
+    rows = tables.predicted(RESULT)
+    assert {row["drafter"] for row in rows} == {"eagle3"}
+    assert {(row["batch"], row["length"]) for row in rows} == {(8, 1_024), (32, 15_000)}
+    assert all(1 < row["break_even"] < 2 for row in rows)
