@@ -122,21 +122,24 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Return break-evens as (name, value) pairs for printing. Each break-even is computed for the
-    mean batch size and the mean context length of sampled tokens.
+    """Return break-evens as (name, value) pairs for printing, and from how many tokens per cycle on a
+    trained drafter is faster than lossless mode. All are computed for the mean batch size and the
+    mean context length of sampled tokens.
     """
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))
-    found = [
-        (
-            f"break-even, {drafter.name}",
-            f"{break_even(shape, machine, lengths, drafter):.2f} tokens per cycle "
-            f"of {drafter.drafts} drafts",
-        )
-        for drafter in TRAINED
-    ]
     drafting = lossless.drafting
     needed = sparse_break_even(shape, machine, lengths, lossless)
+    speed = max(1.0, drafting.tokens_per_cycle / needed)  # of lossless mode, relative to dense
+
+    found = []
+    for drafter in TRAINED:
+        point = break_even(shape, machine, lengths, drafter)
+        compared = f"faster than lossless mode from {speed * point:.2f} on"
+        if speed * point > drafter.drafts + 1:
+            compared = "never faster than lossless mode"
+        value = f"{point:.2f} tokens per cycle of {drafter.drafts} drafts; {compared}"
+        found.append((f"break-even, {drafter.name}", value))
     found.append(
         (
             "break-even, sparse actor",

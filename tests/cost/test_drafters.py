@@ -77,6 +77,30 @@ def test_sparrow_cost_prints_a_row_for_each_drafter(capsys):
     assert all(f"break-even, {name}" in printed for name in ("EAGLE-3", "DSpark", "sparse actor"))
 
 
+def compared_with_lossless(length: int) -> dict[str, str]:
+    """Return the rows' remarks on trained drafters for 32 responses of this length."""
+    shape = SHAPES["qwen3-1.7b"]
+    responses = np.full(32, length)
+    lossy = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-1.7b"))
+    lossless = predict_lossless(shape, H200, responses, lossy.dense, 0.94)
+    found = rows(shape, H200, responses, lossy.dense, lossless)
+    return {name: value.partition("; ")[2] for name, value in found}
+
+
+def test_a_trained_drafter_must_yield_more_tokens_the_faster_lossless_mode_is():
+    prefix = "faster than lossless mode from "
+    short, long = (compared_with_lossless(length) for length in (1_000, 15_000))
+    for name in ("break-even, EAGLE-3", "break-even, DSpark"):
+        few, many = (float(each[name].removeprefix(prefix).split()[0]) for each in (short, long))
+        assert 1 < few < many
+
+
+def test_drafter_that_drafts_too_few_tokens_is_never_faster_than_lossless_mode():
+    found = compared_with_lossless(200_000)
+    assert found["break-even, EAGLE-3"] == "never faster than lossless mode"
+    assert found["break-even, sparse actor"] == ""
+
+
 def test_break_even_rows_use_the_batch_size_and_length_of_the_rollout():
     shape = SHAPES["qwen3-1.7b"]
     found = []
