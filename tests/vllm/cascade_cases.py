@@ -250,7 +250,9 @@ def test_number_of_drafts_and_use_of_guesses_adapt_to_measurements(made, monkeyp
     [line] = [each for each in said if "Sparrow is lossless" in each]
     assert ": sparse steps, one sparse pass over 3 guesses from history (" in line
     assert ") for every 2.5 drafts, or guesses alone draft 0 to 6 tokens (" in line
-    assert any(each.startswith("numbers of drafts in use") for each in said)
+    # On a busy machine, the sequences may end before the chooser has settled on anything.
+    logged = any(each.startswith("numbers of drafts in use") for each in said)
+    assert logged or not chooser.in_use()
     assert described["drafts_have_guesses"] in (True, False)
     timed = set().union(*(case.seconds for case in chooser.measured.cases.values()))
     assert {0, 2, alone} <= timed
