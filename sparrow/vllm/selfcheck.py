@@ -307,10 +307,14 @@ def run(worker: Any, runtime: Any) -> Differences:
     layers_differ = check_layers(layers, runtime, worker.vllm_config.model_config)
     steps_differ = 0.0
     with _unmetered(runtime):
-        for with_guesses in _kinds_of_drafts(runtime.decoding):
-            if speculator is not None:
-                speculator.plan = speculator.plan._replace(guesses=with_guesses)
-            steps_differ = max(steps_differ, check_steps(worker, runtime, speculator, layers))
+        if speculator is None:
+            steps_differ = check_steps(worker, runtime, None, layers)
+        else:
+            planned = speculator.plan
+            for kind in _kinds_of_drafts(runtime.decoding):
+                speculator.plan = planned._replace(**kind)
+                steps_differ = max(steps_differ, check_steps(worker, runtime, speculator, layers))
+            speculator.plan = planned
     milliseconds = 1000 * (time.perf_counter() - started)
     init_logger("vllm.sparrow").info(
         f"Sparrow's self-check passed in {milliseconds:.0f} ms (layers differ by up to "
@@ -320,11 +324,14 @@ def run(worker: Any, runtime: Any) -> Differences:
     return Differences(layers_differ, steps_differ)
 
 
-def _kinds_of_drafts(decoding: Decoding) -> tuple[bool, ...]:
-    """Return the kinds of drafts an engine uses: without guesses, with guesses, or both."""
+def _kinds_of_drafts(decoding: Decoding) -> list[dict[str, bool]]:
+    """Return the kinds of drafts an engine uses, as fields of a ``DraftPlan``."""
+    without = {"guesses": False, "alone": False}
+    judged = {"guesses": True, "alone": False}
+    alone = {"guesses": True, "alone": True}
     if not decoding.guess_tokens:
-        return (False,)
-    return (False, True) if decoding.adapt_draft_tokens else (True,)
+        return [without]
+    return [without, judged, alone] if decoding.adapt_draft_tokens else [judged]
 
 
 def layers_of(vllm_config: Any) -> list[Any]:
@@ -744,7 +751,8 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
             index = int(speculator.idx_mapping[0])
             drawn_S = speculator.drafter.drawn_S
             drawn = k if drawn_S is None else int(drawn_S[index])
-            of_drafts = speculator.draft_logits[index, :drawn].float()
+            of_drafts = speculator.draft_logits[index, :k].float()
+            _check_guesses(of_drafts[drawn:], speculator.draft_tokens[0, drawn:k])
         logits.clear()
         decoding.decode(k)
         decoded = logits[:1]
@@ -767,9 +775,24 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     if speculator is None:
         return _hold(decoded[0], expected[0], bound, "a decode step that keeps every page")
     draft_bound = bound if runtime.drafting.weights is None else FP8_WEIGHTS_BOUND
-    of_drafting = _hold(of_drafts, decoded[0][:drawn], draft_bound, "drafts that keep every page")
-    of_verifying = _hold(decoded[0][-1:], expected[0], bound, "verification")
-    return max(of_drafting, of_verifying)
+    differences = [_hold(decoded[0][-1:], expected[0], bound, "verification")]
+    if drawn:  # otherwise, all drafts are guesses
+        what = "drafts that keep every page"
+        differences.append(_hold(of_drafts[:drawn], decoded[0][:drawn], draft_bound, what))
+    return max(differences)
+
+
+def _check_guesses(logits_GV: Tensor, token_G: Tensor) -> None:
+    """Check that guesses used as drafts have a distribution with all its mass on the guess.
+
+    Raises ConfigError if one has not.
+    """
+    mass_G1 = logits_GV.softmax(-1).gather(1, token_G.long()[:, None])
+    if not (mass_G1 == 1).all():
+        raise _refusal(
+            "verification would take a guess for a draft of the sparse actor, because the stored "
+            "distribution does not have all its mass on the guess"
+        )
 
 
 def _hold(found_TV: Tensor, expected_TV: Tensor, bound: float, what: str) -> float:

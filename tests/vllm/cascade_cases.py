@@ -422,6 +422,34 @@ def test_the_self_check_covers_passes_over_guesses(made, monkeypatch):
             )
 
 
+class SkippedKernel:
+    """A stand-in for a Triton kernel that does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **named: None
+
+
+def test_the_self_check_covers_guesses_alone(made, monkeypatch):
+    folder, _ = made
+    plans, stock = [], selfcheck.check_steps
+
+    @cases.wraps(stock)
+    def check_steps(worker, runtime, speculator, layers):
+        plans.append((speculator.plan.guesses, speculator.plan.alone))
+        return stock(worker, runtime, speculator, layers)
+
+    monkeypatch.setattr(selfcheck, "check_steps", check_steps)
+    decoding = lossless(4, adapt=True, guess_tokens=3)
+    with cases.engine(folder, decoding, checks_itself=True) as llm:
+        assert plans == [(False, False), (True, False), (True, True)]
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        speculator = worker.model_runner.speculator
+        assert not speculator.plan.alone
+        monkeypatch.setattr(cascade.kernels, "one_hot_kernel", SkippedKernel())
+        with pytest.raises(ConfigError, match="does not have all its mass on the guess"):
+            selfcheck.run(worker, speculator.runtime)
+
+
 # --- sampling ---
 
 
