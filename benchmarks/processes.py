@@ -83,7 +83,7 @@ class EngineProcess:
         if self._written.exists():
             found = json.loads(self._written.read_text())
         if code == 0:
-            self._log.unlink()
+            self._log.unlink(missing_ok=True)
         else:
             found["failed"] = (
                 "killed at the deadline" if code is None else last_error(self._log, code)
@@ -105,20 +105,30 @@ class EngineProcess:
 
 def told_to_start() -> float:
     """In an engine's process, import vLLM, wait for the signal to start the engine, and return the
-    deadline.
+    deadline. A process started by hand with empty input starts its engine without a deadline.
     """
     import rollout  # noqa: F401  imports vLLM while another engine runs
 
-    return float(sys.stdin.readline() or "inf")
+    return float(_signal() or "inf")
 
 
 def wait_for_turn() -> None:
     """In an engine's process, report that the engine has started, and wait for the signal to
-    measure.
+    measure. A process started by hand doesn't wait.
     """
     if READY in os.environ:
         Path(os.environ[READY]).touch()
-        sys.stdin.readline()
+        _signal()
+
+
+def _signal() -> str:
+    """Wait for a line of input. If the benchmark that started this process has died, there is none;
+    exit then, because other programs may already be using the GPU.
+    """
+    line = sys.stdin.readline()
+    if not line and READY in os.environ:
+        sys.exit("this engine's benchmark died before the engine's turn, so it will not measure")
+    return line
 
 
 def in_turn(
