@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
+import psutil
 from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, samplings, separate
 from common import REASONER, save
 from lora_check import merge, write_adapter
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 ARMS = {"LoRA": "LoRA, dense", "data parallel": "dense"}
 """Maps each arm to the dense arm it is compared with."""
 RANKS = 2
+START_S = 900.0
+"""How long to wait for the server. While other programs use the machine, it needs minutes."""
+STOP_S = 60.0
 DRAFTS = 4
 RANK = 8
 ALPHA = 16
@@ -56,8 +60,9 @@ WITH_LORA = f"enable_lora=true,max_loras={ADAPTERS},max_lora_rank={RANK}"
 
 
 @contextlib.contextmanager
-def serving(options: str, precision: str, log: Path) -> Iterator[str]:
-    """Start a data-parallel server in lossless mode, and yield its address.
+def serving(options: str, precision: str) -> Iterator[str]:
+    """Start a data-parallel server in lossless mode, and yield its address. The server prints to
+    this process's output.
 
     Args:
         options: vLLM options, in the format of ``sparrow audit --engine``.
@@ -75,6 +80,7 @@ def serving(options: str, precision: str, log: Path) -> Iterator[str]:
         *("--dtype", {"bf16": "bfloat16", "fp32": "float32"}[precision]),
         *("--additional-config", json.dumps({"sparrow": settings})),
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out"),
+        "--disable-uvicorn-access-log",
         *flags,
     ]
     environment = {
@@ -82,17 +88,32 @@ def serving(options: str, precision: str, log: Path) -> Iterator[str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
-    with log.open("w") as output:
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    began = time.monotonic()
+    server = subprocess.Popen(command, env=environment)
     try:
         address = f"http://localhost:{port}"
-        wait_for(lambda: server.poll() is not None or answers(f"{address}/health"))
+        wait_for(lambda: server.poll() is not None or answers(f"{address}/health"), START_S)
+        seconds = time.monotonic() - began
         if not answers(f"{address}/health"):
-            raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+            raise RuntimeError(f"the server did not start in {seconds:.0f} s; see its output above")
+        print(f"the server started in {seconds:.0f} s", flush=True)
         yield address
     finally:
-        server.terminate()
-        server.wait(60)
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End a server and its engines. Kill those that take longer than ``STOP_S``."""
+    processes = []
+    if server.poll() is None:
+        parent = psutil.Process(server.pid)
+        processes = [parent, *parent.children(recursive=True)]
+    server.terminate()
+    _, running = psutil.wait_procs(processes, STOP_S)
+    for process in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.wait()
 
 
 def counted(address: str) -> dict[str, int]:
@@ -176,8 +197,7 @@ def sample(arm: str, folder: str, options: str, precision: Any, seeds: int, coun
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         if arm == "data parallel":
-            log = Path(folder) / "server.log"
-            asked = stack.enter_context(serving(options, precision, log))
+            asked = stack.enter_context(serving(options, precision))
         engine: Any = loading.load_engine(
             asked, "reasoner", model, tokenizer, decoding, precision, audits=True
         )

@@ -178,8 +178,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.3)
 
