@@ -31,6 +31,7 @@ sys.path.extend(
 )
 from acceptance import Floats
 from common import parser, save
+from repeated_heads import repeat_kv_heads
 
 EDGES = (1024, 2048, 4096, 6144, 8192)
 """Length bin edges."""
@@ -146,6 +147,7 @@ def domain_parser(about: str, sequences: int) -> argparse.ArgumentParser:
 def load_model(name: str, **options: Any) -> PreTrainedModel:
     """Load the model in float32. If there is a GPU, use it, with TF32 matrix products."""
     torch.set_float32_matmul_precision("high")
+    repeat_kv_heads()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     load: Any = AutoModelForCausalLM.from_pretrained
     model: PreTrainedModel = load(model_path(name), dtype=torch.float32, **options)

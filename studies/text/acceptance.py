@@ -42,6 +42,7 @@ sys.path.extend(
 )
 from beta_tail import beta_tail_fit, weighted_beta_ks
 from common import parser, save
+from repeated_heads import repeat_kv_heads
 
 Floats = NDArray[np.float64]
 
@@ -83,6 +84,7 @@ class Study:
         self.edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
 
     def load(self, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+        repeat_kv_heads()
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, **options)
         return model.to(self.device).eval()
 
