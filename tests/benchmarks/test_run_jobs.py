@@ -5,6 +5,7 @@ it leaves behind.
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -170,6 +171,27 @@ def test_a_missing_file_and_an_unknown_name_are_refused(modules, tmp_path):
         job_list.read(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="no job 'b'; use one of a"):
         job_list.select([job_list.Job("a", "true", 1)], ["b"])
+
+
+def sources(script: Path) -> str:
+    """Return the text of a script, and of the modules in its folder that it imports."""
+    text = script.read_text()
+    names = re.findall(r"^(?:from|import) (\w+)", text, flags=re.MULTILINE)
+    imported = (script.with_name(f"{name}.py") for name in names)
+    return text + "".join(path.read_text() for path in imported if path.exists())
+
+
+def test_the_committed_jobs_use_scripts_and_options_that_exist(modules):
+    job_list, _ = modules
+    listed = job_list.read(BENCHMARKS / "jobs.toml")
+    for each in listed:
+        python, script, *arguments = each.arguments("60")
+        assert python == sys.executable
+        text = sources(ROOT / script)
+        for option in (word for word in arguments if word.startswith("--")):
+            field = option.removeprefix("--").replace("-", "_")
+            assert f'"{option}"' in text or f"\n    {field}: " in text, f"{each.name}: {option}"
+    assert {each.gpus for each in listed} == {1, 2}
 
 
 # --- the machine ---
