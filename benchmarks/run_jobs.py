@@ -175,7 +175,7 @@ class Runner:
                 why = f"it comes after {lost[0].job.name}, which {LOST[lost[0].state]}"
                 self._change(run, "skipped", why)
             elif job.gpus > len(self._gpus):
-                why = f"it needs {job.gpus} GPUs, and the runner has {len(self._gpus)}"
+                why = f"more GPUs are needed ({job.gpus}) than there are ({len(self._gpus)})"
                 self._change(run, "skipped", why)
             elif job.needed_s > self._left_s:
                 left = max(0.0, self._left_s) / 60

@@ -313,7 +313,7 @@ def test_jobs_after_a_failed_one_are_skipped_and_others_run(jobs):
 def test_a_job_for_more_gpus_than_there_are_is_skipped(jobs):
     found, printed = jobs.run(job("two", gpus=2), job("one"), job("cpu", gpus=0))
     assert [found[name]["state"] for name in ("two", "one", "cpu")] == ["skipped", "done", "done"]
-    assert "two skipped: it needs 2 GPUs, and the runner has 1" in printed
+    assert "two skipped: more GPUs are needed (2) than there are (1)" in printed
     found, _ = jobs.run(job("one"), job("cpu", gpus=0), gpus=0)
     assert [found[name]["state"] for name in ("one", "cpu")] == ["skipped", "done"]
 
