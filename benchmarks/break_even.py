@@ -338,13 +338,19 @@ class Child(EngineProcess):
 
 
 def finished(result: Mapping[str, Any]) -> set[str]:
-    """Return the drafters for which at least one run timed every point that fits."""
+    """Return the drafters for which at least one run timed every case at every point that fits."""
     return {
         drafter
         for run in result["runs"]
         for drafter, engine in run["engines"].items()
-        if engine["finished"]
+        if engine["finished"] and all(case in timed_in(engine) for case in cases_of(drafter))
     }
+
+
+def timed_in(engine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the case of each of an engine's rows."""
+    names = ("drafts", "guesses", "alone")
+    return [{name: row[name] for name in names if name in row} for row in engine["points"]]
 
 
 def measure(arguments: argparse.Namespace) -> None:
