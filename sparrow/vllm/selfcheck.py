@@ -698,9 +698,10 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
     """Decode a sequence as the engine does, but with all pages kept, and compare its log-probs with
     those of a dense pass over the same tokens.
 
-    In lossless mode, this runs one cycle of drafting and verification. Drafting is replayed from
-    CUDA graphs if the engine has captured any. The draft log-probs are compared with the
-    verification's, and the verification's with a dense prefill's.
+    In lossless mode, this runs one cycle of drafting and verification, with the kind of drafts that
+    ``speculator.plan`` asks for. Drafting is replayed from CUDA graphs if the engine has captured
+    any. The draft log-probs are compared with the verification's, and the verification's with a
+    dense prefill's.
 
     Returns the largest distance (see ``distance``), or 0 if this worker has no log-probs to
     compare.
@@ -751,6 +752,11 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
             index = int(speculator.idx_mapping[0])
             drawn_S = speculator.drafter.drawn_S
             drawn = k if drawn_S is None else int(drawn_S[index])
+            if (drawn == 0) != speculator.plan.alone:
+                raise _refusal(
+                    f"a cycle of {k} drafts has {drawn} drafts of the sparse actor, but its plan "
+                    f"is {speculator.plan}"
+                )
             of_drafts = speculator.draft_logits[index, :k].float()
             _check_guesses(of_drafts[drawn:], speculator.draft_tokens[0, drawn:k])
         logits.clear()
@@ -785,7 +791,7 @@ def check_steps(worker: Any, runtime: Any, speculator: Any, layers: list[Any]) -
 def _check_guesses(logits_GV: Tensor, token_G: Tensor) -> None:
     """Check that guesses used as drafts have a distribution with all its mass on the guess.
 
-    Raises ConfigError if one has not.
+    Raises ConfigError if one doesn't.
     """
     mass_G1 = logits_GV.softmax(-1).gather(1, token_G.long()[:, None])
     if not (mass_G1 == 1).all():
