@@ -2,7 +2,8 @@
 
 Importing vLLM is slow, so each process imports it while earlier engines are still using the GPU.
 Starting an engine is slower still. Engines whose memory fits together can start side by side. Once
-all of them have started, they measure one after another; the idle engines don't use the GPU.
+all of them have started, they measure one after another; the idle engines don't use the GPU. If the
+benchmark dies, idle engines end, but one that is measuring goes on until its deadline.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ SIGTERM.
 
 LOGS/NAME.log is what a job printed. LOGS/jobs.json lists the jobs of the latest call, and is
 rewritten at every event. Times are in seconds from the start. The exit status is 1 if a job failed
-or timed out.
+or timed out, 128 plus the signal's number after Ctrl-C or SIGTERM, and 0 otherwise, even if jobs were
+skipped.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ class Runner:
         environment = {
             **os.environ,
             **job.environment,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as in nvidia-smi
             "CUDA_VISIBLE_DEVICES": ",".join(run.gpus),
             "SPARROW_JOB_SECONDS": seconds,
         }
