@@ -26,7 +26,7 @@ def draw(result: Row, path: Path) -> None:
     """Draw one panel per batch size. The same result always gives an identical file.
 
     Lines are break-even points. Bars to the right of the lines show how many tokens per cycle a
-    drafter is known to yield.
+    drafter yields, as far as ``tokens_per_cycle`` has numbers.
     """
     rows = [row for row in ratios(result) if row["drafter"] != "none_v1"] + predicted(result)
     drawn = cases(rows)

@@ -25,11 +25,11 @@ NAMES = {
 }
 """The drafters in table order, with their names in the table."""
 PUBLISHED = {
-    ("eagle3", 3): (2.05, 2.47),
-    ("dspark", 7): (2.66, 6.2),
+    ("eagle3", 3): (2.4, 3.32),
+    ("dspark", 7): (2.33, 6.2),
 }
-"""Tokens per cycle of trained drafters, from lowest to highest; ``docs/which-drafter.md`` has the
-sources.
+"""Published tokens per cycle of trained drafters, from lowest to highest; ``docs/which-drafter.md``
+has the sources.
 """
 PREDICTED = {"eagle3": cost.EAGLE3, "dspark": cost.DSPARK}
 """The drafters whose break-even points the cost model predicts if no run has measured them."""
@@ -122,9 +122,9 @@ def called(row: Row) -> str:
 
 
 def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
-    """Return the lowest and highest known tokens per cycle, by drafter and draft length. Numbers
-    for trained drafters are published. For the sparse actor, they follow from the text model's
-    acceptance, and with guesses they are those of ``benchmarks/cascade.py``.
+    """Return the lowest and highest tokens per cycle, by drafter and draft length. Numbers for
+    trained drafters are published. For the sparse actor, they follow from the text model's
+    acceptance.
     """
     found = dict(PUBLISHED)
     (acceptance,) = (
@@ -136,15 +136,23 @@ def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
     for drafts in (6, 12):
         tokens = (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
         found["sparse", drafts] = tokens, tokens
-
-    guessed = [
-        row["tokens_per_cycle"]
-        for run in load("cascade_qwen3-1.7b")["runs"]
-        for row in run["engines"]["lossless"]["points"]
-        if (row.get("guesses"), row["drafts"]) == (3, 12)
-    ]
-    found["guesses", 12] = min(guessed), max(guessed)
     return found
+
+
+def with_guesses(shape: str) -> dict[tuple[int, int], tuple[float, float]]:
+    """Return the lowest and highest tokens per cycle of the sparse actor with guesses, at the points
+    that ``benchmarks/cascade.py synthetic`` measured with a shape. They depend on the drafts per
+    pass that it assumed.
+    """
+    path = RESULTS / f"cascade_{shape}.json"
+    if not path.exists():
+        return {}
+    tokens: dict[tuple[int, int], list[float]] = {}
+    for run in json.loads(path.read_text())["runs"]:
+        for row in run["engines"]["lossless"]["points"]:
+            if (row.get("guesses"), row["drafts"]) == (3, 12):
+                tokens.setdefault(at(row), []).append(row["tokens_per_cycle"])
+    return {point: (min(some), max(some)) for point, some in tokens.items()}
 
 
 def cases(rows: list[Row]) -> dict[tuple[str, int], dict[tuple[int, int], Row]]:
@@ -193,30 +201,66 @@ def span(low: float, high: float, digits: int, unit: str = "") -> str:
 
 
 def speed() -> str:
-    """Return a table like ``break_even``'s, with the speed over dense decoding that the known
-    tokens per cycle would yield: tokens per cycle divided by the break-even point.
+    """Return a table like ``break_even``'s, with the speed over dense decoding that the tokens per
+    cycle would yield: tokens per cycle divided by the break-even point.
     """
     measured = results()
-    if not measured:
-        return ""
     points = points_of(measured)
     known = tokens_per_cycle()
     rows = []
     for result in measured:
         about = f"{CALLED[result['shape']]}, {gpu(result)}"
-        for (drafter, drafts), by_point in cases(ratios(result) + predicted(result)).items():
-            if (drafter, drafts) not in known:
-                continue
-            low, high = known[drafter, drafts]
+        guessed = with_guesses(result["shape"])
+        for case, by_point in cases(ratios(result) + predicted(result)).items():
+            tokens = guessed if case[0] == "guesses" else dict.fromkeys(points, known.get(case))
             cells = []
             for point in points:
-                row = by_point.get(point)
-                even = row["break_even"] if row else None
-                cells.append(span(low / even, high / even, 1, "x") if even else "")
-            name = called(next(iter(by_point.values())))
-            rows.append([about, name, str(drafts), span(low, high, 2), *cells])
+                spanned = tokens.get(point)
+                if spanned is None or point not in by_point:
+                    cells.append("")
+                    continue
+                low, high = (each / by_point[point]["break_even"] for each in spanned)
+                cells.append(span(low, high, 1, "x"))
+            if any(cells):
+                drafter = called(next(iter(by_point.values())))
+                yields = span(*known[case], 2) if case in known else ""
+                rows.append([about, drafter, str(case[1]), yields, *cells])
     head = ["shape, GPU", "drafter", "drafts", "tokens per cycle", *columns(points)]
-    return table(head, rows)
+    return table(head, rows) if rows else ""
 
 
-TABLES = {"break-even": break_even, "break-even speed": speed}
+def crossover() -> str:
+    """Return a table with the tokens per cycle from which each trained drafter is faster than the
+    sparse actor without guesses, whose number of drafts is the faster of those measured.
+    """
+    measured = results()
+    points = points_of(measured)
+    known = tokens_per_cycle()
+    rows = []
+    for result in measured:
+        about = f"{CALLED[result['shape']]}, {gpu(result)}"
+        drawn = cases(ratios(result) + predicted(result))
+        fastest: dict[tuple[int, int], float] = {}
+        for case, by_point in drawn.items():
+            if case[0] == "sparse":
+                for point, row in by_point.items():
+                    gain = known[case][0] / row["break_even"]
+                    fastest[point] = max(gain, fastest.get(point, 1.0))
+        for case, by_point in drawn.items():
+            if case[0] not in PREDICTED:
+                continue
+            needed = {
+                point: fastest[point] * row["break_even"]
+                for point, row in by_point.items()
+                if point in fastest
+            }
+            cells = [f"{needed[point]:.1f}" if point in needed else "" for point in points]
+            rows.append([about, called(next(iter(by_point.values()))), str(case[1]), *cells])
+    return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows) if rows else ""
+
+
+TABLES = {
+    "break-even": break_even,
+    "break-even crossover": crossover,
+    "break-even speed": speed,
+}

@@ -122,8 +122,8 @@ def rows(
     lossless: LosslessPrediction,
     prompt: int = 256,
 ) -> list[tuple[str, str]]:
-    """Return break-evens as (name, value) pairs for printing, and from how many tokens per cycle on a
-    trained drafter is faster than lossless mode. All are computed for the mean batch size and the
+    """Return (name, value) pairs for printing: break-evens, and how many tokens per cycle a trained
+    drafter needs to be faster than lossless mode. All are computed for the mean batch size and the
     mean context length of sampled tokens.
     """
     batch, mean = typical_batch(dense, responses, prompt)
@@ -135,9 +135,9 @@ def rows(
     found = []
     for drafter in TRAINED:
         point = break_even(shape, machine, lengths, drafter)
-        compared = f"faster than lossless mode from {speed * point:.2f} on"
+        compared = f"{speed * point:.2f} to be faster than lossless mode"
         if speed * point > drafter.drafts + 1:
-            compared = "never faster than lossless mode"
+            compared = f"never faster than lossless mode with {drafter.drafts} drafts"
         value = f"{point:.2f} tokens per cycle of {drafter.drafts} drafts; {compared}"
         found.append((f"break-even, {drafter.name}", value))
     found.append(

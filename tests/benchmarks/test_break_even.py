@@ -275,9 +275,9 @@ def test_speed_is_the_known_tokens_per_cycle_divided_by_the_break_even_point(
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = [line.strip("| ").split(" | ") for line in tables.speed().splitlines()[2:]]
     lines = [line for line in lines if "predicted" not in line[1]]
-    # DSpark yields 2.66 to 6.2 tokens, and breaks even at 1.5. The text model's drafts are accepted
+    # DSpark yields 2.33 to 6.2 tokens, and breaks even at 1.5. The text model's drafts are accepted
     # with a probability of 0.945, so 6 drafts yield (1 - 0.945^7) / 0.055 = 5.9 tokens.
-    assert lines[0][1:] == ["DSpark", "7", "2.66 to 6.20", "", "1.8x to 4.1x"]
+    assert lines[0][1:] == ["DSpark", "7", "2.33 to 6.20", "", "1.6x to 4.1x"]
     assert [line[1:3] for line in lines[1:]] == [["sparse actor", "6"], ["sparse actor", "12"]]
     assert float(lines[1][3]) == pytest.approx((1 - 0.945**7) / 0.055, abs=0.02)
     assert lines[1][5] == "2.3x"
@@ -303,3 +303,35 @@ def test_only_unmeasured_trained_drafters_have_predicted_break_even_points(scrip
     assert {row["drafter"] for row in rows} == {"eagle3"}
     assert {(row["batch"], row["length"]) for row in rows} == {(8, 1_024), (32, 15_000)}
     assert all(1 < row["break_even"] < 2 for row in rows)
+
+
+def test_crossover_is_the_break_even_point_times_the_sparse_actors_speed(
+    scripts, tmp_path, monkeypatch
+):
+    _, tables = scripts
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in tables.crossover().splitlines()]
+    assert lines[0] == ["shape, GPU", "drafter", "drafts", "8 x 1,024", "32 x 15,000"]
+    # With 6 drafts, the sparse actor yields 5.94 tokens at a break-even point of 2.6, so it is 2.29
+    # times as fast as dense decoding. With 12 drafts, it is slower. DSpark breaks even at 1.5.
+    assert lines[-1] == ["1.7B, H100", "DSpark", "7", "", "3.4"]
+    assert [line[1] for line in lines[2:]] == ["EAGLE-3 (predicted)", "DSpark"]
+
+
+def test_speed_with_guesses_is_shown_only_where_their_yield_was_measured(
+    scripts, tmp_path, monkeypatch
+):
+    script, tables = scripts
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(every_case(script)))
+    points = [
+        {"batch": 32, "length": 15_000, "guesses": 3, "drafts": 12, "tokens_per_cycle": tokens}
+        for tokens in (6.6, 7.7)
+    ]
+    cascade = {"runs": [{"engines": {"lossless": {"points": points}}}]}
+    (tmp_path / "cascade_qwen3-1.7b.json").write_text(json.dumps(cascade))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in tables.speed().splitlines()]
+    (found,) = [line for line in lines if "guesses per pass" in line[1]]
+    # A cycle takes 2.2 dense steps.
+    assert found[3:] == ["", "", "3.0x to 3.5x"]
