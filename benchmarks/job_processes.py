@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 
-SIGNAL_AFTER_PARENT, CHILD_SUBREAPER = 1, 36
-"""Options of the system call ``prctl``."""
+SIGNAL_AFTER_PARENT = 1
+CHILD_SUBREAPER = 36
+"""``SIGNAL_AFTER_PARENT`` and ``CHILD_SUBREAPER`` are options of the system call ``prctl``."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +50,7 @@ class JobProcesses:
         environment: Mapping[str, str],
         cores: Collection[int],
     ) -> subprocess.Popen[bytes]:
-        """Start a job in a session of its own, on these CPU cores. It gets SIGTERM if the runner is
+        """Start a job in a new session, on these CPU cores. It gets SIGTERM if the runner is
         killed.
 
         Raises OSError if the command cannot be started.

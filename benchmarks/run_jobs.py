@@ -63,7 +63,7 @@ from sparrow.files import check_folder, write_text
 GRACE_S = 10.0
 """Time from SIGTERM to SIGKILL."""
 MARGIN_S = 10.0
-"""A job's limit is this much longer than the time it is told it may take."""
+"""``{seconds}`` is this much shorter than a job's limit."""
 POLL_S = 0.1
 CPUS = Path("/sys/devices/system/cpu")
 
@@ -81,7 +81,7 @@ class Slot:
 
 @dataclass
 class Run:
-    """What has become of a job."""
+    """A job and its state."""
 
     job: Job
     state: State = "waiting"

@@ -111,7 +111,8 @@ def test_results_are_kept_even_if_the_log_is_already_gone(engines):
 
 def outcome(folder):
     """Wait until the orphaned engine has written its log or its results, and return both."""
-    log, written = folder / "orphan.log", folder / "orphan.json"
+    log = folder / "orphan.log"
+    written = folder / "orphan.json"
     deadline = time.monotonic() + 60
     while "\n" not in log.read_text() and not written.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

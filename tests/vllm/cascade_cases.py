@@ -431,7 +431,8 @@ class SkippedKernel:
 
 def test_the_self_check_covers_guesses_alone(made, monkeypatch):
     folder, _ = made
-    plans, stock = [], selfcheck.check_steps
+    plans = []
+    stock = selfcheck.check_steps
 
     @cases.wraps(stock)
     def check_steps(worker, runtime, speculator, layers):
