@@ -1,13 +1,14 @@
-"""Audit vLLM's drafters on a GPU with ten seeds each: lossless mode, and stock vLLM's EAGLE-3.
+"""Audit vLLM's drafters on a GPU with ten seeds each: lossless mode with and without guesses, and
+stock vLLM's EAGLE-3.
 
     python benchmarks/audit_drafters.py    # writes benchmarks/results/audit_drafters.json
 
 Runs the ``sparrow audit`` test at the 1 % level on the bundled reasoner in bfloat16. Drafts in
-lossless mode read few pages; the EAGLE-3 head has random weights, so most but not all of its drafts
-are rejected. Each drafter is compared with dense decoding by the same kind of engine. All engines
-run at once, each in its own process: one engine samples all seeds and shuts down, then the process
-ranks the tokens with transformers. With ``--drafters``, the file keeps its results for the other
-drafters.
+lossless mode read few pages. In the arms ``history`` and ``head``, every cycle has guesses. The
+EAGLE-3 head has random weights, so most but not all of its drafts are rejected. Each drafter is
+compared with dense decoding by the same kind of engine. All engines run at once, each in its own
+process: one engine samples all seeds and shuts down, then the process ranks the tokens with
+transformers. With ``--drafters``, the file keeps its results for the other drafters.
 """
 
 from __future__ import annotations
@@ -24,22 +25,44 @@ from common import REASONER, machine, write, write_head
 from vllm_versions import FEW_PAGES
 
 DRAFTS = 3  # EAGLE-3's draft length
-ARMS = {"lossless": "lossless, dense", "eagle3": "stock"}
+GUESSES = 3  # guesses per pass
+LOSSLESS = ("lossless", "history", "head")
+ARMS = dict.fromkeys(LOSSLESS, "lossless, dense") | {"eagle3": "stock"}
 """Maps each drafter to the dense arm it is compared with."""
-TEMPERATURES = dict.fromkeys(("lossless", "lossless, dense"), 1.0)
+TEMPERATURES = dict.fromkeys((*LOSSLESS, "lossless, dense"), 1.0)
 TEMPERATURES |= dict.fromkeys(("eagle3", "stock"), 2.0)
 """A higher temperature flattens the distributions, so more of the random drafts are accepted."""
 
 
-def head(folder: Path) -> dict[str, Any]:
-    """Write a random EAGLE-3 head for the reasoner, and return vLLM's options for it."""
-    write_head(json.loads((REASONER / "config.json").read_text()), folder)
+def random_head(folder: Path) -> str:
+    """Write a random EAGLE-3 head for the reasoner, and return its folder."""
+    return str(write_head(json.loads((REASONER / "config.json").read_text()), folder))
+
+
+def eagle3(folder: Path) -> dict[str, Any]:
+    """Return vLLM's options for drafting with a random EAGLE-3 head."""
     return {
         "method": "eagle3",
-        "model": str(folder),
+        "model": random_head(folder),
         "num_speculative_tokens": DRAFTS,
         "draft_sample_method": "probabilistic",
     }
+
+
+def decoding_of(arm: str, folder: Path) -> Any:
+    """Return how an arm's engine decodes, apart from vLLM's own speculation."""
+    from sparrow.decoding import Decoding
+    from sparrow.schedule import SparsitySchedule
+
+    if arm not in LOSSLESS:
+        return Decoding.lossy("dense")
+    few_pages = SparsitySchedule.from_dict(FEW_PAGES)
+    if arm == "lossless":
+        return Decoding.lossless(few_pages)
+    guesses: dict[str, Any] = {"guess_tokens": GUESSES, "adapt_draft_tokens": False}
+    if arm == "head":
+        guesses["guess_head"] = random_head(folder)
+    return Decoding.lossless(few_pages, **guesses)
 
 
 def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampled:
@@ -54,15 +77,12 @@ def sample(arm: str, folder: str, options: str, seeds: int, count: int) -> Sampl
     from sparrow.audit.statistics import COMMON
     from sparrow.cli import loading
     from sparrow.decoding import Decoding
-    from sparrow.schedule import SparsitySchedule
 
     dense = Decoding.lossy("dense")
-    decoding = dense
-    if arm == "lossless":
-        decoding = Decoding.lossless(SparsitySchedule.from_dict(FEW_PAGES))
-    spec = f"{'vllm' if arm in ('lossless', ARMS['lossless']) else 'stock'}:{options}"
+    decoding = decoding_of(arm, Path(folder) / arm)
+    spec = f"{'vllm' if arm in (*LOSSLESS, ARMS['lossless']) else 'stock'}:{options}"
     if arm == "eagle3":
-        asked = json.dumps(head(Path(folder) / "eagle3"))
+        asked = json.dumps(eagle3(Path(folder) / arm))
         spec += f",disable_log_stats=false,speculative_config={asked}"
 
     model, tokenizer, prompts = loaded(spec, "bf16", count)
@@ -88,7 +108,7 @@ def drafts_of(engine: Any, arm: str) -> dict[str, int]:
     """Return how many tokens an arm's engine has drafted so far, and how many of them were
     accepted.
     """
-    if arm == "lossless":
+    if arm in LOSSLESS:
         counters = engine.counters()
         return {"drafted": counters.drafted, "accepted": counters.accepted}
     if arm == "eagle3":

@@ -67,3 +67,13 @@ def test_each_seed_of_an_arm_is_compared_with_dense_decoding(audits, monkeypatch
     assert [found[arm]["exact"] for arm in ("one", "two", "three")] == [2, 2, 0]
     assert [row["seed"] for row in found["three"]["seeds"]] == [0, 1]
     assert found["one"]["drafts"] == {"drafted": 9} and found["three"]["seeds"][0]["tokens"] == 4000
+
+
+@pytest.mark.parametrize("arm", ["history", "head"])
+def test_arms_with_guesses_guess_in_every_cycle(audits, tmp_path, arm):
+    drafters = importlib.import_module("audit_drafters")
+    decoding = drafters.decoding_of(arm, tmp_path / arm)
+    assert decoding.guess_tokens == drafters.GUESSES and not decoding.adapt_draft_tokens
+    head = str(tmp_path / arm) if arm == "head" else None
+    assert decoding.guess_head == head
+    assert (tmp_path / arm / "model.safetensors").exists() == (arm == "head")

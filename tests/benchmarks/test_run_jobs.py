@@ -189,8 +189,11 @@ def test_the_committed_jobs_use_scripts_and_options_that_exist(modules):
         assert python == sys.executable
         text = sources(ROOT / script)
         for option in (word for word in arguments if word.startswith("--")):
-            field = option.removeprefix("--").replace("-", "_")
-            assert f'"{option}"' in text or f"\n    {field}: " in text, f"{each.name}: {option}"
+            name = option.removeprefix("--")
+            field = f"\n    {name.replace('-', '_')}: "
+            # The option for choosing arms is named in a call of ``audits.command_line``.
+            ways = (f'"{option}"', field, f', "{name}", ')
+            assert any(way in text for way in ways), f"{each.name}: {option}"
     assert {each.gpus for each in listed} == {1, 2}
 
 
