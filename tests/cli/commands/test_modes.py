@@ -378,7 +378,8 @@ def test_evaluation_in_lossless_mode_samples_the_same_tokens_as_dense_decoding(
 
 
 @pytest.mark.parametrize("mode", ["dense", "lossy", "lossless"])
-def test_demo_runs_in_every_mode(mode, monkeypatch):
+def test_demo_runs_in_every_mode(mode, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # away from a demo's run directory
     commands = []
     monkeypatch.setattr(Train, "run", lambda command: commands.append(command))
     monkeypatch.setattr(Demo, "compare", lambda command: None)
