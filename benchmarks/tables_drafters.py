@@ -140,9 +140,9 @@ def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
 
 
 def with_guesses(shape: str) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the lowest and highest tokens per cycle of the sparse actor with guesses, at the points
-    that ``benchmarks/cascade.py synthetic`` measured with a shape. They depend on the drafts per
-    pass that it assumed.
+    """Return the lowest and highest tokens per cycle of the sparse actor with guesses, at the
+    points that ``benchmarks/cascade.py synthetic`` measured with a shape. They depend on the drafts
+    per pass that it assumed.
     """
     path = RESULTS / f"cascade_{shape}.json"
     if not path.exists():
@@ -186,11 +186,10 @@ def break_even() -> str:
         steps = dense(result)
         cells = [f"{steps[point]:.2f}" if point in steps else "" for point in points]
         rows.append([about, "none: ms of a step", "0", *cells])
-        for (_, drafts), by_point in cases(ratios(result) + predicted(result)).items():
-            name = called(next(iter(by_point.values())))
+        for case, by_point in cases(ratios(result) + predicted(result)).items():
             found = [by_point.get(point) for point in points]
             cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
-            rows.append([about, name, str(drafts), *cells])
+            rows.append([*start_of_row(result, case, by_point), *cells])
     return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows)
 
 
@@ -209,7 +208,6 @@ def speed() -> str:
     known = tokens_per_cycle()
     rows = []
     for result in measured:
-        about = f"{CALLED[result['shape']]}, {gpu(result)}"
         guessed = with_guesses(result["shape"])
         for case, by_point in cases(ratios(result) + predicted(result)).items():
             tokens = guessed if case[0] == "guesses" else dict.fromkeys(points, known.get(case))
@@ -222,40 +220,58 @@ def speed() -> str:
                 low, high = (each / by_point[point]["break_even"] for each in spanned)
                 cells.append(span(low, high, 1, "x"))
             if any(cells):
-                drafter = called(next(iter(by_point.values())))
                 yields = span(*known[case], 2) if case in known else ""
-                rows.append([about, drafter, str(case[1]), yields, *cells])
+                rows.append([*start_of_row(result, case, by_point), yields, *cells])
     head = ["shape, GPU", "drafter", "drafts", "tokens per cycle", *columns(points)]
     return table(head, rows) if rows else ""
 
 
+def start_of_row(
+    result: Row, case: tuple[str, int], by_point: dict[tuple[int, int], Row]
+) -> list[str]:
+    """Return a row's first cells: the shape and GPU, the drafter, and its drafts per cycle."""
+    name = called(next(iter(by_point.values())))
+    return [f"{CALLED[result['shape']]}, {gpu(result)}", name, str(case[1])]
+
+
+def sparse_speed(
+    drawn: dict[tuple[str, int], dict[tuple[int, int], Row]],
+) -> dict[tuple[int, int], float]:
+    """Return the speed of the sparse actor without guesses at each point, relative to dense
+    decoding, with the fastest number of drafts. It is at least 1, because lossless mode need not
+    draft.
+    """
+    known = tokens_per_cycle()
+    fastest: dict[tuple[int, int], float] = {}
+    for case, by_point in drawn.items():
+        if case[0] == "sparse":
+            for point, row in by_point.items():
+                gain = known[case][0] / row["break_even"]
+                fastest[point] = max(gain, fastest.get(point, 1.0))
+    return fastest
+
+
 def crossover() -> str:
-    """Return a table with the tokens per cycle from which each trained drafter is faster than the
-    sparse actor without guesses, whose number of drafts is the faster of those measured.
+    """Return a table with the tokens per cycle that each trained drafter needs to be faster than
+    the sparse actor without guesses, or "never" if its drafts are too few.
     """
     measured = results()
     points = points_of(measured)
-    known = tokens_per_cycle()
     rows = []
     for result in measured:
-        about = f"{CALLED[result['shape']]}, {gpu(result)}"
         drawn = cases(ratios(result) + predicted(result))
-        fastest: dict[tuple[int, int], float] = {}
-        for case, by_point in drawn.items():
-            if case[0] == "sparse":
-                for point, row in by_point.items():
-                    gain = known[case][0] / row["break_even"]
-                    fastest[point] = max(gain, fastest.get(point, 1.0))
+        fastest = sparse_speed(drawn)
         for case, by_point in drawn.items():
             if case[0] not in PREDICTED:
                 continue
-            needed = {
-                point: fastest[point] * row["break_even"]
-                for point, row in by_point.items()
-                if point in fastest
-            }
-            cells = [f"{needed[point]:.1f}" if point in needed else "" for point in points]
-            rows.append([about, called(next(iter(by_point.values()))), str(case[1]), *cells])
+            cells = []
+            for point in points:
+                if point not in by_point or point not in fastest:
+                    cells.append("")
+                    continue
+                needed = fastest[point] * by_point[point]["break_even"]
+                cells.append(f"{needed:.1f}" if needed <= case[1] + 1 else "never")
+            rows.append([*start_of_row(result, case, by_point), *cells])
     return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows) if rows else ""
 
 

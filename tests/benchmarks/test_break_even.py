@@ -76,6 +76,11 @@ def test_drafter_counts_as_finished_once_all_its_cases_have_been_timed(scripts):
     assert script.finished(every) == set(script.DRAFTERS) - {"sparse"}
 
 
+def test_engine_for_which_no_point_fits_counts_as_finished(scripts):
+    script, _ = scripts
+    assert script.finished({"runs": [{"engines": {"sparse": engine()}}]}) == {"sparse"}
+
+
 def test_graph_sizes_cover_drafting_and_verification(scripts):
     script, _ = scripts
     assert script.graph_sizes("none", [8, 32]) == [8, 32]
@@ -286,7 +291,7 @@ def test_speed_is_the_known_tokens_per_cycle_divided_by_the_break_even_point(
 def test_tables_are_empty_without_results(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.break_even() == tables.speed() == ""
+    assert tables.break_even() == tables.crossover() == tables.speed() == ""
 
 
 def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
@@ -317,6 +322,20 @@ def test_crossover_is_the_break_even_point_times_the_sparse_actors_speed(
     # times as fast as dense decoding. With 12 drafts, it is slower. DSpark breaks even at 1.5.
     assert lines[-1] == ["1.7B, H100", "DSpark", "7", "", "3.4"]
     assert [line[1] for line in lines[2:]] == ["EAGLE-3 (predicted)", "DSpark"]
+
+
+def test_drafter_that_would_need_more_tokens_than_it_drafts_never_beats_the_sparse_actor(
+    scripts, tmp_path, monkeypatch
+):
+    script, tables = scripts
+    result = every_case(script)
+    engines = result["runs"][0]["engines"]
+    for row in engines["eagle3"]["points"]:
+        row["ms"] = 30.0  # three dense steps; the sparse actor is 4.3 times as fast as dense
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(result))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in tables.crossover().splitlines()]
+    assert lines[2][1:] == ["EAGLE-3", "3", "never", "never"]
 
 
 def test_speed_with_guesses_is_shown_only_where_their_yield_was_measured(
