@@ -1,7 +1,7 @@
 """Run a list of jobs on the GPUs of one machine.
 
     python benchmarks/run_jobs.py benchmarks/jobs.toml --minutes 27 --logs runs/logs
-    python benchmarks/run_jobs.py benchmarks/jobs.toml --minutes 27 --logs runs/logs --only samples head
+    python benchmarks/run_jobs.py benchmarks/jobs.toml --minutes 9 --logs runs/logs --only longer
 
 Every job is a table ``[[job]]`` in a TOML file:
 
@@ -32,8 +32,8 @@ SIGTERM.
 
 LOGS/NAME.log is what a job printed. LOGS/jobs.json lists the jobs of the latest call, and is
 rewritten at every event. Times are in seconds from the start. The exit status is 1 if a job failed
-or timed out, 128 plus the signal's number after Ctrl-C or SIGTERM, and 0 otherwise, even if jobs were
-skipped.
+or timed out, 128 plus the signal's number after Ctrl-C or SIGTERM, and 0 otherwise. Skipped jobs
+don't count.
 """
 
 from __future__ import annotations
@@ -329,7 +329,8 @@ def used_alone(folder: Path) -> Iterator[None]:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another run_jobs.py writes to {folder}; wait until it ends, or give another folder"
+                f"another run_jobs.py writes to {folder}; wait until it ends, or give another "
+                "folder"
             ) from None
         yield
     finally:

@@ -27,7 +27,8 @@ from sparrow.cli.loading.models import model_path
 from sparrow.mismatch import plain
 
 sys.path.extend(
-    str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/text")
+    str(Path(__file__).parents[2] / folder)
+    for folder in ("benchmarks", "studies/text", "studies/common")
 )
 from acceptance import Floats
 from common import parser, save

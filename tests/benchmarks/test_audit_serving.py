@@ -1,4 +1,6 @@
-"""Test the audit of a data-parallel server, with a stand-in for the server and with vLLM on a CPU."""
+"""Test the audit of a data-parallel server, with a stand-in for the server and with vLLM on a
+CPU.
+"""
 
 import importlib
 import itertools

@@ -71,7 +71,8 @@ def by_hand(streams, most, longest, shortest):
                 agreeing += 1
             if agreeing >= shortest and (agreeing, i == 0, place) > best:
                 following = stream[place:] * (most if i == 0 else 1)
-                best, found = (agreeing, i == 0, place), following[:most]
+                best = (agreeing, i == 0, place)
+                found = following[:most]
     return [*found, *[0] * (most - len(found))]
 
 
