@@ -31,6 +31,9 @@ from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
 CONNECTIONS = 256  # maximum number of requests in flight; vLLM would only queue more than that
+ATTEMPTS = 3
+"""How often a prompt is sent if its connection breaks before the response arrives."""
+BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 ANSWER_S = 600.0  # timeout for requests other than prompts
 CHECK_S = 15.0
 STALL_S = 300.0
@@ -128,15 +131,26 @@ class VLLMServer(Client):
         ]
 
     async def _choices(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        limits = httpx.Limits(max_connections=CONNECTIONS)
+        # Every prompt has its own connection. A busy server can close a connection that seems idle
+        # just as the next prompt is sent on it, and httpx takes seconds to share out connections
+        # among hundreds of waiting prompts.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        in_flight = asyncio.Semaphore(CONNECTIONS)
         async with httpx.AsyncClient(
             base_url=self._url, limits=limits, timeout=None, trust_env=False
         ) as client:
 
             async def send(body: dict[str, Any]) -> dict[str, Any]:
-                return json.loads(_content(await client.post(self._prompts_path, json=body)))[
-                    "choices"
-                ][0]
+                for attempt in range(1, ATTEMPTS + 1):
+                    try:
+                        async with in_flight:
+                            answer = await client.post(self._prompts_path, json=body)
+                        break
+                    except BROKEN:
+                        # Sending a prompt again is safe, because it has its own seed.
+                        if attempt == ATTEMPTS:
+                            raise
+                return json.loads(_content(answer))["choices"][0]
 
             requests = [asyncio.create_task(send(body)) for body in bodies]
             waiting = set(requests)

@@ -38,6 +38,7 @@ class Pretender(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
+        state["sent"].append(body.get("token_ids"))
         described = {
             "mode": "lossy",
             "schedule": SCHEDULE.to_dict(),
@@ -64,10 +65,13 @@ class Pretender(BaseHTTPRequestHandler):
         elif state["generate"] == "die":
             state["wait"].wait(0.3 * (state["calls"].count(self.path) > 3))
             self.connection.close()
+        elif state["generate"] == "break" and state["sent"].count(body["token_ids"]) <= 2:
+            self.close_connection = True  # without a response
         elif state["generate"] == "refuse":
             self.answer("EngineDeadError", status=500)
         else:
-            state["wait"].wait(state["generate"])
+            with self.counted():
+                state["wait"].wait(0.0 if state["generate"] == "break" else state["generate"])
             entry = {"token_id": 3, "logprob": -1.0}
             content = [{**entry, "top_logprobs": [entry, entry]}]
             choice = {
@@ -76,6 +80,16 @@ class Pretender(BaseHTTPRequestHandler):
                 "finish_reason": state["end"],
             }
             self.answer({"choices": [choice]})
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count this prompt as one in flight."""
+        state = self.server.state
+        with state["lock"]:
+            state["in flight"].append(state["in flight"][-1] + 1)
+        yield
+        with state["lock"]:
+            state["in flight"].append(state["in flight"][-1] - 1)
 
     def answer(self, value, status=200) -> None:
         data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
@@ -99,6 +113,9 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "end": "stop",
         "described": {},
         "calls": [],
+        "sent": [],
+        "in flight": [0],
+        "lock": threading.Lock(),
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
@@ -140,6 +157,24 @@ def test_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, gene
         thread.name for thread in threading.enumerate() if "process_request" not in thread.name
     ]
     assert len(threads) <= before, "threads that are still running when Python exits can abort it"
+
+
+def test_prompts_are_sent_again_if_their_connections_break(pretender):
+    url, state = pretender
+    client = VLLMServer(url, SCHEDULE)
+    state["generate"] = "break"
+    responses = client.generate([[1], [2]], SAMPLING)
+    assert [response.response_ids.tolist() for response in responses] == [[3], [3]]
+    assert sorted(filter(None, state["sent"])) == [[1]] * 3 + [[2]] * 3
+
+
+def test_a_limited_number_of_prompts_is_in_flight(pretender, monkeypatch):
+    url, state = pretender
+    monkeypatch.setattr(server, "CONNECTIONS", 4)
+    client = VLLMServer(url, SCHEDULE)
+    state["generate"] = 0.1
+    assert len(client.generate([[1]] * 12, SAMPLING)) == 12
+    assert max(state["in flight"]) == 4
 
 
 @pytest.mark.slow
