@@ -9,7 +9,8 @@ tokens, and the speed relative to stock vLLM and to lossless mode without guesse
 which ones are kept. Every guess is kept with the same probability, which makes a pass yield a given
 number of drafts on average. vLLM's synthetic rejection sampler accepts drafts with the probability
 measured with the text model (docs/lossless.md). Drafts that no pass has made are never accepted.
-Passes over 1, 2, 4 and 8 tokens are also timed on their own.
+Passes over 1, 2, 4 and 8 tokens are also timed on their own. The arm ``fp8`` drafts with an 8-bit
+copy of the weights, at the same acceptance rates.
 
 ``real`` samples continuations of a text, or answers to questions, from a given model, with real
 guesses, drafts and verification. Answers end where the model ends them, and continuations have the
@@ -46,6 +47,8 @@ from common import (
 )
 from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
 
+from sparrow.decoding import DraftWeights
+
 POINTS = ((32, 15_000), (64, 4_096))
 PASS_TOKENS = (1, 2, 4, 8)
 DRAFT_PAGES = 61
@@ -58,6 +61,8 @@ SHARED_ACCEPTANCE = 0.921
 selected for each token, and ``SHARED_ACCEPTANCE`` for pages selected once for four tokens.
 """
 YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
+DRAFT_WEIGHTS: dict[str, DraftWeights] = {"lossless": "auto", "fp8": "fp8"}
+"""The weights that drafts use in each arm of ``synthetic``."""
 STEPS = 12
 SECONDS = 1.0
 """A point is timed for at least ``STEPS`` cycles and at least ``SECONDS``."""
@@ -110,15 +115,18 @@ def start_synthetic(
     from sparrow.decoding import Decoding
 
     decoding = None
-    if arm == "lossless":
-        schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
-        guess_tokens = max(PASS_TOKENS) - 1
-        decoding = Decoding.lossless(schedule, draft_tokens=max(DRAFTS), guess_tokens=guess_tokens)
+    if arm != "stock":
+        decoding = Decoding.lossless(
+            SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
+            draft_tokens=max(DRAFTS),
+            guess_tokens=max(PASS_TOKENS) - 1,
+            draft_weights=DRAFT_WEIGHTS[arm],
+        )
     batches = [batch for batch, _ in points]
     sizes = sorted({batch * (drafts + 1) for batch in batches for drafts in (0, *DRAFTS)})
     return Bench(
         shape,
-        arm,
+        "stock" if arm == "stock" else "lossless",
         str(folder),
         lossless=decoding,
         slots=max(batches),
@@ -451,7 +459,7 @@ def time_sampling(
 # --- processes ---
 
 ARMS = {
-    "synthetic": ("stock", "lossless"),
+    "synthetic": ("stock", *DRAFT_WEIGHTS),
     "real": (*STOCK_ARMS, *LOSSLESS_ARMS),
 }
 RUN = {"synthetic": synthetic, "real": real}

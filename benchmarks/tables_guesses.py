@@ -9,6 +9,8 @@ from pathlib import Path
 from common import RESULTS, SHAPES, Row, table
 
 PASS_TOKENS = (1, 2, 4, 8)
+WEIGHTS = {"lossless": "16", "fp8": "8"}
+"""Maps arms of ``cascade.py synthetic`` to the bits of the weights that drafts use."""
 REAL = "cascade_real_smollm2"
 REAL_ARMS = {
     "ngram": "stock, n-gram",
@@ -61,11 +63,12 @@ def passes() -> str:
     """
     rows = []
     for name, engines in runs():
-        for state, by_tokens in pass_ms(engines["lossless"]).items():
-            one, *several = (by_tokens[tokens] for tokens in PASS_TOKENS)
-            cells = [f"{ms / one:.2f}x" for ms in several]
-            rows.append([name, state_name(state), f"{one:.2f}", *cells])
-    head = ["shape", "sequences x tokens", "1 token, ms"]
+        for arm, bits in WEIGHTS.items():
+            for state, by_tokens in pass_ms(engines.get(arm, {})).items():
+                one, *several = (by_tokens[tokens] for tokens in PASS_TOKENS)
+                cells = [f"{ms / one:.2f}x" for ms in several]
+                rows.append([name, state_name(state), bits, f"{one:.2f}", *cells])
+    head = ["shape", "sequences x tokens", "bits of the weights", "1 token, ms"]
     return table([*head, *(f"{tokens} tokens" for tokens in PASS_TOKENS[1:])], rows)
 
 
@@ -74,7 +77,7 @@ def fastest(rows: Iterable[Row]) -> Row:
     return max(rows, key=lambda row: row["tokens_per_s"])
 
 
-def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
+def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> list[str]:
     """Return the cells for the fastest number of drafts or passes in a state. The last cell is the
     time of the cycle's sparse passes plus one dense step, relative to the measured cycle.
     """
@@ -84,6 +87,7 @@ def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
         name,
         state_name(at(stock)),
         f"{stock['tokens_per_s']:,.0f}",
+        bits,
         str(best.get("guesses", 0)),
         f"{best.get('drafts_per_pass', 1):.2f}",
         str(count),
@@ -95,23 +99,24 @@ def speed_row(name: str, stock: Row, best: Row, one_pass: float) -> list[str]:
 
 
 def speed() -> str:
-    """One row per run, state and number of drafts per pass. Each row has the fastest number of
+    """One row per run, state, arm and number of drafts per pass. Each row has the fastest number of
     drafts or passes per cycle.
     """
     rows = []
     for name, engines in runs():
         for stock in engines["stock"]["points"]:
             state = at(stock)
-            engine = engines["lossless"]
-            points = [row for row in engine["points"] if at(row) == state]
-            for asked in sorted({row.get("asked_per_pass", 1) for row in points}):
-                best = fastest(row for row in points if row.get("asked_per_pass", 1) == asked)
-                one_pass = pass_ms(engine)[state][best.get("guesses", 0) + 1]
-                rows.append(speed_row(name, stock, best, one_pass))
+            for arm in [arm for arm in WEIGHTS if arm in engines]:
+                points = [row for row in engines[arm]["points"] if at(row) == state]
+                for asked in sorted({row.get("asked_per_pass", 1) for row in points}):
+                    best = fastest(row for row in points if row.get("asked_per_pass", 1) == asked)
+                    one_pass = pass_ms(engines[arm])[state][best.get("guesses", 0) + 1]
+                    rows.append(speed_row(name, WEIGHTS[arm], stock, best, one_pass))
     head = [
         "shape",
         "sequences x tokens",
         "stock: tokens/s",
+        "bits of the weights",
         "guesses",
         "drafts per pass",
         "passes per cycle",

@@ -15,6 +15,7 @@ from vllm import logger
 
 from sparrow import attention
 from sparrow.errors import ConfigError
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.model.history import guess
 from sparrow.rollout import Sampling
 from sparrow.vllm import selfcheck
@@ -166,8 +167,10 @@ def test_greedy_tokens_of_64_ragged_prompts_match_stock_vllm(made):
     assert 1.05 * counts["passes"] < drawn < counts["drafted"]
 
 
-@pytest.mark.parametrize("m, pages", [(1, 2), (3, 4), (3, 12)])
-def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m, pages):
+@pytest.mark.parametrize(
+    "m, pages, weights", [(1, 2, "auto"), (3, 4, "auto"), (3, 12, "auto"), (3, 4, "fp8")]
+)
+def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m, pages, weights):
     """Cycles without drafts, with drafts, with drafts from guesses, and with guesses alone alternate
     at random.
     """
@@ -177,7 +180,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m
         expected = cases.generate(llm, asked, 120)
     found = cases.Landmarks(monkeypatch)
     in_turn(monkeypatch)
-    decoding = lossless(8, adapt=True, pages=pages, guess_tokens=m)
+    decoding = lossless(8, adapt=True, pages=pages, guess_tokens=m, draft_weights=weights)
     with cases.engine(folder, decoding, checks_itself=True) as llm:
         got = cases.generate(llm, asked, 120)
         counts, told = cases.counters(llm), llm.collective_rpc("sparrow_acceptance")[0]
@@ -188,6 +191,31 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, m
     assert set(told["cycles_with_guesses_alone"]) == {3}
     assert all(n < told["cycles"][k] for k, n in told["cycles_with_guesses"].items())
     assert 0 < counts["guessed"] < counts["drafted"] and 0 < counts["accepted"] < counts["drafted"]
+
+
+def mean_acceptance(llm):
+    """Sample new responses, and return the mean acceptance of their drafts."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("sparrow_acceptance")
+    asked = [*repetitive(300, 17, 150, 64, seed=1), *tiny.prompts(33, 15, seed=2)]
+    cases.generate(llm, asked, 40, temperature=1.0, seed=3)
+    report = llm.collective_rpc("sparrow_acceptance")[0]
+    assert report["cycles_with_guesses"]
+    return DraftAcceptance.from_dict(report["acceptance"]).mean
+
+
+def test_passes_over_guesses_use_the_fp8_copy_of_the_newest_weights(old_and_new):
+    """Drafts read every page, so they are only rejected because of their weights."""
+    folder, _, _, weights = old_and_new
+    accepted = {}
+    for kind in ("auto", "fp8"):
+        decoding = lossless(4, pages=40, guess_tokens=3, draft_weights=kind)
+        with cases.engine(folder, decoding) as llm:
+            before = mean_acceptance(llm)
+            llm.collective_rpc("sparrow_load_weights", args=(weights,))
+            accepted[kind] = before, mean_acceptance(llm)
+    assert min(accepted["auto"]) > 0.9999
+    assert min(accepted["fp8"]) > 0.8 and max(accepted["fp8"]) < 0.99, accepted
 
 
 class ReplayedAlone(cases.Replayed):

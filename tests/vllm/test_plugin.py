@@ -573,7 +573,6 @@ def guessing(adapt_draft_tokens=False, **changes):
     [
         (guessing(True, adapt_draft_budget=True), {}, "guess_tokens=3: adapt_draft_budget has not"),
         (guessing(drafter_invariant=True), {}, "drafter_invariant has not been tested"),
-        (guessing(draft_weights="fp8"), {}, "draft_weights 'fp8' has not been tested"),
         (guessing(meter_schedule=SCHEDULE), {}, "meter_schedule has not been tested"),
         (guessing(), dict(lora_config=object()), "LoRA adapters have not been tested"),
         (guessing(), dict(tensor_parallel_size=2), "tensor parallelism has not been tested"),

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from sparrow.decoding import Decoding
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless import cascade_kernels as kernels
+from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
 from sparrow.vllm.lossless.drafter import Pass
 from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
 from sparrow.vllm.lossless.head import HeadSource
@@ -64,9 +65,9 @@ class CascadeDrafter(SparseDrafter):
         # Each token has its own draft index here; without guesses, all rows share one.
         self._sampler_arguments[f"{self._logits_argument}_col"] = self._place_RT
 
-    def load(self, model: Any) -> None:
-        """See ``Drafter``."""
-        super().load(model)
+    def load(self, model: Any, weights: DraftWeights | None = None) -> None:
+        """See ``SparseDrafter``."""
+        super().load(model, weights)
         self.source.load(model)
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
@@ -111,6 +112,7 @@ class CascadeDrafter(SparseDrafter):
         if plan.alone:
             replay(self.source.guess_alone, self._alone_graphs, 1, B)
         else:
+            self._renew_weights()
             self._replay(passes_of(drafts), B)
             self.source.fill(B)
         logits_SKV = self.logits
@@ -181,9 +183,10 @@ class CascadeDrafter(SparseDrafter):
             num_warps=1,
         )
         step = self._step(rows)
-        logits_TV, states = self._pass(
-            step, dict.fromkeys(self._layer_names, SimpleNamespace(sparrow=step))
-        )
+        with drafting():
+            logits_TV, states = self._pass(
+                step, dict.fromkeys(self._layer_names, SimpleNamespace(sparrow=step))
+            )
         places = self._place_RT[: rows * T]
         drawn_T = gumbel_sample(
             logits_TV,
@@ -242,7 +245,7 @@ class StagedDrafter:
     def load(self, model: Any) -> None:
         """See ``Drafter``."""
         self._plain.load(model)
-        self._guessing.load(model)
+        self._guessing.load(model, self._plain.weights)
 
     def set_cache(self, runtime: Runtime, block_tables: Any) -> None:
         """See ``Drafter``."""

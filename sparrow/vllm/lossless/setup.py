@@ -236,11 +236,6 @@ def check_guesses(vllm_config: Any, decoding: Decoding) -> None:
             "drafter_invariant has not been tested with guesses; use only one of these options",
         ),
         (
-            decoding.draft_weights != "auto",
-            f"draft_weights {decoding.draft_weights!r} has not been tested with guesses; use only one "
-            "of these options",
-        ),
-        (
             decoding.meter_schedule is not None,
             "meter_schedule has not been tested with guesses; use only one of these options",
         ),

@@ -217,7 +217,7 @@ class SparseDrafter:
         self._vllm = speculator
         self._invariant = decoding.drafter_invariant
         self._copies_weights = decoding.draft_weights == "fp8"
-        self._weights: DraftWeights | None = None
+        self.weights: DraftWeights | None = None
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._adapters: DraftAdapters | None = None
@@ -238,15 +238,20 @@ class SparseDrafter:
             S, _, V = self.logits.shape
             self._metered_logits = self.logits.new_zeros(S + 1, V)
 
-    def load(self, model: Any) -> None:
+    def load(self, model: Any, weights: DraftWeights | None = None) -> None:
         """Draft with this model.
+
+        Args:
+            weights: the model's fp8 copy, if another drafter has already made it.
 
         Raises UnsupportedModel if ``draft_weights`` is "fp8" but no layer can have an fp8 copy.
         """
         self._model = model
-        # Copied here so that vLLM counts the copy as model memory, and treats it like the weights
-        # in sleep mode.
-        self._weights = DraftWeights(model) if self._copies_weights else None
+        self.weights = weights
+        if self._copies_weights and weights is None:
+            # Copied here so that vLLM counts the copy as model memory, and treats it like the
+            # weights in sleep mode.
+            self.weights = DraftWeights(model)
         if self._vllm.vllm_config.lora_config is not None:
             self._adapters = DraftAdapters(model.lora_manager, self._vllm.max_num_reqs)
 
@@ -262,7 +267,7 @@ class SparseDrafter:
         runtime.drafting.logits_bytes = sum(
             x.nbytes for x in (self.logits, self._metered_logits) if x is not None
         )
-        runtime.drafting.weights = self._weights
+        runtime.drafting.weights = self.weights
         # the kernels' block size, which may be smaller than the scheduler's
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
             0
@@ -412,12 +417,15 @@ class SparseDrafter:
 
     def _run(self, plan: DraftPlan, B: int) -> None:
         """Run the draft steps set up by ``propose``."""
-        if self._weights is not None:
-            self._weights.renew()
+        self._renew_weights()
         metered = self._runtime.drafting.meter.metered
         if metered is not None and metered.begin_cycle(self._vllm.idx_mapping):
             self._measure(metered, B)
         self._replay(plan.tokens, B)
+
+    def _renew_weights(self) -> None:
+        if self.weights is not None:
+            self.weights.renew()
 
     def _replay(self, steps: int, B: int) -> None:
         """Run this many draft steps."""
