@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from statistics import fmean
+from math import exp, log
+from statistics import fmean, stdev
 
 from common import RESULTS, Row, table
 
@@ -67,4 +68,20 @@ def never_slower() -> str:
     return table(head, rows) if rows else ""
 
 
-TABLES = {"never slower": never_slower}
+def never_slower_mean() -> str:
+    """Return a sentence with each mode's geometric mean ratio over all rounds of all cells, and its
+    standard error.
+    """
+    cases = compared().values()
+    means = []
+    for mode in MODES:
+        logs = [log(ratio) for case in cases for ratio in case[mode]]
+        error = stdev(logs) / len(logs) ** 0.5
+        means.append(f"{exp(fmean(logs)):.3f} ± {exp(fmean(logs)) * error:.3f} ({mode} mode)")
+    return (
+        f"The geometric mean over all rounds of all rows, with its standard error, is "
+        f"{' and '.join(means)}.\n"
+    )
+
+
+TABLES = {"never slower": never_slower, "never slower mean": never_slower_mean}

@@ -44,10 +44,17 @@ def lossless_lora() -> str:
     return table(columns, rows)
 
 
+GUESSES = {"history": "guesses from history", "head": "guesses from a random head"}
+"""Maps arms of ``audit_drafters.py`` to their names in the table."""
+
+
 def audit_serving() -> str:
-    """Return a table with one row per arm."""
+    """Return a table with one row per arm of ``audit_serving.py``, and one per source of guesses."""
+    drafters = result("audit_drafters")["drafters"]
+    arms = result("audit_serving")["arms"]
+    arms |= {name: drafters[arm] for arm, name in GUESSES.items() if arm in drafters}
     rows = []
-    for arm, found in result("audit_serving")["arms"].items():
+    for arm, found in arms.items():
         seeds = found["seeds"]
         drafts = found["drafts"]
         detectable = max(seed["detectable share of tokens"] for seed in seeds)
