@@ -286,20 +286,20 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, result: Any) -> None:
-    """Write a result as it is, with one row per line and numbers rounded to eight digits."""
+    """Write a result as it is, with one row per line and numbers rounded to seven digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = json.loads(json.dumps(result))  # turn keys into strings, and tuples into lists
     path.write_text(compact(rounded(plain)) + "\n", encoding="utf-8")
 
 
 def rounded(x: Any) -> Any:
-    """Round all floats in a nested structure to eight digits."""
+    """Round all floats in a nested structure to seven digits."""
     if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     if isinstance(x, list):
         return [rounded(value) for value in x]
     if isinstance(x, float) and not x.is_integer():
-        return float(f"{x:.8g}")
+        return float(f"{x:.7g}")
     return x
 
 
