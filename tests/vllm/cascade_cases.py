@@ -523,6 +523,7 @@ def test_a_seed_reproduces_samples_with_dense_log_probs(made):
 SAMPLES = {
     "exact": 20_000,
     "any stage": 20_000,
+    "drafts in 8 bits": 20_000,
     "guesses alone": 4_000,
     "guesses become drafts without being judged": 4_000,
     "guesses used as drafts keep an earlier pass's distribution": 4_000,
@@ -582,7 +583,8 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         cases.keep_rejected(monkeypatch)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
     adapts = variant == "any stage" or variant.startswith("guesses alone")
-    decoding = lossless(k, adapt=adapts, guess_tokens=2)
+    weights = "fp8" if variant == "drafts in 8 bits" else "auto"
+    decoding = lossless(k, adapt=adapts, guess_tokens=2, draft_weights=weights)
     with cases.engine(tmp_path, decoding, **layout) as llm:
         wanted = [
             cases.parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None)
@@ -600,5 +602,5 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         np.bincount(code, minlength=V**T), cases.enumerated(model, prompt, T, 1.0)
     )
     print(variant, p_value, counts)  # shown if the test fails
-    is_exact = variant in ("exact", "any stage", "guesses alone")
+    is_exact = variant in ("exact", "any stage", "drafts in 8 bits", "guesses alone")
     assert p_value > 1e-3 if is_exact else p_value < 1e-4
