@@ -5,6 +5,9 @@ stands in for vLLM.
 import asyncio
 import contextlib
 import json
+import os
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +22,9 @@ from sparrow.errors import ConfigError, EngineError
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Sampling
 from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
+
+BREAKS = ("no response", "cut off", "reset")
+"""How the first two connections of each prompt can break."""
 
 
 class Pretender(BaseHTTPRequestHandler):
@@ -39,6 +45,7 @@ class Pretender(BaseHTTPRequestHandler):
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
         state["sent"].append(body.get("token_ids"))
+        state["clients"].append(self.client_address)
         described = {
             "mode": "lossy",
             "schedule": SCHEDULE.to_dict(),
@@ -65,13 +72,14 @@ class Pretender(BaseHTTPRequestHandler):
         elif state["generate"] == "die":
             state["wait"].wait(0.3 * (state["calls"].count(self.path) > 3))
             self.connection.close()
-        elif state["generate"] == "break" and state["sent"].count(body["token_ids"]) <= 2:
-            self.close_connection = True  # without a response
+        elif state["generate"] in BREAKS and state["sent"].count(body["token_ids"]) <= 2:
+            self.break_connection()
         elif state["generate"] == "refuse":
             self.answer("EngineDeadError", status=500)
         else:
             with self.counted():
-                state["wait"].wait(0.0 if state["generate"] == "break" else state["generate"])
+                state["meeting"].wait()
+                state["wait"].wait(0.0 if state["generate"] in BREAKS else state["generate"])
             entry = {"token_id": 3, "logprob": -1.0}
             content = [{**entry, "top_logprobs": [entry, entry]}]
             choice = {
@@ -80,6 +88,20 @@ class Pretender(BaseHTTPRequestHandler):
                 "finish_reason": state["end"],
             }
             self.answer({"choices": [choice]})
+
+    def break_connection(self) -> None:
+        """Close the connection before the response is complete."""
+        kind = self.server.state["generate"]
+        self.close_connection = True
+        if kind == "cut off":
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b'{"choices"')
+        elif kind == "reset":
+            at_once = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            os.close(self.connection.detach())
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -114,15 +136,18 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "described": {},
         "calls": [],
         "sent": [],
+        "clients": [],
         "in flight": [0],
         "lock": threading.Lock(),
+        "meeting": threading.Barrier(1),  # each prompt waits until this many are in flight
         "wait": threading.Event(),
     }
     threading.Thread(target=made.serve_forever, daemon=True).start()
     for name in ("HTTP_PROXY", "ALL_PROXY"):  # clients must bypass the proxy
         monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
-    monkeypatch.setattr(server, "STALL_S", 0.5)
+    # On a busy machine, even a server that works may take longer than a short limit.
+    monkeypatch.setattr(server, "STALL_S", 60.0)
     yield f"http://localhost:{made.server_port}", made.state
     made.state["wait"].set()
     made.shutdown()
@@ -144,13 +169,12 @@ SAMPLING = Sampling(max_new_tokens=4, top_n=1)
 )
 def test_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, generate, message):
     url, state = pretender
-    # On a busy machine, reporting the failure may take longer than the short STALL_S.
-    if generate != 60.0:
-        monkeypatch.setattr(server, "STALL_S", 30.0)
     before = threading.active_count()
     client = VLLMServer(url, SCHEDULE)
     assert [r.response_ids.tolist() for r in client.generate([[1], [2]], SAMPLING)] == [[3], [3]]
     state["generate"] = generate
+    if generate == 60.0:
+        monkeypatch.setattr(server, "STALL_S", 0.5)
     with pytest.raises(EngineError, match=message):
         client.generate([[1], [2]] * 4, SAMPLING)
     threads = [
@@ -159,13 +183,25 @@ def test_failing_server_is_reported_in_one_sentence(pretender, monkeypatch, gene
     assert len(threads) <= before, "threads that are still running when Python exits can abort it"
 
 
-def test_prompts_are_sent_again_if_their_connections_break(pretender):
+@pytest.mark.parametrize("how", BREAKS)
+def test_prompts_are_sent_again_if_their_connections_break(pretender, how):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
-    state["generate"] = "break"
+    state["generate"] = how
     responses = client.generate([[1], [2]], SAMPLING)
     assert [response.response_ids.tolist() for response in responses] == [[3], [3]]
     assert sorted(filter(None, state["sent"])) == [[1]] * 3 + [[2]] * 3
+
+
+def test_every_prompt_has_its_own_connection(pretender, monkeypatch):
+    """Otherwise, a server may close a connection just as the next prompt is sent on it."""
+    url, state = pretender
+    monkeypatch.setattr(Pretender, "protocol_version", "HTTP/1.1")  # keeps connections open
+    monkeypatch.setattr(server, "CONNECTIONS", 2)
+    client = VLLMServer(url, SCHEDULE)
+    state["clients"].clear()
+    assert len(client.generate([[1]] * 8, SAMPLING)) == 8
+    assert len(set(state["clients"])) == 8
 
 
 def test_a_limited_number_of_prompts_is_in_flight(pretender, monkeypatch):
@@ -173,24 +209,27 @@ def test_a_limited_number_of_prompts_is_in_flight(pretender, monkeypatch):
     monkeypatch.setattr(server, "CONNECTIONS", 4)
     client = VLLMServer(url, SCHEDULE)
     state["generate"] = 0.1
+    state["meeting"] = threading.Barrier(4, timeout=60.0)
     assert len(client.generate([[1]] * 12, SAMPLING)) == 12
     assert max(state["in flight"]) == 4
 
 
 @pytest.mark.slow
-def test_client_waits_for_a_slow_server_that_makes_progress(pretender):
+def test_client_waits_for_a_slow_server_that_makes_progress(pretender, monkeypatch):
     url, state = pretender
+    monkeypatch.setattr(server, "STALL_S", 0.5)
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["progress"] = 1.5, 1  # three times STALL_S
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
 @pytest.mark.slow
-def test_client_waits_for_a_slow_server_without_counters(pretender):
+def test_client_waits_for_a_slow_server_without_counters(pretender, monkeypatch):
     """With ``--disable-log-stats``, vLLM has no token counters, so a stalled server cannot be
     distinguished from one that does not count.
     """
     url, state = pretender
+    monkeypatch.setattr(server, "STALL_S", 0.5)
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["counts"] = 1.5, False  # three times STALL_S
     assert len(client.generate([[1]], SAMPLING)) == 1
