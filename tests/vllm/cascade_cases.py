@@ -218,6 +218,22 @@ def test_passes_over_guesses_use_the_fp8_copy_of_the_newest_weights(old_and_new)
     assert min(accepted["fp8"]) > 0.8 and max(accepted["fp8"]) < 0.99, accepted
 
 
+def test_weights_loaded_while_guesses_draft_alone_reach_the_fp8_copy(old_and_new, monkeypatch):
+    """Cycles with guesses alone don't read the copy. The next sparse pass does."""
+    folder, _, new, weights = old_and_new
+    asked = repetitive(300, 150, 64, seed=1)
+    decoding = lossless(12, adapt=True, pages=40, guess_tokens=3, draft_weights="fp8")
+    hold(monkeypatch, Guessed(4, alone=True))
+    with cases.engine(folder, decoding) as llm:
+        cases.generate(llm, asked, 20)
+        llm.collective_rpc("sparrow_load_weights", args=(weights,))
+        llm.reset_prefix_cache()
+        cases.assert_greedy_and_dense(new, asked, cases.generate(llm, asked, 20))
+        assert cases.counters(llm)["passes"] == 0
+        hold(monkeypatch, Guessed(8))
+        assert 0.8 < mean_acceptance(llm) < 0.99
+
+
 class ReplayedAlone(cases.Replayed):
     """A stand-in for a CUDA graph that makes guesses for a cycle without sparse passes."""
 

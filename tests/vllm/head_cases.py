@@ -217,14 +217,14 @@ def test_a_head_with_its_own_vocabulary_guesses_only_its_words(made, monkeypatch
 # --- greedy ---
 
 
-@pytest.mark.parametrize("m", [1, 3])
-def test_greedy_tokens_match_stock_vllm(made, m):
+@pytest.mark.parametrize("m, weights", [(1, "auto"), (3, "auto"), (3, "fp8")])
+def test_greedy_tokens_match_stock_vllm(made, m, weights):
     folder, of_head, model, _ = made
     asked = tiny.prompts(*LENGTHS, seed=1)
     with cases.engine(folder) as llm:
         expected = cases.generate(llm, asked, 40)
     for k, pages in ((4, 1), (8, 12), (5, 4)):
-        decoding = with_head(of_head, k, pages=pages, guess_tokens=m)
+        decoding = with_head(of_head, k, pages=pages, guess_tokens=m, draft_weights=weights)
         with cases.engine(folder, decoding, checks_itself=True) as llm:
             got = cases.generate(llm, asked, 40)
             counts = cases.counters(llm)
@@ -235,7 +235,8 @@ def test_greedy_tokens_match_stock_vllm(made, m):
         assert 1.1 * counts["passes"] < drawn <= counts["drafted"]
 
 
-def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
+@pytest.mark.parametrize("weights", ["auto", "fp8"])
+def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, weights):
     """The head also has to read passes that are followed by no drafts, by drafts without guesses,
     or by guesses alone.
     """
@@ -245,7 +246,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch):
         expected = cases.generate(llm, asked, 120)
     found = cases.Landmarks(monkeypatch)
     cascade_cases.in_turn(monkeypatch)
-    decoding = with_head(of_head, adapt=True, pages=4)
+    decoding = with_head(of_head, adapt=True, pages=4, draft_weights=weights)
     with cases.engine(folder, decoding, checks_itself=True) as llm:
         got = cases.generate(llm, asked, 120)
         told = llm.collective_rpc("sparrow_acceptance")[0]
