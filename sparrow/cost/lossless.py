@@ -324,6 +324,6 @@ def _limit(lossy: Prediction) -> str:
             "reading the cache, but drafts and kept pages read about as much of it",
         ),
         (lossy.dense.weight_s, "reading weights: the model is large for this batch"),
-        (lossy.dense.overhead_s, "fixed overheads: the batch is small"),
+        (lossy.dense.overhead_s, "fixed overheads: responses are few or short"),
     )
     return f"Most of a dense rollout's time goes to {limit}."
