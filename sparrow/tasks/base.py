@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol
 
 from sparrow.errors import ConfigError, SparrowError, TaskError, place
@@ -148,6 +149,15 @@ def load_task(name: str, **options: Any) -> Task:
     return make_task(name, TASKS[name], options)
 
 
+def _known(factory: Callable[..., Task]) -> str:
+    """Return the end of a message that names the options of a task, if they can be found out."""
+    try:
+        names = signature(factory).parameters
+    except (TypeError, ValueError):
+        return ""
+    return f"; its options are {', '.join(names)}" if names else "; it has no options"
+
+
 def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
     """Create a task with ``factory(**options)``.
 
@@ -160,7 +170,7 @@ def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any
         raise
     except TypeError as error:
         raise ConfigError(
-            f"task {name!r} does not accept the options {dict(options)}: {error}"
+            f"task {name!r} does not accept the options {dict(options)}: {error}{_known(factory)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise TaskError(

@@ -166,4 +166,9 @@ def find_shape(model: str) -> ModelShape:
 
     if model in OWN_NAMES:
         return ModelShape.from_config(model_path(model))
-    return ModelShape.from_config(load_config(model))
+    try:
+        config = load_config(model)
+    except ConfigError as error:
+        known = ", ".join((*SHAPES, *OWN_NAMES))
+        raise ConfigError(f"{error}; the built-in models are {known}") from error
+    return ModelShape.from_config(config)

@@ -76,7 +76,10 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Raises ConfigError if the file cannot be read, or contains no prompts.
     """
+    expected = "expected text with one prompt per line, or a .jsonl, .json or .parquet file"
     if path.suffix in (".jsonl", ".json", ".parquet"):
+        if not path.exists():
+            raise ConfigError(f"cannot read prompts from {path}: no such file; {expected}")
         named = []
         for number, row in enumerate(load_rows(path), 1):
             text = row.get("prompt")
@@ -96,7 +99,6 @@ def read_prompts(path: Path) -> list[Prompt]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            expected = "expected text with one prompt per line, or a .jsonl, .json or .parquet file"
             raise ConfigError(f"cannot read prompts from {path}: {reason}; {expected}") from error
         if any("\0" in line for line in lines):
             raise ConfigError(

@@ -322,6 +322,14 @@ def test_unreadable_prompts_are_reported(name, content, message, tmp_path, capsy
     )
 
 
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.txt"])
+def test_missing_prompts_are_reported(name, tmp_path, capsys, no_work):
+    path = tmp_path / name
+    refused = fails(capsys, "measure", *MODEL, "--schedule", "fixed:1", "--prompts", str(path))
+    assert f"cannot read prompts from {path}: " in refused and "no such file" in refused.lower()
+    assert "expected text with one prompt per line, or a .jsonl" in refused
+
+
 def test_prompts_without_room_for_a_response_are_skipped_and_reported(
     checkpoint, tmp_path, capsys, caplog
 ):
