@@ -53,8 +53,11 @@ class Tune(Command):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [self.model, self.shape].count(None) == 1
-        require(self, "shape", given, "given if and only if model is left out")
+        if (self.model is None) == (self.shape is None):
+            raise ConfigError(
+                "heads must come from exactly one of --model NAME and "
+                "--shape KV_HEADS,GROUP,HEAD_DIM"
+            )
         if self.shape is not None:
             parts = self.shape.split(",")
             is_shape = len(parts) == 3 and all(

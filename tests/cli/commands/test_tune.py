@@ -35,8 +35,8 @@ def test_heads_are_counted_per_gpu(options, heads):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "shape is None, but must be given if and only if model is left out"),
-        (["--model", "qwen3-4b", "--shape", "8,4,128"], "model is left out"),
+        ([], "heads must come from exactly one of --model NAME and --shape KV_HEADS"),
+        (["--model", "qwen3-4b", "--shape", "8,4,128"], "exactly one of --model NAME and"),
         (["--shape", "8,4"], "shape is '8,4', but must be KV_HEADS,GROUP,HEAD_DIM"),
         (["--shape", "8,0,128"], "shape is '8,0,128', but must be KV_HEADS"),
         (["--shape", "8,-1,128"], "shape is '8,-1,128', but must be KV_HEADS"),
