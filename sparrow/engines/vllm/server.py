@@ -256,7 +256,7 @@ class VLLMServer(Client):
         except httpx.HTTPError as error:
             raise EngineError(
                 f"no vLLM server answers at {self._url} ({str(error) or type(error).__name__}); "
-                "start one, and continue with --resume if the server died during a run"
+                "start one (a training run that was cut off continues with --resume)"
             ) from error
 
 
