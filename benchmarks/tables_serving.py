@@ -49,7 +49,7 @@ GUESSES = {"history": "guesses from history", "head": "guesses from a random hea
 
 
 def audit_serving() -> str:
-    """Return a table with one row per arm of ``audit_serving.py``, and one per source of guesses."""
+    """Return a table with one row per arm of ``audit_serving.py`` and one per source of guesses."""
     drafters = result("audit_drafters")["drafters"]
     arms = result("audit_serving")["arms"]
     arms |= {name: drafters[arm] for arm, name in GUESSES.items() if arm in drafters}
