@@ -149,7 +149,7 @@ def load_task(name: str, **options: Any) -> Task:
     return make_task(name, TASKS[name], options)
 
 
-def _known(factory: Callable[..., Task]) -> str:
+def _option_names(factory: Callable[..., Task]) -> str:
     """Return the end of a message that names the options of a task, if they can be found out."""
     try:
         names = signature(factory).parameters
@@ -170,7 +170,8 @@ def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any
         raise
     except TypeError as error:
         raise ConfigError(
-            f"task {name!r} does not accept the options {dict(options)}: {error}{_known(factory)}"
+            f"task {name!r} does not accept the options {dict(options)}: {error}"
+            f"{_option_names(factory)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise TaskError(
