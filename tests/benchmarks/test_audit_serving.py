@@ -92,8 +92,10 @@ def test_output_of_a_server_that_does_not_start_is_shown(script, capfd):
 
 def test_server_that_does_not_stop_is_killed_with_its_processes(script, monkeypatch):
     monkeypatch.setattr(script, "STOP_S", 0.5)
+    this = psutil.Process()
+    before = this.children(recursive=True)  # other tests' helper processes may still be running
     with script.serving("stubborn=true", "bf16"):
-        family = psutil.Process().children(recursive=True)
+        family = set(this.children(recursive=True)) - set(before)
         assert len(family) == 2
     _, running = psutil.wait_procs(family, 10)
     assert not running
