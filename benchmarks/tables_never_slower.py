@@ -69,18 +69,23 @@ def never_slower() -> str:
 
 
 def never_slower_mean() -> str:
-    """Return a sentence with each mode's geometric mean ratio over all rounds of all cells, and its
-    standard error.
+    """Return a text with each mode's geometric mean ratio over all rounds of all cells, its
+    standard error, and how far lossy mode's ratios of the same cell are apart.
     """
     cases = compared().values()
+    if not cases:
+        return ""
     means = []
     for mode in MODES:
         logs = [log(ratio) for case in cases for ratio in case[mode]]
-        error = stdev(logs) / len(logs) ** 0.5
-        means.append(f"{exp(fmean(logs)):.3f} ± {exp(fmean(logs)) * error:.3f} ({mode} mode)")
+        mean = exp(fmean(logs))
+        error = mean * stdev(logs) / len(logs) ** 0.5
+        means.append(f"{mean:.3f} ± {error:.3f} ({mode} mode)")
+    apart = max(max(case["lossy"]) / min(case["lossy"]) for case in cases if case["lossy"]) - 1
     return (
         f"The geometric mean over all rounds of all rows, with its standard error, is "
-        f"{' and '.join(means)}.\n"
+        f"{' and '.join(means)}. In lossy mode, ratios of the same row differ by up to "
+        f"{apart:.0%}.\n"
     )
 
 
