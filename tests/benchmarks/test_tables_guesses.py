@@ -49,5 +49,30 @@ def test_yields_are_averaged_over_repeats_and_empty_if_not_measured(tables, tmp_
     assert row == ["sources", "0.7", "0.910", "2.50", ""]
 
 
+def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
+    state = {"batch": 8, "length": 100}
+
+    def engine(scale):
+        passes = [{**state, "tokens": t, "ms": scale * t} for t in tables.PASS_TOKENS]
+        cycle = {"drafts": 4, "ms": 6.0 * scale, "tokens_per_cycle": 3.0}
+        return {"passes": passes, "points": [{**state, **cycle, "tokens_per_s": 400 / scale}]}
+
+    stock = {"points": [{**state, "tokens_per_s": 100.0, "ms": 2.0}]}
+    engines = {"stock": stock, "lossless": engine(1.0), "fp8": engine(0.5)}
+    path = tmp_path / "cascade_qwen3-8b.json"
+    path.write_text(json.dumps({"runs": [{"engines": engines}]}))
+    _, _, *passes = cells(tables.passes())
+    assert [row[1:5] for row in passes] == [
+        ["8 x 100", "16", "1.00", "2.00x"],
+        ["8 x 100", "8", "0.50", "2.00x"],
+    ]
+    _, _, *speeds = cells(tables.speed())
+    # sum of the parts: four passes and a dense step
+    assert [(row[3], row[9], row[10]) for row in speeds] == [
+        ("16", "4.00x", "100%"),
+        ("8", "8.00x", "133%"),
+    ]
+
+
 def test_tables_are_empty_without_results(tables):
     assert len(cells(tables.real_speed())) == 2
