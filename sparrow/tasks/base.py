@@ -149,8 +149,8 @@ def load_task(name: str, **options: Any) -> Task:
     return make_task(name, TASKS[name], options)
 
 
-def _option_names(factory: Callable[..., Task]) -> str:
-    """Return the end of a message that names the options of a task, if they can be found out."""
+def _about_options(factory: Callable[..., Task]) -> str:
+    """Return the end of an error message: the options that a task accepts, if they are known."""
     try:
         names = signature(factory).parameters
     except (TypeError, ValueError):
@@ -171,7 +171,7 @@ def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any
     except TypeError as error:
         raise ConfigError(
             f"task {name!r} does not accept the options {dict(options)}: {error}"
-            f"{_option_names(factory)}"
+            f"{_about_options(factory)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise TaskError(

@@ -147,7 +147,7 @@ class VLLMServer(Client):
                             answer = await client.post(self._prompts_path, json=body)
                         break
                     except BROKEN:
-                        # Sending a prompt again is safe, because it has its own seed.
+                        # A prompt can be sent again, because its lost response counts nowhere.
                         if attempt == ATTEMPTS:
                             raise
                 return json.loads(_content(answer))["choices"][0]
