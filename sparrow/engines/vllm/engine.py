@@ -24,7 +24,7 @@ from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.adapter import take_adapter
 from sparrow.engines.vllm.client import Client, rollout
-from sparrow.engines.vllm.starting import starting
+from sparrow.engines.vllm.starting import starting, undone_if_refused
 from sparrow.errors import ConfigError
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -92,7 +92,7 @@ class VLLMEngine(Client):
         # vLLM reads this variable when it creates an engine. The scheduler must run in this process
         # so that tensors can be passed without copying.
         in_process = config.variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-        with starting(), _undone_if_refused(), in_process:
+        with starting(), undone_if_refused(), in_process:
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
@@ -211,20 +211,6 @@ class VLLMEngine(Client):
             # but the next engine would still try to capture its graphs there.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
-
-
-@contextlib.contextmanager
-def _undone_if_refused() -> Iterator[None]:
-    """If vLLM does not start, clean up after it, but keep the trainer's process groups."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    was_initialized = torch.distributed.is_initialized()
-    try:
-        yield
-    except BaseException:
-        if not was_initialized:
-            cleanup_dist_env_and_memory()
-        raise
 
 
 def check_discoverable() -> None:

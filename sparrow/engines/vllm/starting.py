@@ -56,6 +56,20 @@ def starting() -> Iterator[None]:
         raise EngineError(f"vLLM did not start: {sentence(error)}") from error
 
 
+@contextlib.contextmanager
+def undone_if_refused() -> Iterator[None]:
+    """If vLLM does not start, clean up after it, but keep the trainer's process groups."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    was_initialized = torch.distributed.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not was_initialized:
+            cleanup_dist_env_and_memory()
+        raise
+
+
 def sentence(error: Exception) -> str:
     """Return the reason for the error and a remedy, in one sentence."""
     reason = _reason(error)

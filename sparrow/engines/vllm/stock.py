@@ -18,7 +18,7 @@ from sparrow.engines.vllm.adapter import take_adapter
 from sparrow.engines.vllm.client import rollout
 from sparrow.engines.vllm.engine import VLLMEngine, options_of
 from sparrow.engines.vllm.server import VLLMServer, finished
-from sparrow.engines.vllm.starting import starting
+from sparrow.engines.vllm.starting import starting, undone_if_refused
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
 from sparrow.schedule import SparsitySchedule
@@ -49,7 +49,7 @@ class StockEngine(VLLMEngine):
             config.ENVIRONMENT: None,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        with starting(), config.variables(plain):
+        with starting(), undone_if_refused(), config.variables(plain):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self.context = vllm_config.model_config.max_model_len

@@ -129,3 +129,4 @@ def test_cache_that_is_too_small_is_reported_in_one_sentence(tmp_path, kind):
         else:
             StockEngine(str(tmp_path), skip_tokenizer_init=True, **options)
     assert "\n" not in str(refused.value)
+    assert not torch.distributed.is_initialized(), "the next engine would find stale groups"
