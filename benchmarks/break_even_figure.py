@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from common import ROOT, Row, load, parser
-from tables_drafters import called, cases, gpu, predicted, ratios, tokens_per_cycle
+from tables_drafters import called, cases, gpu, ratios, tokens_per_cycle
 
 from sparrow.report.theme import MATPLOTLIB, MUTED
 
@@ -28,7 +28,7 @@ def draw(result: Row, path: Path) -> None:
     Lines are break-even points. Bars to the right of the lines show how many tokens per cycle a
     drafter yields, as far as ``tokens_per_cycle`` has numbers.
     """
-    rows = [row for row in ratios(result) if row["drafter"] != "none_v1"] + predicted(result)
+    rows = [row for row in ratios(result) if row["drafter"] != "none_v1"]
     drawn = cases(rows)
     known = {case: span for case, span in tokens_per_cycle().items() if case in drawn}
     batches = sorted({row["batch"] for row in rows})
@@ -49,8 +49,7 @@ def draw(result: Row, path: Path) -> None:
                 if line:
                     first = next(iter(by_point.values()))
                     label = f"{called(first)}, {case[1]} drafts"
-                    style = f"{MARKS[i]}{'--' if first['runner'] is None else '-'}"
-                    panel.plot(*zip(*line, strict=True), style, color=color, label=label)
+                    panel.plot(*zip(*line, strict=True), f"{MARKS[i]}-", color=color, label=label)
                 if case in known:
                     bar *= 1.25
                     panel.plot([bar, bar], known[case], "_-", color=color, ms=7, mew=2, lw=3)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 from common import RESULTS, SHAPES, Row, load, table
-
-from sparrow.cost import MACHINES
-from sparrow.cost import SHAPES as MODEL_SHAPES
-from sparrow.cost import drafters as cost
 
 NAMES = {
     "ngram": "n-gram",
@@ -31,8 +26,7 @@ PUBLISHED = {
 """Published tokens per cycle of trained drafters, from lowest to highest; ``docs/which-drafter.md``
 has the sources.
 """
-PREDICTED = {"eagle3": cost.EAGLE3, "dspark": cost.DSPARK}
-"""The drafters whose break-even points the cost model predicts if no run has measured them."""
+TRAINED = ("eagle3", "dspark", "dflash")
 DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
 CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
@@ -80,29 +74,6 @@ def ratios(result: Row) -> list[Row]:
     return list(found.values())
 
 
-def predicted(result: Row) -> list[Row]:
-    """Return rows like those of ``ratios`` for drafters that no run has measured, with break-even
-    points that the cost model predicts.
-    """
-    measured = {row["drafter"] for row in ratios(result)}
-    machine = MACHINES[gpu({"runs": result["runs"][-1:]}).lower()]
-    return [
-        {
-            "drafter": name,
-            "drafts": drafter.drafts,
-            "batch": batch,
-            "length": length,
-            "runner": None,
-            "break_even": cost.break_even(
-                MODEL_SHAPES[result["shape"]], machine, np.full(batch, length), drafter
-            ),
-        }
-        for name, drafter in PREDICTED.items()
-        if name not in measured
-        for batch, length in dense(result)
-    ]
-
-
 def gpu(result: Row) -> str:
     """Return the short names of the GPUs used in any run."""
     known = ("H100", "H200")
@@ -111,12 +82,8 @@ def gpu(result: Row) -> str:
 
 
 def called(row: Row) -> str:
-    """Return the name of a row's drafter. It says if vLLM fell back to the V1 model runner, or if
-    the break-even points are predictions.
-    """
+    """Return the name of a row's drafter. It says if vLLM fell back to the V1 model runner."""
     name = NAMES[row["drafter"]]
-    if row["runner"] is None:
-        return f"{name} (predicted)"
     fell_back = row["runner"] == "V1" and row["drafter"] != "none_v1"
     return f"{name} (V1 model runner)" if fell_back else name
 
@@ -186,7 +153,7 @@ def break_even() -> str:
         steps = dense(result)
         cells = [f"{steps[point]:.2f}" if point in steps else "" for point in points]
         rows.append([about, "none: ms of a step", "0", *cells])
-        for case, by_point in cases(ratios(result) + predicted(result)).items():
+        for case, by_point in cases(ratios(result)).items():
             found = [by_point.get(point) for point in points]
             cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
             rows.append([*start_of_row(result, case, by_point), *cells])
@@ -209,7 +176,7 @@ def speed() -> str:
     rows = []
     for result in measured:
         guessed = with_guesses(result["shape"])
-        for case, by_point in cases(ratios(result) + predicted(result)).items():
+        for case, by_point in cases(ratios(result)).items():
             tokens = guessed if case[0] == "guesses" else dict.fromkeys(points, known.get(case))
             cells = []
             for point in points:
@@ -253,16 +220,16 @@ def sparse_speed(
 
 def crossover() -> str:
     """Return a table with the tokens per cycle that each trained drafter needs to be faster than
-    the sparse actor without guesses, or "never" if its drafts are too few.
+    the sparse actor without guesses, or "never" if its drafts are too few. It has the points at
+    which the sparse actor was timed.
     """
     measured = results()
-    points = points_of(measured)
+    speeds = [sparse_speed(cases(ratios(result))) for result in measured]
+    points = sorted({point for fastest in speeds for point in fastest})
     rows = []
-    for result in measured:
-        drawn = cases(ratios(result) + predicted(result))
-        fastest = sparse_speed(drawn)
-        for case, by_point in drawn.items():
-            if case[0] not in PREDICTED:
+    for result, fastest in zip(measured, speeds, strict=True):
+        for case, by_point in cases(ratios(result)).items():
+            if case[0] not in TRAINED:
                 continue
             cells = []
             for point in points:
