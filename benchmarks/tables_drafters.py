@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 from common import RESULTS, SHAPES, Row, load, table
+
+from sparrow.cost import MACHINES
+from sparrow.cost import SHAPES as MODEL_SHAPES
+from sparrow.cost import drafters as cost
 
 NAMES = {
     "ngram": "n-gram",
@@ -27,6 +32,12 @@ PUBLISHED = {
 has the sources.
 """
 TRAINED = ("eagle3", "dspark", "dflash")
+PREDICTED = {"eagle3": cost.EAGLE3, "dspark": cost.DSPARK}
+"""The trained drafters whose break-even points the cost model predicts."""
+SHORT = 100_000
+"""Steps with at most this many cached tokens in all are short, as in ``rollout.py``: their times
+vary with the host.
+"""
 DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
 CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
@@ -242,8 +253,47 @@ def crossover() -> str:
     return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows) if rows else ""
 
 
+def accuracy() -> str:
+    """Return sentences about how far dense steps of different runs are apart, and how close the
+    cost model's predictions for trained drafters are, for long steps and for short ones.
+    """
+    apart: dict[bool, list[float]] = {True: [], False: []}
+    quotients: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
+    for result in results():
+        times: dict[tuple[int, int], list[float]] = {}
+        for run in result["runs"]:
+            for point, ms in dense({"runs": [run]}).items():
+                times.setdefault(point, []).append(ms)
+        for (batch, length), some in times.items():
+            apart[batch * length <= SHORT].append(max(some) / min(some) - 1)
+
+        setting = MODEL_SHAPES[result["shape"]], MACHINES[gpu(result).lower()]
+        drawn = cases(ratios(result))
+        for name, drafter in PREDICTED.items():
+            for (batch, length), row in drawn.get((name, drafter.drafts), {}).items():
+                predicted = cost.break_even(*setting, np.full(batch, length), drafter)
+                found = quotients[batch * length <= SHORT].setdefault(name, [])
+                found.append(predicted / row["break_even"])
+    if not all(quotients.values()):
+        return ""
+    long, short = (
+        " and ".join(
+            f"{span(min(some), max(some), 2)} ({NAMES[name]})" for name, some in of.items()
+        )
+        for of in (quotients[False], quotients[True])
+    )
+    return (
+        f"With more than {SHORT:,} cached tokens in all, dense steps of different runs differ by "
+        f"up to {max(apart[False]):.0%}, and the [cost model](cost.md#other-drafters)'s "
+        f"predictions are {long} times the measurements. Shorter steps vary with the host: they "
+        f"differ by up to {max(apart[True]):.0%}, and the predictions are {short} times the "
+        f"measurements.\n"
+    )
+
+
 TABLES = {
     "break-even": break_even,
+    "break-even accuracy": accuracy,
     "break-even crossover": crossover,
     "break-even speed": speed,
 }

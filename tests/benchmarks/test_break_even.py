@@ -300,6 +300,32 @@ def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
 
 
+def test_predictions_are_compared_with_measurements_for_long_and_short_steps(
+    scripts, tmp_path, monkeypatch
+):
+    _, tables = scripts
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.accuracy() == ""
+    monkeypatch.setattr(tables.cost, "break_even", lambda *_: 1.5)
+    engines = (
+        {"none": DENSE, "dspark": engine(point(32, 15_000, 7, 20.0), point(8, 1_024, 7, 2.0))},
+        {
+            "none": engine(point(32, 15_000, 0, 11.0), point(8, 1_024, 0, 3.0)),
+            "eagle3": engine(point(32, 15_000, 3, 22.0), point(8, 1_024, 3, 6.0)),
+        },
+    )
+    runs = [{**RESULT["runs"][0], "engines": of} for of in engines]
+    path = tmp_path / "break_even_qwen3-1.7b.json"
+    path.write_text(json.dumps({**RESULT, "runs": runs}))
+    long, short = tables.accuracy().split("Shorter steps")
+    # Dense steps took 10 and 11 ms, or 2 and 3 ms; DSpark's short cycle was as fast as its step.
+    assert "differ by up to 10%" in long and "0.75 (EAGLE-3) and 0.75 (DSpark)" in long
+    assert "differ by up to 50%" in short and "0.75 (EAGLE-3) and 1.50 (DSpark)" in short
+
+    path.write_text(json.dumps(RESULT))  # without a short cycle of a trained drafter
+    assert tables.accuracy() == ""
+
+
 def test_crossover_is_the_break_even_point_times_the_sparse_actors_speed(
     scripts, tmp_path, monkeypatch
 ):
