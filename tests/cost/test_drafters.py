@@ -41,20 +41,20 @@ def test_layer_overheads_apply_to_each_pass_and_sequence_overheads_once_per_cycl
 
 @pytest.mark.parametrize(
     "batch, length, eagle3, dspark, six, twelve",
-    [(32, 15_000, 1.08, 1.30, 2.63, 4.29), (64, 4_096, 1.20, 1.52, 4.02, 7.06)],
+    [(32, 15_000, 1.15, 1.30, 2.30, 3.61), (64, 4_096, 1.21, 1.58, 3.69, 6.43)],
 )
-def test_predictions_are_within_12_percent_of_measurements_on_an_h200(
+def test_predictions_are_within_7_percent_of_measurements_of_long_steps_on_an_h200(
     batch, length, eagle3, dspark, six, twelve
 ):
     shape = SHAPES["qwen3-1.7b"]
     setting = shape, H200, [length] * batch
-    assert break_even(*setting, EAGLE3) == pytest.approx(eagle3, rel=0.12)
-    assert break_even(*setting, DSPARK) == pytest.approx(dspark, rel=0.12)
+    assert break_even(*setting, EAGLE3) == pytest.approx(eagle3, rel=0.07)
+    assert break_even(*setting, DSPARK) == pytest.approx(dspark, rel=0.07)
     for drafts, measured in ((6, six), (12, twelve)):
         schedule = SparsitySchedule.fixed(61, dense_layers=())
         drafting = Drafting(drafts, schedule, 0.945)
         assert sparse(*setting, LosslessPrediction(drafting, None, 1.0)) == pytest.approx(
-            measured, rel=0.12
+            measured, rel=0.07
         )
 
 
