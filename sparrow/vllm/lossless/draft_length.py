@@ -65,8 +65,8 @@ class DraftLength:
         guessed = [k for k in choices if isinstance(k, Guessed) and not k.alone]
         alone = [k for k in choices if isinstance(k, Guessed) and k.alone]
         self.choices: tuple[Choice, ...] = (*numbers, *guessed, *alone)
-        # Each kind is tried with few drafts first. Guesses alone come first, because their cycles
-        # are hardly longer than dense steps, and drafts with guesses come last.
+        # Kinds of drafts, in the order in which they are tried while nothing is known. Guesses
+        # alone come first, because their cycles are hardly longer than dense steps.
         self._kinds: list[list[Choice]] = [[*numbers]]
         if alone:
             self._kinds.insert(0, [0, *alone])
@@ -136,6 +136,7 @@ class DraftLength:
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
             case.taken_over = {}
+            case.takes_over = False
             for choice in self.choices:
                 if choice != current:
                     self._measured.forget(case, choice)
@@ -175,8 +176,10 @@ class DraftLength:
         return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values(), default=0.0)
 
     def _promising(self, case: Case) -> list[Choice]:
-        """List the choices worth timing, fastest first. Untimed choices come last. Each kind of
-        drafts adds its untimed choice with the fewest drafts, if this choice is worth trying.
+        """List the choices worth timing, starting with the one that is expected to be fastest. Each
+        kind of drafts adds one choice whose time is unknown: the one with the highest predicted
+        speed, if this choice is worth trying, or if nothing can be predicted yet, the one with the
+        fewest drafts. Choices without a prediction come last.
         """
         known = self._measured.known(case)
         speed = self._measured.expected_speeds(case)
@@ -185,21 +188,28 @@ class DraftLength:
             share = HOPELESS - self._measured.doubt(case, choice)
             return expected >= share * max(speed.values())
 
-        promising = [
-            k for k in sorted(speed, key=lambda k: -speed[k]) if is_worth_timing(k, speed[k])
-        ]
+        expected = dict(speed)
+        unpredicted = []
         for kind in self._kinds:
-            choice = next((k for k in kind if k not in known), None)
-            if choice is None:
-                continue
-            seconds = self._predicted(choice, {k: known[k] for k in kind if k in known}, known)
-            if (
-                seconds is None
-                or case.seconds.get(choice)
-                or is_worth_timing(choice, self._measured.speed(case, choice, seconds))
-            ):
-                promising.append(choice)
-        return promising
+            untimed = [k for k in kind if k not in known]
+            alike = {k: known[k] for k in kind if k in known}
+            predicted = {
+                k: self._measured.speed(case, k, seconds)
+                for k in untimed
+                if (seconds := self._predicted(k, alike, known)) is not None
+            }
+            if predicted:
+                choice = max(predicted, key=predicted.__getitem__)
+                expected[choice] = predicted[choice]
+            else:
+                unpredicted += untimed[:1]
+        promising = [
+            k
+            for k in sorted(expected, key=lambda k: -expected[k])
+            # A choice that has just begun to be tried is timed to the end.
+            if is_worth_timing(k, expected[k]) or (k not in speed and case.seconds.get(k))
+        ]
+        return promising + unpredicted
 
     def _predicted(
         self, choice: Choice, alike: dict[Choice, float], known: dict[Choice, float]

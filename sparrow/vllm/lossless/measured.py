@@ -1,16 +1,17 @@
 """Measurements from a running engine: acceptance, and the cycle times of each draft length.
 
 A case groups batches with the same budget and a similar batch size and mean length, each rounded to
-a power of sqrt(2). A new case starts with the times of the nearest existing one, so little needs to
-be timed again as sequences grow and finish.
+a power of sqrt(2). What has not been timed in a case is estimated from the cases around it, so
+little needs to be timed again as sequences grow and finish.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import fmean
 
 from sparrow.decoding import acceptance_at
@@ -64,7 +65,11 @@ GUESSED_SCATTER = 0.5
 FEW_ROWS = 8
 """In batches with fewer rows than this, measurements with guesses are forgotten more slowly."""
 REACH = 2
-"""A new case copies the times of another one at most this many steps away."""
+"""A case copies the times of other ones at most this many steps away."""
+AROUND = sorted(
+    product(range(-REACH, REACH + 1), repeat=2), key=lambda step: (max(map(abs, step)), step)
+)
+"""Steps in batch size and length to the cases around a case, nearest first."""
 FORGET = 0.98
 """In each cycle, the counts of accepted and judged drafts decay by this factor."""
 KEPT = 12
@@ -87,8 +92,9 @@ class Case:
     seconds: dict[Choice, deque[float]] = field(default_factory=dict)
     # time of the first cycle after a change of choice or budget, in seconds
     first_seconds: dict[Choice, float] = field(default_factory=dict)
-    # cycle times in seconds, copied from the nearest case when this one was new
+    # cycle times in seconds, copied from the cases around this one
     taken_over: dict[Choice, float] = field(default_factory=dict)
+    takes_over: bool = True  # whether to copy such times
     # cycles since each choice was first tried
     begun: Counter[Choice] = field(default_factory=Counter)
     in_use: Choice | None = None  # the choice that won the latest comparison
@@ -112,6 +118,7 @@ class Measured:
     def __init__(self, budgets: tuple[float, ...]) -> None:
         self.budgets = budgets
         self.cases: dict[tuple[Batch, int], Case] = {}
+        self._latest: Case | None = None  # the case of the latest batch
         # accepted and judged drafts, keyed by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
         # accepted drafts and cycles of choices with guesses, summed over sequences and keyed by
@@ -122,28 +129,51 @@ class Measured:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """Return the case for these batches. A new case starts with the times and cycle counts of
-        the nearest case that has any times.
+        """Return the case for these batches. Whenever batches start to belong to another case than
+        before, that case takes over times from the cases around it. A new case also starts with
+        the cycle counts of the nearest case.
         """
         case = self.cases.get((batch, budget))
+        if case is not None and case is self._latest:
+            return case
         if case is None:
             case = Case(batch, budget)
-            near = (
-                other
-                for other in self.cases.values()
-                if distance(other.batch, batch) <= REACH and self.known(other)
-            )
-            nearest = min(
-                near,
-                key=lambda other: (abs(other.budget - budget), distance(other.batch, batch)),
-                default=None,
-            )
+            nearest = next(self._around(case), None)
             if nearest is not None:
-                case.taken_over = self.known(nearest)
                 case.cycles = nearest.cycles
                 case.drafting = nearest.drafting
             self.cases[batch, budget] = case
+        self._latest = case
+        if case.takes_over:
+            self._take_over(case)
         return case
+
+    def _take_over(self, case: Case) -> None:
+        """Copy times from the cases around this one: each choice's time in the nearest case in
+        which it was timed or, failing that, the time that the nearest case had copied itself. Times
+        of different cases are scaled to each other.
+        """
+        around = list(self._around(case))
+        taken: dict[Choice, float] = {}
+        for times in (
+            *(self._own(other) for other in around),
+            *(other.taken_over for other in around),
+            case.taken_over,
+        ):
+            taken |= rescaled(times, taken)
+        case.taken_over = taken
+
+    def _around(self, case: Case) -> Iterator[Case]:
+        """Yield the other cases around this one that have any times, nearest first. Cases with the
+        same budget come before cases with other budgets.
+        """
+        rows, length = case.batch
+        budgets = sorted(range(len(self.budgets)), key=lambda budget: abs(budget - case.budget))
+        for budget in budgets:
+            for more_rows, more_length in AROUND:
+                other = self.cases.get(((rows + more_rows, length + more_length), budget))
+                if other is not None and other is not case and (other.seconds or other.taken_over):
+                    yield other
 
     def add(
         self,
@@ -188,24 +218,21 @@ class Measured:
                 counts[:] = GUESSED_PRIOR * counts[0] / counts[1], GUESSED_PRIOR
 
     def known(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle, keyed by choice. If a choice was timed often enough in this
-        case, this is its measured time. Other times are estimated from those that this case copied.
+        """Return the seconds per cycle, keyed by choice. Times that were not measured in this case
+        are estimated from those that it took over.
         """
-        timed = {k: typical(of) for k, of in case.seconds.items() if self.is_timed(case, k)}
-        expected = case.taken_over
-        known = {**expected, **timed}
-        if both := expected.keys() & timed.keys():
-            fewest = min(both, key=drafts_of)
-            more = timed[fewest] - expected[fewest]
-            factor = timed[fewest] / expected[fewest]
-            for choice in expected.keys() - timed.keys():
-                known[choice] = factor * expected[choice]
-                # Longer sequences only slow down verification, and the time they add is the same
-                # for any draft length. If cycles have become shorter, a cycle without drafts saves
-                # less time than a cycle with drafts.
-                if more > 0 or drafts_of(choice) > drafts_of(fewest):
-                    known[choice] = min(known[choice], expected[choice] + more)
-        return known
+        own = self._own(case)
+        return own | rescaled(case.taken_over, own)
+
+    def _own(self, case: Case) -> dict[Choice, float]:
+        """Return the seconds per cycle of the choices that were tried in this case. A few cycles
+        are enough, because a cycle's time is known long before acceptance is.
+        """
+        return {
+            k: typical(of)
+            for k, of in case.seconds.items()
+            if len(of) >= TRIED or self.is_timed(case, k)
+        }
 
     def is_timed(self, case: Case, choice: Choice) -> bool:
         """Return whether a choice was timed often enough, or is clearly too slow."""
@@ -328,7 +355,7 @@ class Measured:
         return {
             k: self.speed(case, k, typical(of))
             for k, of in case.seconds.items()
-            if self.is_timed(case, k)
+            if len(of) >= TRIED or self.is_timed(case, k)
         }
 
     def expected_speeds(self, case: Case) -> dict[Choice, float]:
@@ -341,6 +368,30 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
     this probability (arXiv 2211.17192, eq. 1).
     """
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+def rescaled(
+    expected: Mapping[Choice, float], timed: Mapping[Choice, float]
+) -> dict[Choice, float]:
+    """Return the expected times of the choices that were not timed, adjusted to the times of those
+    that were.
+    """
+    both = expected.keys() & timed.keys()
+    untimed = {k: seconds for k, seconds in expected.items() if k not in timed}
+    if not both:
+        return untimed
+    fewest = min(both, key=drafts_of)
+    more = timed[fewest] - expected[fewest]
+    factor = timed[fewest] / expected[fewest]
+    adjusted = {}
+    for choice, seconds in untimed.items():
+        adjusted[choice] = factor * seconds
+        # Longer sequences only slow down verification, and the time they add is the same for any
+        # draft length. If cycles have become shorter, a cycle without drafts saves less time than a
+        # cycle with drafts.
+        if more > 0 or drafts_of(choice) > drafts_of(fewest):
+            adjusted[choice] = min(adjusted[choice], seconds + more)
+    return adjusted
 
 
 def typical(seconds: Iterable[float]) -> float:

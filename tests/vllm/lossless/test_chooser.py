@@ -626,6 +626,53 @@ def test_stage_choices_stay_near_optimal_while_sequences_grow(text):
     assert np.mean(shares) >= 0.98
 
 
+SMALL = dict(dense=2.8, draft=0.75, verified=0.002)  # a small model waits for the host
+EASY = dict(kept=0.45, plain=0.985, drawn=0.985, filled=0.3)
+
+
+def rollout(chooser, text, machine, lengths, prompt, rng):
+    """Sample responses that end one after another, and return the average speed relative to the
+    best choice. The measurements of a cycle are known when the next one has been planned, unless a
+    response ended.
+    """
+    lengths, done = np.array(lengths), np.zeros(len(lengths))
+    tokens, seconds, ideal = tokens_of_stages(tuple(text.items())), 0.0, 0.0
+    choice, last, rows_before = 0, None, 0
+    while (done < lengths).any():
+        (running,) = np.nonzero(done < lengths)
+        rows, length = len(running), prompt + done[running].mean()
+        following = chooser.plan(rows, length).choice
+        took = stage_time(choice, **machine) * max(0.7, rng.normal(1, 0.08))
+        accepted = accepted_of(choice, rows, rng, **text)
+        judged = int(np.minimum(accepted + 1, drafts_of(choice)).sum())
+        is_clean = choice or not (last or following)
+        if chooser.is_watching and rows == rows_before and is_clean:
+            chooser.observe(
+                rows, length, choice, took, int(accepted.sum()), judged, first=last != choice
+            )
+        done[running] += accepted + 1
+        seconds += took
+        ideal += tokens[choice] / max(tokens[k] / stage_time(k, **machine) for k in STAGES)
+        choice, last, rows_before = following, choice, rows
+    return ideal / seconds
+
+
+@pytest.mark.parametrize(("prompt", "typical_length"), [(100, 200), (40, 900)])
+def test_the_fastest_stage_is_found_while_responses_end_one_after_another(prompt, typical_length):
+    """The batch size and the length change all the time, so few cycles are alike. What was learned
+    from one of them must also be used in those around it.
+    """
+    shares = []
+    for seed in range(4):
+        chooser, rng, found = DraftChooser(STAGES), np.random.default_rng(seed), []
+        for _ in range(3):
+            lengths = np.minimum(1024, rng.lognormal(np.log(typical_length), 0.7, 48)).astype(int)
+            found.append(rollout(chooser, EASY, SMALL, lengths, prompt, rng))
+        shares.append(found)
+    first, second, third = np.mean(shares, axis=0)
+    assert first >= 0.7 and second >= 0.9 and third >= 0.95
+
+
 @pytest.mark.parametrize(
     ("machine", "drafts", "best"), [(LONG, 12, Guessed(12)), (SHORT, 0, ALONE)]
 )
