@@ -4,14 +4,17 @@ table.
     python studies/pretrained/training_summary.py runs/story \\
         --out benchmarks/results/pretrained_training_story.json
 
-Intervals over seeds are 95 % t-intervals. Differences are between runs with the same seed, after
-equally many steps.
+Arms are compared over the steps that all runs completed. Differences from dense rollouts and their
+95 % intervals come from a linear model with an effect per arm and per seed, so they compare runs
+with the same seed. The model assumes that all runs scatter equally around it. All other intervals
+over seeds are 95 % t-intervals.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import tyro
+from scipy.stats import t
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
 from common import save, table  # noqa: E402
 from stability_statistics import (  # noqa: E402
     Run,
-    against_dense,
     by_arm,
     last_reward,
     logged_rows,
@@ -42,6 +45,11 @@ class Options:
     trained_on: str | None = None  # The machine that performed the runs, if not this one.
 
 
+def rounded(values: Iterable[float | None], digits: int = 3) -> list[float | None]:
+    """Round values that are not None."""
+    return [value if value is None else round(value, digits) for value in values]
+
+
 def read(folder: Path) -> Run:
     """Return the series of the run ARM-SEED. The clock doesn't count evaluations."""
     arm, _, seed = folder.name.rpartition("-")
@@ -51,73 +59,135 @@ def read(folder: Path) -> Run:
     return {
         "arm": arm,
         "seed": int(seed),
-        "reward": [row["reward"]["mean"] for row in steps],
-        "clock": [round(s, 2) for s in accumulate(sum(row["seconds"].values()) for row in steps)],
-        "rollout_s": [round(row["seconds"]["rollout"], 3) for row in steps],
-        "tokens": [row["response"]["mean"] for row in steps],
-        "read": [row["kv"]["read_fraction"] for row in steps],
+        "reward": rounded(row["reward"]["mean"] for row in steps),
+        "clock": [round(s) for s in accumulate(sum(row["seconds"].values()) for row in steps)],
+        "tokens": [round(row["response"]["mean"]) for row in steps],
+        "read": round(float(np.mean([row["kv"]["read_fraction"] for row in steps])), 3),
+        **drafts(steps),
         "held_out": [
-            [row["step"], *(score["mean"][name] for name in ("value", "low", "high"))]
+            [row["step"], *rounded((score["mean"][name] for name in ("value", "low", "high")), 4)]
             for row in evaluations
             for score in row["eval"].values()
         ],
-        "first_bins": list(map(shortened, steps[0]["mismatch"]["bins"])),
-        "last_bins": list(map(shortened, steps[-1]["mismatch"]["bins"])),
+        "bins": whole_bins(folder, steps),
     }
 
 
-def shortened(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a length bin's p5 and ceiling with their intervals."""
-    names = ("lower_bound", "interval_low", "interval_high")
-    ceiling = ("ceiling", "ceiling_low", "ceiling_high")
+def drafts(steps: Sequence[Run]) -> dict[str, Any]:
+    """Return a lossless run's tokens per cycle, averaged over steps, and the fraction of drafts
+    that were accepted. Return nothing for other runs.
+    """
+    found = [row["drafts"] for row in steps if "drafts" in row]
+    if not found:
+        return {}
+    accepted, drafted = (sum(row[name] for row in found) for name in ("accepted", "drafted"))
     return {
-        "start": row["start"],
-        "end": row["end"],
-        "p5": [row.get(name) for name in names],
-        "ceiling": [row.get(name) for name in ceiling],
+        "tokens_per_cycle": round(float(np.mean([row["tokens_per_cycle"] for row in found])), 2),
+        "accepted": round(accepted / drafted, 3),
     }
 
 
-def whole_reward(run: Run, steps: int | None = None) -> float:
-    """Return the actor's mean reward over all steps, up to ``steps``."""
+def whole_bins(folder: Path, steps: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return p5 by length: what calibration measured, all steps, and the last step with p5's
+    interval and the ceiling. Leave out lengths with less than a tenth as many tokens as the fullest
+    bin.
+    """
+    rows = [{bin_["start"]: bin_ for bin_ in row["mismatch"]["bins"]} for row in steps]
+    starts = sorted({start for row in rows for start in row})
+    tokens = {
+        start: sum(row[start]["n_tokens"] for row in rows if start in row) for start in starts
+    }
+    found = []
+    for start in starts:
+        if 10 * tokens[start] >= max(tokens.values()):
+            series = [row.get(start, {}) for row in rows]
+            last = next(bin_ for bin_ in reversed(series) if bin_)
+            found.append(
+                {
+                    "start": start,
+                    "end": last["end"],
+                    **calibrated(folder, start),
+                    "p5": rounded(bin_.get("lower_bound") for bin_ in series),
+                    "last": rounded(
+                        last.get(name) for name in ("lower_bound", "interval_low", "interval_high")
+                    ),
+                    "ceiling": rounded(
+                        last.get(name) for name in ("ceiling", "ceiling_low", "ceiling_high")
+                    ),
+                }
+            )
+    return found
+
+
+def calibrated(folder: Path, start: int) -> dict[str, Any]:
+    """Return the p5 that calibration measured for the schedule at this length. Return nothing for
+    runs without a calibrated schedule, and if the budget was borrowed from other lengths.
+    """
+    path = folder / "config.json"
+    schedule = json.loads(path.read_text(encoding="utf-8"))["schedule"] if path.exists() else {}
+    return next(
+        (
+            {"calibrated": rounded(bin_[name] for name in ("p5", "lower", "upper"))}
+            for bin_ in (schedule or {}).get("provenance", {}).get("bins", ())
+            if bin_["start"] == start and not bin_["borrowed"]
+        ),
+        {},
+    )
+
+
+def mean_reward(run: Run, steps: int) -> float:
+    """Return the actor's mean reward over the first ``steps`` steps."""
     return float(np.mean(run["reward"][:steps]))
 
 
 def lowest_p5(run: Run) -> float:
     """Return the lowest p5 of any length bin in the last step."""
-    return float(min(row["p5"][0] for row in run["last_bins"]))
+    return float(min(row["last"][0] for row in run["bins"]))
 
 
 def limits(mean: float, half: float) -> list[float | None]:
     """Return a mean with the ends of its interval; for a single seed, the ends are None."""
-    return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
+    return rounded([mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half])
 
 
-def minus_dense(
-    some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]
-) -> list[float | None] | None:
-    """Return the mean difference from the dense runs with the same seeds, and its interval. Return
-    None if there are no such dense runs.
+def minus_dense(runs: Sequence[Run], steps: int) -> dict[str, list[float | None]]:
+    """Return each arm's mean reward over ``steps`` steps minus dense rollouts', with its interval.
+    Leave out arms that share no seed with the dense runs.
     """
-    seeds = {run["seed"] for run in runs if run["arm"] == "dense"}
-    pairs = [run for run in some if run["seed"] in seeds]
-    return limits(*against_dense(pairs, runs, value)) if pairs else None
+    dense = {run["seed"] for run in runs if run["arm"] == "dense"}
+    others = {run["arm"] for run in runs if run["arm"] != "dense" and run["seed"] in dense}
+    kept = [run for run in runs if run["arm"] in {"dense", *others}]
+    seeds = sorted({run["seed"] for run in kept})
+    columns = [("arm", arm) for arm in sorted(others)] + [("seed", seed) for seed in seeds]
+    design = np.array([[float(run[name] == value) for name, value in columns] for run in kept])
+    reward = np.array([mean_reward(run, steps) for run in kept])
+    spare = len(kept) - len(columns)
+    if not others:
+        return {}
+    effects = np.linalg.lstsq(design, reward, rcond=None)[0]
+    variance = np.sum((reward - design @ effects) ** 2) / spare if spare else np.nan
+    halves = t.ppf(0.975, spare) * np.sqrt(variance * np.diag(np.linalg.inv(design.T @ design)))
+    return {
+        arm: limits(*pair)
+        for arm, *pair in zip(sorted(others), effects.tolist(), halves.tolist(), strict=False)
+    }
 
 
-def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
-    """Summarise an arm, given its runs and all runs."""
+def row(some: Sequence[Run], steps: int) -> dict[str, Any]:
+    """Summarise an arm, given its runs and the number of steps over which arms are compared."""
     evaluated = [run["held_out"] for run in some if run["held_out"]]
+    start = round(float(np.mean([e[0][1] for e in evaluated])), 3) if evaluated else None
     return {
         "arm": some[0]["arm"],
-        "seeds": sorted(run["seed"] for run in some),
-        "steps": sorted(len(run["reward"]) for run in some),
-        "minutes": [run["clock"][-1] / 60 for run in some],
+        "seeds": [run["seed"] for run in some],
+        "steps": [len(run["reward"]) for run in some],
+        "minutes": rounded((run["clock"][-1] / 60 for run in some), 1),
+        "reward": rounded(mean_reward(run, steps) for run in some),
         "reward_end": limits(*t_interval([last_reward(run) for run in some])),
-        "reward_minus_dense": minus_dense(some, runs, whole_reward),
-        "held_out_start": float(np.mean([e[0][1] for e in evaluated])) if evaluated else None,
+        "held_out_start": start,
         "held_out_end": limits(*t_interval([e[-1][1] for e in evaluated])) if evaluated else None,
         "lowest_p5": limits(*t_interval([lowest_p5(run) for run in some])),
-        "read": float(np.mean([np.mean(run["read"]) for run in some])),
+        "read": round(float(np.mean([run["read"] for run in some])), 3),
     }
 
 
@@ -128,7 +198,13 @@ def summary(folder: Path) -> dict[str, Any]:
     if not runs:
         raise ValueError(f"no run in {folder} has finished a step; run training_arms.py first")
     runs.sort(key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
-    return {"rows": [row(some, runs) for some in by_arm(runs).values()], "runs": runs}
+    steps = min(len(run["reward"]) for run in runs)
+    differences = minus_dense(runs, steps)
+    rows = [
+        {**row(some, steps), "reward_minus_dense": differences.get(arm)}
+        for arm, some in by_arm(runs).items()
+    ]
+    return {"compared_steps": steps, "rows": rows, "runs": runs}
 
 
 def shown(value: list[float | None] | None) -> str:

@@ -122,9 +122,10 @@ def test_the_spread_within_groups_is_averaged_over_problems(study):
     assert found["mean"][0] == 0.5 and found["within_group_std"] == 0.25
 
 
-def run_directory(folder, rewards, p5):
-    bins = [{"start": 0, "end": 512, "lower_bound": p5, "interval_low": p5 - 0.1}]
-    bins[0] |= {"interval_high": p5 + 0.1, "ceiling": 0.99}
+def run_directory(folder, rewards, p5, **more):
+    bins = [{"start": 0, "end": 512, "n_tokens": 100, "lower_bound": p5, "ceiling": 0.99}]
+    bins[0] |= {"interval_low": p5 - 0.1, "interval_high": p5 + 0.1}
+    bins.append({**bins[0], "start": 512, "end": 1024, "n_tokens": 9, "lower_bound": 0.1})
     rows = [
         {
             "step": i,
@@ -133,6 +134,7 @@ def run_directory(folder, rewards, p5):
             "seconds": {"rollout": 2.0, "score": 1.0},
             "kv": {"read_fraction": 0.5},
             "mismatch": {"bins": bins},
+            **more,
         }
         for i, reward in enumerate(rewards, 1)
     ]
@@ -151,13 +153,48 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     found = study.training_summary.summary(tmp_path)
     dense, distilled = found["rows"]
     assert [run["arm"] for run in found["runs"]] == ["dense", "dense", "p80-distill"]
-    assert dense["steps"] == [2, 3] and dense["minutes"] == pytest.approx([0.15, 0.1])
-    assert dense["reward_minus_dense"][0] == 0
-    # 0.3 - 0.15, over the two steps that both runs with seed 0 completed.
-    assert distilled["reward_minus_dense"] == [pytest.approx(0.15), None, None]
+    assert dense["steps"] == [3, 2] and dense["minutes"] == [0.1, 0.1]
+    assert dense["reward_minus_dense"] is None
+    # over the two steps that all runs completed
+    assert found["compared_steps"] == 2 and dense["reward"] == [0.15, 0.35]
+    assert distilled["reward_minus_dense"] == [0.15, None, None]
     assert distilled["held_out_end"] == [0.4, None, None]
     assert distilled["lowest_p5"] == [0.8, None, None]
-    assert found["runs"][0]["last_bins"][0]["ceiling"] == [0.99, None, None]
+    (only,) = found["runs"][0]["bins"]  # the other one has less than a tenth as many tokens
+    assert only["p5"] == [0.99] * 3 and only["last"] == [0.99, 0.89, 1.09]
+    assert only["ceiling"] == [0.99, None, None]
+
+
+def test_a_drafting_runs_acceptance_and_a_schedules_calibrated_p5_are_read(study, tmp_path):
+    drafts = {"accepted": 9, "drafted": 10, "tokens_per_cycle": 8.123}
+    run_directory(tmp_path / "lossless-0", [0.1, 0.2], 0.99, drafts=drafts)
+    found = study.training_summary.read(tmp_path / "lossless-0")
+    assert found["accepted"] == 0.9 and found["tokens_per_cycle"] == 8.12
+    assert "calibrated" not in found["bins"][0]
+
+    run_directory(tmp_path / "p80-0", [0.1, 0.2], 0.8)
+    measured = {"start": 0, "p5": 0.81234, "lower": 0.8, "upper": 0.82, "borrowed": False}
+    for is_borrowed in (False, True):
+        bins = [{**measured, "borrowed": is_borrowed}]
+        config = {"schedule": {"provenance": {"bins": bins}}}
+        (tmp_path / "p80-0/config.json").write_text(json.dumps(config))
+        found = study.training_summary.read(tmp_path / "p80-0")
+        assert "accepted" not in found
+        assert found["bins"][0].get("calibrated") == (None if is_borrowed else [0.812, 0.8, 0.82])
+
+
+def test_difference_from_dense_is_between_equal_seeds(study):
+    def run(arm, seed, reward):
+        return {"arm": arm, "seed": seed, "reward": [reward]}
+
+    runs = [run("dense", 0, 0.2), run("dense", 1, 0.6), run("p80", 0, 0.1), run("p80", 1, 0.3)]
+    # Two pairs differ by -0.1 and -0.3: a paired t-interval with one degree of freedom.
+    low, high = -0.2 - 12.7062 * 0.1, -0.2 + 12.7062 * 0.1
+    found = study.training_summary.minus_dense([*runs, run("p86", 2, 0.9)], 1)
+    assert found == {"p80": [-0.2, pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3)]}
+    # A third dense run shares no seed with p80, so it changes nothing.
+    assert study.training_summary.minus_dense([*runs, run("dense", 2, 0.9)], 1) == found
+    assert study.training_summary.minus_dense(runs[2:], 1) == {}
 
 
 def test_figure_shows_all_runs_of_an_arm_in_one_color(study, tmp_path, monkeypatch):
