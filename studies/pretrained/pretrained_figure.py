@@ -17,8 +17,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
 from common import Row, load  # noqa: E402
+from stability_statistics import by_arm  # noqa: E402
 
 from sparrow.report.theme import INK, MATPLOTLIB, SERIES  # noqa: E402
 
@@ -30,18 +31,19 @@ SMOOTH = 5
 
 
 def draw_rewards(ax: Axes, runs: Sequence[Row]) -> None:
-    """Draw the actor's reward by step, raw and smoothed. All runs of an arm share a color."""
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
-    colors = dict(zip(arms, (INK, *SERIES), strict=False))
-    for i, run in enumerate(runs):
-        color = colors[run["arm"]]
-        reward = np.array(run["reward"])
-        steps = np.arange(1, len(reward) + 1)
-        is_first = run["arm"] not in [earlier["arm"] for earlier in runs[:i]]
-        smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")
-        middle = steps[SMOOTH // 2 : SMOOTH // 2 + len(smooth)]
-        ax.plot(steps, reward, "o", ms=2.5, alpha=0.5, color=color)
-        ax.plot(middle, smooth, color=color, lw=1.8, label=run["arm"] if is_first else None)
+    """Draw the actor's reward by step: a thin line per run, and each arm's mean over seeds,
+    smoothed, for as many steps as all of its runs completed.
+    """
+    for (arm, some), color in zip(by_arm(runs).items(), (INK, *SERIES), strict=False):
+        for run in some:
+            steps = np.arange(1, len(run["reward"]) + 1)
+            ax.plot(steps, run["reward"], color=color, lw=0.7, alpha=0.45)
+        fewest = min(len(run["reward"]) for run in some)
+        mean = np.mean([run["reward"][:fewest] for run in some], axis=0)
+        smooth = np.convolve(mean, np.ones(SMOOTH) / SMOOTH, "valid")
+        middle = np.arange(len(smooth)) + (SMOOTH + 1) / 2
+        seeds = f"{len(some)} seed{'s' if len(some) > 1 else ''}"
+        ax.plot(middle, smooth, color=color, lw=2.2, label=f"{arm} ({seeds})")
     ax.set(xlabel="training step", ylabel="reward of the rollouts", ylim=(0, 1.03), xlim=(0, None))
     ax.legend(loc="lower right", fontsize=7)
 

@@ -139,16 +139,80 @@ def schedules() -> str:
 
 
 def training() -> str:
-    """Tabulate the training runs: reward, and the held-out score before and after."""
+    """Tabulate the comparison of arms by seed: mean reward over the steps that all runs completed,
+    the difference from dense rollouts, and held-out scores.
+    """
     result = load("pretrained_training_story")
+    dense, *_ = (row for row in result["rows"] if row["arm"] == "dense")
+    dense_reward = dict(zip(dense["seeds"], dense["reward"], strict=True))
     rows = []
     for row in result["rows"]:
-        scores = [run["held_out"] for run in result["runs"] if run["arm"] == row["arm"]]
-        before, after = (interval(scores[0][i][1:], 2) for i in (0, -1))
-        cells = [row["arm"], f"{len(row['seeds'])}", ", ".join(map(str, row["steps"]))]
-        rows.append([*cells, f"{row['reward_end'][0]:.2f}", before, after])
-    head = ["rollouts", "seeds", "steps", "reward at the end"]
+        runs = [run for run in result["runs"] if run["arm"] == row["arm"]]
+        cells = [row["arm"], _listed(row["steps"], "d"), f"{row['read']:.0%}"]
+        cells.append(_listed([run.get("tokens_per_cycle") for run in runs], ".1f"))
+        cells.append(_listed(row["reward"], ".3f"))
+        less = row["reward_minus_dense"]
+        paired = zip(row["seeds"], row["reward"], strict=True)
+        cells.append(_listed([x - dense_reward[seed] for seed, x in paired] if less else [], ".3f"))
+        cells.append(interval(less, 3) if less else "")
+        cells += [_listed([_score(run, step) for run in runs], ".2f") for step in (10, 20)]
+        rows.append(cells)
+    head = ["rollouts", "steps", "KV read", "tokens per cycle"]
+    head += [f"mean reward of steps 1 to {result['compared_steps']}", "minus dense, same seed"]
+    return table([*head, "mean", "held-out score after 10 steps", "after 20 steps"], rows)
+
+
+def _score(run: Row, step: int) -> float | None:
+    """Return the held-out score after ``step`` steps, if it was measured."""
+    return next((score[1] for score in run["held_out"] if score[0] == step), None)
+
+
+def _listed(values: list[float | None], form: str) -> str:
+    """Format the values of an arm's seeds, without missing ones."""
+    return ", ".join(f"{x:{form}}" for x in values if x is not None)
+
+
+def long_training() -> str:
+    """Tabulate the long training runs: reward, and the held-out score before and after."""
+    rows = []
+    for run in load("pretrained_training_story_long")["runs"]:
+        before, after = (interval(run["held_out"][i][1:], 2) for i in (0, -1))
+        last = sum(run["reward"][-10:]) / 10
+        rows.append([run["arm"], len(run["reward"]), f"{last:.2f}", before, after])
+    head = ["rollouts", "steps", "reward of the last 10 steps"]
     return table([*head, "held-out score before", "after"], rows)
+
+
+def training_p5() -> str:
+    """Tabulate p5 by length in training: the means of the first and last three steps that arms are
+    compared over, and the lowest p5 of any step. Schedules also have the p5 that calibration found.
+    """
+    result = load("pretrained_training_story")
+    steps = result["compared_steps"]
+    rows: list[list[str]] = []
+
+    def summarised(runs: list[Row]) -> list[str]:
+        cells = []
+        for same in zip(*(run["bins"] for run in runs), strict=True):
+            series = [bin_["p5"][:steps] for bin_ in same]
+            ends = [sum(map(sum, part)) / (3 * len(runs)) for part in _ends(series)]
+            cells.append(f"{ends[0]:.3f}, {ends[1]:.3f}; {min(map(min, series)):.3f}")
+        return cells
+
+    for row in result["rows"]:
+        runs = [run for run in result["runs"] if run["arm"] == row["arm"]]
+        found = [bin_.get("calibrated") for bin_ in runs[0]["bins"]]
+        if not any(found):
+            rows.append([row["arm"], "all seeds", *summarised(runs)])
+            continue
+        rows.append([row["arm"], "calibration", *(interval(x, 3) if x else "" for x in found)])
+        rows += [[row["arm"], f"seed {run['seed']}", *summarised([run])] for run in runs]
+    return table(["rollouts", "", *map(_where, result["runs"][0]["bins"])], rows)
+
+
+def _ends(series: list[list[float]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the first and the last three values of every series."""
+    return [x[:3] for x in series], [x[-3:] for x in series]
 
 
 TABLES = {
@@ -160,4 +224,6 @@ TABLES = {
     "pretrained calibrated": calibrated,
     "pretrained schedules": schedules,
     "pretrained training": training,
+    "pretrained long training": long_training,
+    "pretrained training p5": training_p5,
 }

@@ -20,6 +20,7 @@ FOLDERS = (
 )
 MODULES = (
     "pretrained_figure",
+    "tables_pretrained",
     "training_arms",
     "training_base",
     "training_summary",
@@ -197,15 +198,41 @@ def test_difference_from_dense_is_between_equal_seeds(study):
     assert study.training_summary.minus_dense(runs[2:], 1) == {}
 
 
-def test_figure_shows_all_runs_of_an_arm_in_one_color(study, tmp_path, monkeypatch):
+def test_training_tables_show_every_seed(study, monkeypatch):
+    tables = study.tables_pretrained
+    rows = [{"arm": "dense", "reward_minus_dense": None}, {"arm": "p80"}]
+    rows[1]["reward_minus_dense"] = [-0.25, -0.3, -0.2]
+    runs = []
+    for row, p5 in zip(rows, (0.9, 0.7), strict=True):
+        row |= {"seeds": [0], "steps": [5], "read": 0.5, "reward": [p5 - 0.4]}
+        series = [p5, p5, p5, p5 - 0.1, p5 - 0.2]
+        bins = [{"start": 0, "end": 512, "p5": series}]
+        runs.append({"arm": row["arm"], "seed": 0, "held_out": [[10, 0.3, 0.2, 0.4]], "bins": bins})
+    runs[1]["bins"][0]["calibrated"] = [0.72, 0.7, 0.74]
+    result = {"compared_steps": 4, "rows": rows, "runs": runs}
+    monkeypatch.setattr(tables, "load", lambda name: result)
+    *_, dense, p80 = tables.training().splitlines()
+    assert dense == "| dense | 5 | 50% |  | 0.500 |  |  | 0.30 |  |"
+    assert p80 == "| p80 | 5 | 50% |  | 0.300 | -0.200 | -0.250 [-0.300, -0.200] | 0.30 |  |"
+    assert tables.training_p5().splitlines()[2:] == [
+        "| dense | all seeds | 0.900, 0.867; 0.800 |",
+        "| p80 | calibration | 0.720 [0.700, 0.740] |",
+        "| p80 | seed 0 | 0.700, 0.667; 0.600 |",
+    ]
+
+
+def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study, tmp_path, monkeypatch):
     figure = study.pretrained_figure
     _, ax = figure.plt.subplots()
     runs = [{"arm": arm, "reward": [0.1, 0.2, 0.3, 0.4, 0.5]} for arm in ("dense", "p80", "p80")]
+    runs[2]["reward"] = [0.5] * 6
     figure.draw_rewards(ax, runs)
-    dots = [line for line in ax.lines if line.get_linestyle() == "None"]
-    assert dots[1].get_color() == dots[2].get_color() != dots[0].get_color()
+    dense, dense_mean, one, other, mean = ax.lines
+    assert dense.get_color() == dense_mean.get_color() != one.get_color()
+    assert one.get_color() == other.get_color() == mean.get_color()
+    assert mean.get_xydata().tolist() == [[3, pytest.approx(0.4)]]  # over five steps of both runs
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["dense", "p80"]
+    assert legend == ["dense (1 seed)", "p80 (2 seeds)"]
 
     monkeypatch.setattr(figure, "PATH", tmp_path / "figure.png")
     figure.main()
