@@ -72,7 +72,3 @@ def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
         ("16", "4.00x", "100%"),
         ("8", "8.00x", "133%"),
     ]
-
-
-def test_tables_are_empty_without_results(tables):
-    assert len(cells(tables.real_speed())) == 2
