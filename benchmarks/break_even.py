@@ -13,7 +13,8 @@ The cycle time includes drafting and verification.
 Each drafter's engine runs in its own process, which times all points. A point is a number of
 sequences and the cached tokens of each; points that don't fit in the cache are skipped. States are
 set up without prefill, as in ``benchmarks/rollout.py``. While one engine runs, the next one's
-process imports vLLM and waits.
+process imports vLLM and waits. With ``--together``, several engines start side by side, and then
+measure one after another.
 
 A run starts with dense decoding, and ratios only compare times from the same run. ``--deadline``
 ends a run early. The JSON file is written after each engine. Running again with the same file adds
@@ -46,7 +47,7 @@ from common import (
     save,
     write,
 )
-from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
+from processes import EngineProcess, add_together, in_turn, told_to_start, wait_for_turn
 
 POINTS = (
     (32, 15_000),
@@ -376,7 +377,10 @@ def measure(arguments: argparse.Namespace) -> None:
     until = time.time() + arguments.deadline
     with tempfile.TemporaryDirectory() as folder:
         children = in_turn(
-            ["none", *wanted], lambda name: Child(arguments, name, Path(folder)), until
+            ["none", *wanted],
+            lambda name: Child(arguments, name, Path(folder)),
+            until,
+            arguments.together,
         )
         for drafter, found in children:
             engines[drafter] = found
@@ -403,6 +407,7 @@ def main() -> None:
         help="sequences x tokens, such as 32x15000",
     )
     add_cache_size(options)
+    add_together(options, "--cache-gib")
     options.add_argument(
         "--deadline", type=float, default=3600.0, help="time limit for the whole run, in seconds"
     )

@@ -45,7 +45,7 @@ from common import (
     save,
     write,
 )
-from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
+from processes import EngineProcess, add_together, in_turn, told_to_start, wait_for_turn
 
 from sparrow.decoding import DraftWeights
 
@@ -579,12 +579,7 @@ def main() -> None:
             "--repeats", type=int, default=2, help="number of timed passes over the prompts"
         )
         each.add_argument("--options", default="{}", help="more vLLM options, as JSON")
-        each.add_argument(
-            "--together",
-            type=int,
-            default=1,
-            help="how many engines start side by side; --options must limit their memory",
-        )
+        add_together(each, "--options")
         each.add_argument(
             "--head", type=Path, help="an EAGLE-3 head for the model, for the arms " + names
         )

@@ -8,6 +8,7 @@ benchmark dies, idle engines end, but one that is measuring goes on until its de
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -29,6 +30,20 @@ itself after the point that it is timing at the deadline.
 POLL_S = 0.1
 READY = "SPARROW_BENCHMARK_READY"
 """The environment variable with a file's path. An engine creates the file once it has started."""
+
+
+def add_together(options: argparse.ArgumentParser, limit: str) -> None:
+    """Add the ``--together`` option to a script that measures engines with ``in_turn``.
+
+    Args:
+        limit: the option that limits each engine's memory.
+    """
+    options.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        help=f"how many engines start side by side; {limit} must limit their memory",
+    )
 
 
 class EngineProcess:

@@ -126,7 +126,7 @@ class Children:
 
     def __init__(self, clock, seconds, failing=()):
         self.clock, self.seconds, self.failing = clock, seconds, failing
-        self.measured, self.ended = [], []
+        self.measured, self.ended, self.events = [], [], []
 
     def __call__(self, arguments, drafter, folder):
         made = Child()
@@ -136,7 +136,7 @@ class Children:
 
 class Child:
     def start(self, until):
-        pass
+        self.all.events.append(f"start {self.drafter}")
 
     def wait_until_ready(self, until):
         pass
@@ -144,6 +144,7 @@ class Child:
     def measure(self, until):
         self.all.clock[0] += self.all.seconds
         self.all.measured.append(self.drafter)
+        self.all.events.append(f"measure {self.drafter}")
         if self.drafter in self.all.failing:
             return {"points": [], "finished": False, "failed": "ValueError: what"}
         cases = importlib.import_module("break_even").cases_of(self.drafter)
@@ -161,7 +162,7 @@ def run(scripts, tmp_path, monkeypatch):
     pytest.importorskip("vllm.version")
     script, _ = scripts
 
-    def measured(drafters, seconds=10.0, deadline=1000.0, failing=()):
+    def measured(drafters, seconds=10.0, deadline=1000.0, failing=(), together=1):
         clock = [0.0]
         children = Children(clock, seconds, failing)
         monkeypatch.setattr(script, "Child", children)
@@ -173,6 +174,7 @@ def run(scripts, tmp_path, monkeypatch):
             points=script.POINTS,
             deadline=deadline,
             out=out,
+            together=together,
         )
         script.measure(arguments)
         return children, json.loads(out.read_text())
@@ -201,6 +203,12 @@ def test_failed_engine_is_recorded_and_measured_again_by_the_next_run(run):
     engines = result["runs"][0]["engines"]
     assert engines["eagle3"]["failed"] == "ValueError: what" and engines["dspark"]["finished"]
     assert run(("eagle3", "dspark"))[0].measured == ["none", "eagle3"]
+
+
+def test_engines_that_start_together_measure_one_after_another(run):
+    children, _ = run(("none", "eagle3", "dspark"), together=2)
+    together = ["start none", "start eagle3", "measure none", "measure eagle3"]
+    assert children.events == [*together, "start dspark", "measure dspark"]
 
 
 def test_ratios_compare_engines_of_the_same_run(scripts):
