@@ -283,11 +283,11 @@ def accuracy() -> str:
         for of in (quotients[False], quotients[True])
     )
     return (
-        f"With more than {SHORT:,} cached tokens in all, dense steps of different runs differ by "
-        f"up to {max(apart[False]):.0%}, and the [cost model](cost.md#other-drafters)'s "
-        f"predictions are {long} times the measurements. Shorter steps vary with the host: they "
-        f"differ by up to {max(apart[True]):.0%}, and the predictions are {short} times the "
-        f"measurements.\n"
+        f"With more than {SHORT:,} cached tokens in all sequences together, dense steps of "
+        f"different runs differ by up to {100 * max(apart[False]):.0f} %, and the break-even "
+        f"points that the [cost model](cost.md#other-drafters) predicts are {long} times the "
+        f"measured ones. Shorter steps depend on the host: their times differ by up to "
+        f"{100 * max(apart[True]):.0f} %, and predictions are {short} times the measurements.\n"
     )
 
 

@@ -85,7 +85,7 @@ def never_slower_mean() -> str:
     return (
         f"The geometric mean over all rounds of all rows, with its standard error, is "
         f"{' and '.join(means)}. In lossy mode, ratios of the same row differ by up to "
-        f"{apart:.0%}.\n"
+        f"{100 * apart:.0f} %.\n"
     )
 
 

@@ -327,8 +327,8 @@ def test_predictions_are_compared_with_measurements_for_long_and_short_steps(
     path.write_text(json.dumps({**RESULT, "runs": runs}))
     long, short = tables.accuracy().split("Shorter steps")
     # Dense steps took 10 and 11 ms, or 2 and 3 ms; DSpark's short cycle was as fast as its step.
-    assert "differ by up to 10%" in long and "0.75 (EAGLE-3) and 0.75 (DSpark)" in long
-    assert "differ by up to 50%" in short and "0.75 (EAGLE-3) and 1.50 (DSpark)" in short
+    assert "differ by up to 10 %" in long and "0.75 (EAGLE-3) and 0.75 (DSpark)" in long
+    assert "differ by up to 50 %" in short and "0.75 (EAGLE-3) and 1.50 (DSpark)" in short
 
     path.write_text(json.dumps(RESULT))  # without a short cycle of a trained drafter
     assert tables.accuracy() == ""
