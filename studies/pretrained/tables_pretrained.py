@@ -159,7 +159,8 @@ def training() -> str:
         rows.append(cells)
     head = ["rollouts", "steps", "KV read", "tokens per cycle"]
     head += [f"mean reward of steps 1 to {result['compared_steps']}", "minus dense, same seed"]
-    return table([*head, "mean", "held-out score after 10 steps", "after 20 steps"], rows)
+    head += ["mean difference", "held-out score after 10 steps", "after 20 steps"]
+    return table(head, rows)
 
 
 def _score(run: Row, step: int) -> float | None:
