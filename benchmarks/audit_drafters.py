@@ -4,11 +4,12 @@ stock vLLM's EAGLE-3.
     python benchmarks/audit_drafters.py    # writes benchmarks/results/audit_drafters.json
 
 Runs the ``sparrow audit`` test at the 1 % level on the bundled reasoner in bfloat16. Drafts in
-lossless mode read few pages. In the arms ``history`` and ``head``, every cycle has guesses. The
-EAGLE-3 head has random weights, so most but not all of its drafts are rejected. Each drafter is
-compared with dense decoding by the same kind of engine. All engines run at once, each in its own
-process: one engine samples all seeds and shuts down, then the process ranks the tokens with
-transformers. With ``--drafters``, the file keeps its results for the other drafters.
+lossless mode read few pages. In the arms ``history``, ``head`` and ``mixed``, every cycle has
+guesses. In ``mixed``, history guesses where tokens repeat, and the head elsewhere. The EAGLE-3 head
+has random weights, so most but not all of its drafts are rejected. Each drafter is compared with
+dense decoding by the same kind of engine. All engines run at once, each in its own process: one
+engine samples all seeds and shuts down, then the process ranks the tokens with transformers. With
+``--drafters``, the file keeps its results for the other drafters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from vllm_versions import FEW_PAGES
 
 DRAFTS = 3  # EAGLE-3's draft length
 GUESSES = 3  # guesses per pass
-LOSSLESS = ("lossless", "history", "head")
+LOOKUP_MIN = 3  # how many tokens must repeat for history to guess instead of the head
+LOSSLESS = ("lossless", "history", "head", "mixed")
 ARMS = dict.fromkeys(LOSSLESS, "lossless, dense") | {"eagle3": "stock"}
 """Maps each drafter to the dense arm it is compared with."""
 TEMPERATURES = dict.fromkeys((*LOSSLESS, "lossless, dense"), 1.0)
@@ -60,8 +62,10 @@ def decoding_of(arm: str, folder: Path) -> Any:
     if arm == "lossless":
         return Decoding.lossless(few_pages)
     guesses: dict[str, Any] = {"guess_tokens": GUESSES, "adapt_draft_tokens": False}
-    if arm == "head":
+    if arm in ("head", "mixed"):
         guesses["guess_head"] = random_head(folder)
+    if arm == "mixed":
+        guesses["guess_lookup_min"] = LOOKUP_MIN
     return Decoding.lossless(few_pages, **guesses)
 
 

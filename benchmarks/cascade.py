@@ -350,11 +350,20 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
     "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
     "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
+    "mixed2_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 2},
+    "mixed4_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 4},
 }
 """Lossless settings for the other arms of ``real``. An arm that isn't adaptive drafts and guesses
-in every cycle.
+in every cycle. In a ``mixed`` arm, history guesses where at least so many tokens repeat, and the head
+elsewhere.
 """
-WITH_HEAD = ("eagle3", "head_guess3", "adaptive_head_guess3")
+WITH_HEAD = (
+    "eagle3",
+    "head_guess3",
+    "adaptive_head_guess3",
+    "mixed2_guess3",
+    "mixed4_guess3",
+)
 """Arms that need ``--head``."""
 
 

@@ -18,6 +18,8 @@ REAL_ARMS = {
     "adaptive": "lossless",
     "guess3": "history guesses in every cycle",
     "head_guess3": "head guesses in every cycle",
+    "mixed2_guess3": "history guesses from 2 tokens, head elsewhere",
+    "mixed4_guess3": "history guesses from 4 tokens, head elsewhere",
     "adaptive_guess3": "lossless, may guess from history",
     "adaptive_head_guess3": "lossless, head may guess",
 }
@@ -26,6 +28,8 @@ YIELDS = {
     "adaptive": ("acceptance", "tokens_per_cycle"),
     "guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
     "head_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
+    "mixed2_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
+    "mixed4_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
 }
 """What the tables say about each arm's drafts."""
 

@@ -44,7 +44,11 @@ def lossless_lora() -> str:
     return table(columns, rows)
 
 
-GUESSES = {"history": "guesses from history", "head": "guesses from a random head"}
+GUESSES = {
+    "history": "guesses from history",
+    "head": "guesses from a random head",
+    "mixed": "guesses from history and a random head",
+}
 """Maps arms of ``audit_drafters.py`` to their names in the table."""
 
 

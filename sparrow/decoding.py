@@ -36,6 +36,8 @@ DRAFT_TOKENS = 12
 """The default maximum number of tokens drafted before each verification. This value is the fastest
 at long contexts if 95 % of drafts are accepted.
 """
+LONGEST_LOOKUP = 8
+"""The longest suffix of a sequence that is looked up in its history, in tokens."""
 METER_EVERY = 16
 """The default interval, in cycles, between measurements of a second schedule. With this value, the
 extra sparse steps take about half a percent of the time.
@@ -82,6 +84,10 @@ class LosslessSettings:
     # Lossless in vLLM: an EAGLE-3 head for the model, as a folder or a name on the Hugging Face
     # Hub. Guesses then come from the head instead of from history.
     guess_head: str | None = None
+    # Lossless in vLLM, with guess_head: guesses come from history after all where at least this
+    # many of the latest tokens (at most 8) occurred earlier in the sequence. With 0, all guesses
+    # come from the head.
+    guess_lookup_min: Annotated[int, AtLeast(0)] = 0
     # Lossless: draw drafts with the same random numbers as the final tokens. A seed then yields the
     # same tokens as dense decoding (up to rounding), no matter what is drafted, but fewer drafts
     # are accepted.
@@ -118,7 +124,12 @@ class Decoding(LosslessSettings):
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"unknown mode {self.mode!r}, expected one of {get_args(Mode)}")
-        for name, least in (("draft_tokens", 1), ("guess_tokens", 0), ("meter_every", 1)):
+        for name, least in (
+            ("draft_tokens", 1),
+            ("guess_tokens", 0),
+            ("guess_lookup_min", 0),
+            ("meter_every", 1),
+        ):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {count!r}")
@@ -138,6 +149,16 @@ class Decoding(LosslessSettings):
             raise ConfigError(
                 f"guess_head is {head!r}, but guess_tokens is 0; set guess_tokens to 3, for "
                 "example, or leave guess_head out"
+            )
+        if self.guess_lookup_min > LONGEST_LOOKUP:
+            raise ConfigError(
+                f"guess_lookup_min is {self.guess_lookup_min}, but at most {LONGEST_LOOKUP} tokens "
+                f"are looked up; choose a value from 0 to {LONGEST_LOOKUP}"
+            )
+        if self.guess_lookup_min and head is None:
+            raise ConfigError(
+                f"guess_lookup_min is {self.guess_lookup_min}, but without a guess_head, all "
+                "guesses come from history; set guess_head, or leave guess_lookup_min out"
             )
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(

@@ -62,6 +62,17 @@ def test_mode_name_alone_selects_the_defaults_of_that_mode():
             Decoding("lossless", DRAFT_SCHEDULE, guess_tokens=3, guess_head="h"),
         ),
         (
+            {
+                "mode": "lossless",
+                "guess_tokens": 3,
+                "guess_head": "h",
+                "guess_lookup_min": 2,
+            },
+            Decoding(
+                "lossless", DRAFT_SCHEDULE, guess_tokens=3, guess_head="h", guess_lookup_min=2
+            ),
+        ),
+        (
             {"mode": "lossless", "guess_tokens": 3},
             Decoding("lossless", DRAFT_SCHEDULE, guess_tokens=3),
         ),
@@ -132,6 +143,18 @@ def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
         (
             {"mode": "lossless", "guess_tokens": 3, "guess_head": 3},
             "guess_head must be the folder or name of a head, got 3",
+        ),
+        (
+            {"mode": "lossless", "guess_tokens": 3, "guess_lookup_min": 2},
+            "guess_lookup_min is 2, but without a guess_head, .* leave guess_lookup_min out",
+        ),
+        (
+            {"mode": "lossless", "guess_tokens": 3, "guess_head": "h", "guess_lookup_min": 9},
+            "guess_lookup_min is 9, but at most 8 tokens are looked up; choose a value from 0 to 8",
+        ),
+        (
+            {"mode": "lossless", "guess_tokens": 3, "guess_head": "h", "guess_lookup_min": -1},
+            "guess_lookup_min must be an integer of at least 0, got -1",
         ),
         (
             {"mode": "lossless", "guess_tokens": -1},

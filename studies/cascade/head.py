@@ -12,7 +12,8 @@ one that differs from the sampled token. As ``history.py`` explains, this assume
 the policy itself. The hidden states that the head reads also come from the policy; in an engine,
 they would come from the sparse pass. The head is compared with ``history``, which looks guesses up
 in the prompt and the response, and with ``both``, where one pass verifies the guesses of the head
-and of history as two branches.
+and of history as two branches. ``mixed`` is vLLM's setting ``guess_lookup_min``: history guesses
+where at least so many tokens repeat, and the head elsewhere.
 
 Alone: the policy verifies m drafts of the head. They are drawn from the head's distribution q and
 accepted with probability min(1, p / q). Given that a token x was emitted, it was an accepted draft
@@ -38,7 +39,7 @@ import numpy as np
 import torch
 import tyro
 from eagle import Head, Reading, logprobs, losses, outputs, read, save
-from history import Group, Ints, groups, kept_guesses, passes, ratio
+from history import Group, History, Ints, groups, kept_guesses, passes, ratio, same_start
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -49,6 +50,7 @@ Floats = NDArray[np.float64]
 FIRST_STAGES = ("history", "head", "both")
 LONGEST = 8  # tokens of the longest suffix that history looks up
 SHORTEST = 1
+LOOKUP_MIN = (1, 2, 3, 4, 6, 8)  # how many tokens must repeat for history to guess
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,22 @@ def kept_by_head(is_guessed: NDArray[np.bool_]) -> Ints:
     return kept
 
 
+def kept_by_mix(
+    prompt: Sequence[int], response: Sequence[int], by_head: Ints, most: int, least: int
+) -> Ints:
+    """Return how many of up to ``most`` guesses would be kept at each position, if history guesses
+    where ``least`` or more tokens repeat, and the head, with the given results, elsewhere.
+    """
+    history = History(LONGEST, least)
+    number = history.add(prompt)
+    kept = by_head.copy()
+    for place, token in enumerate(response):
+        if guessed := history.guess(number, most):
+            kept[place] = same_start(guessed, response[place : place + most])
+        history.extend(number, token)
+    return kept
+
+
 def starts(accepted: Floats) -> Floats:
     """Return the probability that a cycle starts at each token of a response, ``[n]``. Row i of
     ``accepted`` ``[m, n]`` has the probability that each token was accepted as draft i. The first
@@ -224,7 +242,8 @@ def first_stage_rows(
     """
     most = max(options.guesses)
     tokens = [sum(map(len, group.responses)) for group in cell]
-    kept: dict[str, list[list[Ints]]] = {name: [] for name in FIRST_STAGES}
+    mixes = {f"mixed {least}": least for least in LOOKUP_MIN}
+    kept: dict[str, list[list[Ints]]] = {name: [] for name in (*FIRST_STAGES, *mixes)}
     for group, each in zip(cell, measured, strict=True):
         head = [kept_by_head(one.is_guessed) for one in each]
         history = [
@@ -234,11 +253,18 @@ def first_stage_rows(
         kept["head"].append(head)
         kept["history"].append(history)
         kept["both"].append([np.maximum(*pair) for pair in zip(head, history, strict=True)])
+        for name, least in mixes.items():
+            kept[name].append(
+                [
+                    kept_by_mix(group.prompt, response, by_head, most, least)
+                    for response, by_head in zip(group.responses, head, strict=True)
+                ]
+            )
 
     rows = []
     for guesses in options.guesses:
         row: dict[str, Any] = {"guesses": guesses}
-        for name in FIRST_STAGES:
+        for name in kept:
             made = [
                 sum(sum(passes(one, guesses, options.drafts)) for one in responses)
                 for responses in kept[name]

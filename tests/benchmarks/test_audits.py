@@ -69,11 +69,12 @@ def test_each_seed_of_an_arm_is_compared_with_dense_decoding(audits, monkeypatch
     assert found["one"]["drafts"] == {"drafted": 9} and found["three"]["seeds"][0]["tokens"] == 4000
 
 
-@pytest.mark.parametrize("arm", ["history", "head"])
+@pytest.mark.parametrize("arm", ["history", "head", "mixed"])
 def test_arms_with_guesses_guess_in_every_cycle(audits, tmp_path, arm):
     drafters = importlib.import_module("audit_drafters")
     decoding = drafters.decoding_of(arm, tmp_path / arm)
     assert decoding.guess_tokens == drafters.GUESSES and not decoding.adapt_draft_tokens
-    head = str(tmp_path / arm) if arm == "head" else None
-    assert decoding.guess_head == head
-    assert (tmp_path / arm / "model.safetensors").exists() == (arm == "head")
+    has_head = arm != "history"
+    assert decoding.guess_head == (str(tmp_path / arm) if has_head else None)
+    assert decoding.guess_lookup_min == (drafters.LOOKUP_MIN if arm == "mixed" else 0)
+    assert (tmp_path / arm / "model.safetensors").exists() == has_head

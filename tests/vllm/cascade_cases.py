@@ -61,6 +61,17 @@ def made(tmp_path_factory):
 # --- kernels ---
 
 
+def longest_repeated_suffix(tokens, longest=8):
+    """Return the length of the longest suffix of ``tokens``, up to ``longest``, that also occurs
+    earlier.
+    """
+    for length in range(min(longest, len(tokens) - 1), 0, -1):
+        suffix = tokens[-length:]
+        if any(tokens[at : at + length] == suffix for at in range(len(tokens) - length)):
+            return length
+    return 0
+
+
 @pytest.mark.parametrize("at_once", [16, 256])
 def test_guesses_match_the_reference(at_once):
     rng = np.random.default_rng(1)
@@ -74,7 +85,7 @@ def test_guesses_match_the_reference(at_once):
     made = torch.arange(B) % 8 * (length > 8)  # drafts among these tokens
     expected = guess(history.long()[:, None], length[:, None], m)
 
-    found = torch.full((B, m), -7)
+    found, matched = torch.full((B, m), -7), torch.full((B,), -7, dtype=torch.int32)
     cascade_kernels.look_up_kernel[(B,)](
         (length - made).int(),
         made.int(),
@@ -82,11 +93,14 @@ def test_guesses_match_the_reference(at_once):
         history,
         N,
         found,
+        matched,
         m,
         GP=8,
         BLOCK=at_once,
     )
     assert torch.equal(found, expected)
+    assert matched.tolist() == [longest_repeated_suffix(row.tolist()) for row in rows]
+    assert {0, 1, 8} <= {*matched.tolist()}
     assert (expected[-7:] > 0).all()  # the periods of 1 to 7 continue
     assert len(expected.unique()) > 8
 

@@ -13,10 +13,12 @@ from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is im
 import numpy as np
 
 from sparrow.errors import ConfigError
+from sparrow.model.history import guess
 from sparrow.vllm import selfcheck
 from sparrow.vllm.lossless import plan, setup
 from sparrow.vllm.lossless.guesses import Cycle
 from sparrow.vllm.lossless.head import HeadSource
+from sparrow.vllm.lossless.mixed import MixedSource
 from tests.vllm import cascade_cases, eagle_head
 from tests.vllm import tiny_vllm as tiny
 
@@ -45,31 +47,32 @@ def with_head(folder, k=8, **options):
 
 
 class Guesses:
-    """Collects what the head guessed, before every sparse pass and in every cycle without passes:
+    """Collects what a source guessed, before every sparse pass and in every cycle without passes:
     for each row, the tokens so far, the number of drafts among them, and the guesses.
     """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, kind=HeadSource):
         self.rows = []
         self.alone = []  # the rows of cycles without passes
         self.worker = None
-        guess, guess_alone = HeadSource.guess, HeadSource.guess_alone
+        guess, guess_alone = kind.guess, kind.guess_alone
 
         def collected(source, rows):
             guess(source, rows)
             if self.worker is not None:
-                self.rows += self._collect(source, rows, source._guess_tokens)
+                self.rows += self._collect(source, rows, "_guess_tokens")
 
         def collected_alone(source, rows):
             guess_alone(source, rows)
             if self.worker is not None:
-                self.alone += self._collect(source, rows, source._alone)
+                self.alone += self._collect(source, rows, "_alone")
 
-        monkeypatch.setattr(HeadSource, "guess", collected)
-        monkeypatch.setattr(HeadSource, "guess_alone", collected_alone)
+        monkeypatch.setattr(kind, "guess", collected)
+        monkeypatch.setattr(kind, "guess_alone", collected_alone)
 
-    def _collect(self, source, rows, m):
-        vllm, cycle = source._vllm, source._cycle
+    def _collect(self, source, rows, number):
+        head = source._head if isinstance(source, MixedSource) else source
+        vllm, cycle, m = head._vllm, head._cycle, getattr(head, number)
         text = self.worker.model_runner.req_states.all_token_ids.gpu
         for row in range(rows):
             length, made = int(cycle.length_R[row]), int(cycle.made_R[row])
@@ -126,6 +129,28 @@ def test_guesses_match_those_of_a_head_in_plain_torch(made, monkeypatch, adapts)
     assert bool(seen.alone) == adapts
     assert not adapts or assert_as_the_reference(head, seen.alone, 1) > 15
     assert counts["drafted"] - counts["guessed"] > 1.1 * counts["passes"]
+
+
+@pytest.mark.parametrize("least", [2, 4])
+def test_history_guesses_where_enough_tokens_repeat_and_the_head_elsewhere(
+    made, monkeypatch, least
+):
+    folder, of_head, _, head = made
+    asked = [*cascade_cases.repetitive(150, 64, seed=1), *tiny.prompts(33, 90, seed=3)]
+    seen = Guesses(monkeypatch, MixedSource)
+    decoding = with_head(of_head, pages=1000, guess_lookup_min=least)
+    with cases.engine(folder, decoding) as llm:
+        seen.worker = worker_of(llm)
+        cases.generate(llm, asked, 40)
+        cases.generate(llm, asked, 40, temperature=1.0, seed=3)
+    repeated = [cascade_cases.longest_repeated_suffix(known) >= least for known, _, _ in seen.rows]
+    by_history = [row for row, repeats in zip(seen.rows, repeated, strict=True) if repeats]
+    by_head = [row for row, repeats in zip(seen.rows, repeated, strict=True) if not repeats]
+    assert len(by_history) > 20
+    for known, _, guesses in by_history:
+        tokens, length = torch.tensor([[known]]), torch.tensor([[len(known)]])
+        assert guess(tokens, length, len(guesses)).tolist() == [guesses]
+    assert assert_as_the_reference(head, by_head, every=1) > 20
 
 
 def test_rows_that_are_too_long_for_guesses_alone_keep_only_the_first(monkeypatch):
@@ -235,8 +260,8 @@ def test_greedy_tokens_match_stock_vllm(made, m, weights):
         assert 1.1 * counts["passes"] < drawn <= counts["drafted"]
 
 
-@pytest.mark.parametrize("weights", ["auto", "fp8"])
-def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, weights):
+@pytest.mark.parametrize("options", [{}, {"draft_weights": "fp8"}, {"guess_lookup_min": 2}])
+def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, options):
     """The head also has to read passes that are followed by no drafts, by drafts without guesses,
     or by guesses alone.
     """
@@ -246,7 +271,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, w
         expected = cases.generate(llm, asked, 120)
     found = cases.Landmarks(monkeypatch)
     cascade_cases.in_turn(monkeypatch)
-    decoding = with_head(of_head, adapt=True, pages=4, draft_weights=weights)
+    decoding = with_head(of_head, adapt=True, pages=4, **options)
     with cases.engine(folder, decoding, checks_itself=True) as llm:
         got = cases.generate(llm, asked, 120)
         told = llm.collective_rpc("sparrow_acceptance")[0]
@@ -260,14 +285,16 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, w
     assert described["sparse_layers"] == [0, 1]  # the head's layer is not listed
 
 
-def test_stages_with_a_head_replay_their_graphs(made, monkeypatch):
+@pytest.mark.parametrize("least", [0, 2])
+def test_stages_with_a_head_replay_their_graphs(made, monkeypatch, least):
     """A graph may have more rows than the batch."""
     folder, of_head, _, _ = made
     asked = tiny.prompts(*LENGTHS, seed=1)
     with cases.engine(folder) as llm:
         expected = cases.tokens_of(cases.generate(llm, asked, 60))
     cascade_cases.in_turn(monkeypatch)
-    with cases.engine(folder, with_head(of_head, adapt=True, pages=4), max_num_seqs=8) as llm:
+    decoding = with_head(of_head, adapt=True, pages=4, guess_lookup_min=least)
+    with cases.engine(folder, decoding, max_num_seqs=8) as llm:
         drafter = worker_of(llm).model_runner.speculator.drafter._guessing
         graph, alone = cases.Replayed(drafter), cascade_cases.ReplayedAlone(drafter)
         with torch.inference_mode():
@@ -354,6 +381,7 @@ def test_the_head_has_its_own_cache_in_the_models_blocks(made):
 SAMPLES = {
     "exact": 20_000,
     "any stage": 20_000,
+    "any stage, with history": 20_000,
     "guesses alone": 4_000,
     "guesses become drafts without being judged": 4_000,
     "rejected drafts are kept": 4_000,
@@ -369,7 +397,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
     )
     of_head = trained(model).save(tmp_path / "head")
     k = T - 1
-    if variant == "any stage":
+    if variant.startswith("any stage"):
         cascade_cases.in_turn(monkeypatch)
     elif variant == "guesses alone":
         k = 3 * (T - 1)  # so that T - 1 is the smallest number of drafts
@@ -380,8 +408,9 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         cases.keep_rejected(monkeypatch)
     prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
-    adapts = variant in ("any stage", "guesses alone")
-    decoding = with_head(of_head, k, adapt=adapts, guess_tokens=2)
+    adapts = variant.startswith(("any stage", "guesses alone"))
+    least = 3 if variant.endswith("with history") else 0
+    decoding = with_head(of_head, k, adapt=adapts, guess_tokens=2, guess_lookup_min=least)
     with cases.engine(tmp_path / "model", decoding, **layout) as llm:
         wanted = [
             cases.parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None)
@@ -398,7 +427,7 @@ def test_continuations_follow_the_dense_distribution(tmp_path, monkeypatch, vari
         np.bincount(tokens @ (V ** np.arange(T - 1, -1, -1)), minlength=V**T), expected
     )
     print(variant, p_value, counts)  # shown if the test fails
-    if variant not in ("exact", "any stage", "guesses alone"):
+    if not adapts and variant != "exact":
         assert p_value < 1e-4
         return
     assert p_value > 1e-3

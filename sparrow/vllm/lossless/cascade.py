@@ -36,6 +36,7 @@ from sparrow.vllm.lossless.drafter import Pass
 from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
 from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.history import HistorySource
+from sparrow.vllm.lossless.mixed import MixedSource
 from sparrow.vllm.lossless.plan import DraftPlan
 from sparrow.vllm.lossless.setup import draft_choices, drafts_alone, passes_of
 from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter, replay
@@ -223,10 +224,14 @@ def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
     """Create the source of guesses for these settings."""
     tokens = decoding.guess_tokens
     guesses = max(tokens, speculator.num_speculative_steps)
-    if decoding.guess_head is not None:
-        alone = drafts_alone(draft_choices(decoding))
-        return HeadSource(speculator, cycle, tokens, alone, guesses)
-    return HistorySource(speculator, cycle, guesses)
+    history = HistorySource(speculator, cycle, guesses)
+    if decoding.guess_head is None:
+        return history
+    alone = drafts_alone(draft_choices(decoding))
+    head = HeadSource(speculator, cycle, tokens, alone, guesses)
+    return (
+        MixedSource(history, head, decoding.guess_lookup_min) if decoding.guess_lookup_min else head
+    )
 
 
 class StagedDrafter:

@@ -75,7 +75,7 @@ def begin_history_kernel(
 @triton.jit
 def _continuation(history_N, known, BLOCK: tl.constexpr):
     """Find the longest suffix of the first ``known`` tokens that also occurs earlier. Return the
-    position right after its latest earlier occurrence, or -1 if there is none.
+    position right after its latest earlier occurrence, or -1 if there is none, and its length.
     """
     best = tl.zeros((), tl.int64) - 1
     for start in range(0, known, BLOCK):
@@ -90,7 +90,7 @@ def _continuation(history_N, known, BLOCK: tl.constexpr):
             agreeing += is_same.to(tl.int64)
         rank = tl.where(agreeing >= SHORTEST, agreeing * RANK + place, -1)
         best = tl.maximum(best, tl.max(rank, 0))
-    return tl.where(best >= 0, best % RANK, -1)
+    return tl.where(best >= 0, best % RANK, -1), tl.where(best >= 0, best // RANK, 0)
 
 
 @triton.jit
@@ -101,20 +101,22 @@ def look_up_kernel(
     history_RN,
     history_stride,
     guesses_RG,
+    matched_R,
     G,
     GP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Look up guesses for the tokens after a row's newest token, unless the row already has all its
-    drafts. If fewer tokens than guesses follow the match, the guesses repeat these tokens. Without
-    a match, all guesses are 0.
+    drafts. If fewer tokens than guesses follow the match, the guesses repeat these tokens. Also
+    store the number of matching tokens. Without a match, this number and all guesses are 0.
     """
     row = tl.program_id(0).to(tl.int64)
     begun = tl.load(length_R + row).to(tl.int64)
     made = tl.load(made_R + row).to(tl.int64)
     known = tl.where((begun > 0) & (made < tl.load(wanted)), begun + made, 0)
     history_N = history_RN + row * history_stride
-    first = _continuation(history_N, known, BLOCK)
+    first, matched = _continuation(history_N, known, BLOCK)
+    tl.store(matched_R + row, matched.to(tl.int32))
     g = tl.arange(0, GP)
     # Without a match, ``first`` is -1, so the period is never 0.
     period = known - first

@@ -1,4 +1,4 @@
-"""The interface between the cascade and its source of guesses: history or a trained head.
+"""The interface between the cascade and its source of guesses: history, a trained head, or both.
 
 Guesses never affect the distribution of samples, because the sparse actor or the policy judges each
 one.

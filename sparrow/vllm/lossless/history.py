@@ -41,6 +41,8 @@ class HistorySource:
         device = speculator.device
         self._history_RN = torch.zeros(S, N, dtype=torch.int32, device=device)
         self.guesses_RG = torch.zeros(S, guesses, dtype=torch.int64, device=device)
+        # how many of a row's latest tokens occurred before its latest guesses; 0 without guesses
+        self.matched_R = torch.zeros(S, dtype=torch.int32, device=device)
 
     def load(self, model: Any) -> None:
         """See ``GuessSource``."""
@@ -79,6 +81,7 @@ class HistorySource:
             self._history_RN,
             self._history_RN.stride(0),
             self.guesses_RG,
+            self.matched_R,
             G,
             GP=triton.next_power_of_2(G),
             BLOCK=AT_ONCE,
