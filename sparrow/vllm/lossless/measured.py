@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
@@ -29,10 +29,12 @@ ALIKE = 1.03
 the fastest.
 """
 TRIED = 2
+INTERRUPTED = 2.0
 UNDER_WAY = 3
 """The chooser tries a new draft length for ``TRIED`` cycles. Until their times come in, it returns
 to the fastest known choice for ``UNDER_WAY`` cycles, because the new length may be slow. Trying it
-for a single cycle isn't enough, because any cycle may be slow by chance.
+for a single cycle isn't enough, because any cycle may be slow by chance. Until it has been timed
+for ``PROBES`` cycles, any that took over ``INTERRUPTED`` times as long as the fastest are ignored.
 """
 DENSE_LEAD = 0.06
 """To be chosen, drafting must be faster than dense decoding by at least this fraction. When steps
@@ -225,13 +227,14 @@ class Measured:
         return own | rescaled(case.taken_over, own)
 
     def _own(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle of the choices that were tried in this case. A few cycles
-        are enough, because a cycle's time is known long before acceptance is.
+        """Return the seconds per cycle of the choices that were tried in this case. For drafts, a
+        few cycles are enough, because a cycle's time is known long before acceptance is. The times
+        of dense steps are noisier, and other times are scaled by them, so they take more steps.
         """
         return {
-            k: typical(of)
+            k: typical(of) if len(of) >= PROBES or not k else uninterrupted(of)
             for k, of in case.seconds.items()
-            if len(of) >= TRIED or self.is_timed(case, k)
+            if (k and len(of) >= TRIED) or self.is_timed(case, k)
         }
 
     def is_timed(self, case: Case, choice: Choice) -> bool:
@@ -352,11 +355,7 @@ class Measured:
 
     def speeds(self, case: Case) -> dict[Choice, float]:
         """Return the tokens per second per sequence for each choice timed in this case."""
-        return {
-            k: self.speed(case, k, typical(of))
-            for k, of in case.seconds.items()
-            if len(of) >= TRIED or self.is_timed(case, k)
-        }
+        return {k: self.speed(case, k, seconds) for k, seconds in self._own(case).items()}
 
     def expected_speeds(self, case: Case) -> dict[Choice, float]:
         """Return the measured or expected tokens per second per sequence for each choice."""
@@ -402,6 +401,12 @@ def typical(seconds: Iterable[float]) -> float:
     ordered = sorted(seconds)
     outer = len(ordered) // 4
     return fmean(ordered[outer : len(ordered) - outer])
+
+
+def uninterrupted(seconds: Collection[float]) -> float:
+    """Return the mean of the times, without cycles that a pause of the host must have prolonged."""
+    longest = INTERRUPTED * min(seconds)
+    return fmean(time for time in seconds if time <= longest)
 
 
 def steps_of(value: float) -> int:

@@ -82,6 +82,32 @@ def test_a_single_slow_cycle_does_not_change_the_choice():
     assert set(chosen) == {8}
 
 
+@pytest.mark.parametrize("paused", [0, 1])
+def test_a_pause_in_one_of_the_first_two_cycles_does_not_rule_out_a_draft_count(paused):
+    """Batches with other lengths must not be misled either."""
+    chooser = DraftChooser((0, 4))
+    for _ in range(measured.DENSE_PROBES):
+        chooser.observe(64, 15_000, 0, cycle_time(0, **LONG), 0, 0)
+    for cycle in range(measured.TRIED):
+        pause = 0.3 if cycle == paused else 0.0
+        chooser.observe(64, 15_000, 4, cycle_time(4, **LONG) + pause, 240, 250)
+    assert chooser.choose(64, 21_000) == 4
+    assert simulate(chooser, 30, 0.95, LONG)[0][-20:].count(4) >= 18
+
+
+def test_two_dense_steps_do_not_change_what_is_expected_of_drafts():
+    """At another length, the first two dense steps are slow by chance."""
+    chooser = DraftChooser((0, 4))
+    for _ in range(measured.DENSE_PROBES):
+        chooser.observe(64, 1000, 0, 0.004, 0, 0)
+        chooser.observe(64, 1000, 4, 0.02, 4 * 60, 4 * 62)
+    chooser.choose(64, 1400)
+    case = chooser.measured.find((measured.steps_of(64), measured.steps_of(1400)), 0)
+    for _ in range(measured.TRIED):
+        chooser.observe(64, 1400, 0, 0.006, 0, 0)
+    assert chooser.measured.known(case) == pytest.approx({0: 0.004, 4: 0.02})
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "growth", [0, 5]
