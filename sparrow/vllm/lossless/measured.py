@@ -152,17 +152,17 @@ class Measured:
 
     def _take_over(self, case: Case) -> None:
         """Copy times from the cases around this one: each choice's time in the nearest case in
-        which it was timed or, failing that, the time that the nearest case had copied itself. Times
-        of different cases are scaled to each other.
+        which it was timed or, if this case knows nothing of the choice, the time that the nearest
+        case had copied itself. Times of different cases are scaled to each other. What this case
+        had copied before is not scaled again, since estimates would drift otherwise.
         """
         around = list(self._around(case))
         taken: dict[Choice, float] = {}
-        for times in (
-            *(self._own(other) for other in around),
-            *(other.taken_over for other in around),
-            case.taken_over,
-        ):
-            taken |= rescaled(times, taken)
+        for other in around:
+            taken |= rescaled(self._own(other), taken)
+        taken = case.taken_over | taken
+        for other in around:
+            taken |= rescaled(other.taken_over, taken)
         case.taken_over = taken
 
     def _around(self, case: Case) -> Iterator[Case]:
