@@ -37,7 +37,9 @@ DRAFT_TOKENS = 12
 at long contexts if 95 % of drafts are accepted.
 """
 LONGEST_LOOKUP = 8
-"""The longest suffix of a sequence that is looked up in its history, in tokens."""
+"""The longest suffix of a sequence that is looked up in its history, in tokens. Equals
+``sparrow.model.history.LONGEST``, but can be imported without torch.
+"""
 METER_EVERY = 16
 """The default interval, in cycles, between measurements of a second schedule. With this value, the
 extra sparse steps take about half a percent of the time.

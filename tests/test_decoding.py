@@ -5,7 +5,13 @@ import json
 import pytest
 
 from sparrow import SparsitySchedule
-from sparrow.decoding import DRAFT_BUDGETS, DRAFT_SCHEDULE, Decoding, acceptance_at
+from sparrow.decoding import (
+    DRAFT_BUDGETS,
+    DRAFT_SCHEDULE,
+    LONGEST_LOOKUP,
+    Decoding,
+    acceptance_at,
+)
 from sparrow.errors import ConfigError
 
 TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -210,3 +216,8 @@ def test_changing_the_schedule_keeps_lossless_mode_but_may_change_other_modes():
     assert Decoding.load("lossless").with_schedule(TABLE) == Decoding("lossless", TABLE)
     assert Decoding.load("dense").with_schedule(TABLE).mode == "lossy"
     assert Decoding.load("fixed:9").with_schedule(SparsitySchedule.dense()).mode == "dense"
+
+
+def test_the_longest_look_up_is_the_same_with_and_without_torch():
+    history = pytest.importorskip("sparrow.model.history")
+    assert LONGEST_LOOKUP == history.LONGEST
