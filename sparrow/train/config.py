@@ -7,6 +7,7 @@ also its command-line help. Out-of-range values raise ConfigError.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -109,6 +110,10 @@ class ModeOptions(Settings):
     draft_schedule: str | None = None
 
 
+AUTO_SETTINGS = ("draft_tokens", "guess_tokens")
+"""The settings of mode lossless that mode auto has as well."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(LosslessSettings, ModeOptions):
     """How an engine decodes."""
@@ -154,24 +159,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 self.draft_schedule is None,
                 "left out with mode auto, because drafts then use schedule",
             )
-            require(
-                self,
-                "meter_schedule",
-                self.meter_schedule is None,
-                "left out unless mode is lossless",
-            )
-            require(
-                self,
-                "draft_weights",
-                self.draft_weights == "auto",
-                "left out unless mode is lossless",
-            )
-            require(
-                self,
-                "guess_head",
-                self.guess_head is None,
-                "left out unless mode is lossless",
-            )
+            self._require_defaults(name for name in LOSSLESS_SETTINGS if name not in AUTO_SETTINGS)
             if not chosen or start:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs a schedule for drafts and "
@@ -189,14 +177,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 f"schedule is {schedule!r}, but only the command sparrow train can adjust schedules; "
                 "set a fixed schedule"
             )
-        defaults = DecodingOptions()
-        for name in LOSSLESS_SETTINGS:
-            require(
-                self,
-                name,
-                getattr(self, name) == getattr(defaults, name),
-                "left out unless mode is lossless",
-            )
+        self._require_defaults(LOSSLESS_SETTINGS)
         if self.mode == "dense" and chosen:
             raise ConfigError(
                 f"schedule is {schedule!r}, but mode is 'dense', which reads everything; "
@@ -208,6 +189,16 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 "or use mode lossless"
             )
         return Decoding.lossy((start[1] or "dense") if start else chosen or "dense")
+
+    def _require_defaults(self, names: Iterable[str]) -> None:
+        """Check that these settings, which only mode lossless has, are left out.
+
+        Raises ConfigError if one is not.
+        """
+        defaults = DecodingOptions()
+        for name in names:
+            is_default = getattr(self, name) == getattr(defaults, name)
+            require(self, name, is_default, "left out unless mode is lossless")
 
 
 @dataclass(frozen=True)

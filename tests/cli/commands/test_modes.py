@@ -118,18 +118,24 @@ def test_contradictory_settings_raise_an_error_with_the_remedy(options, schedule
         DecodingOptions(**options).decoding(schedule)
 
 
-def test_draft_weights_are_refused_in_auto_mode():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("adapt_draft_budget", True),
+        ("adapt_draft_tokens", False),
+        ("guess_head", "h"),
+        ("guess_lookup_min", 2),
+        ("drafter_invariant", True),
+        ("draft_weights", "fp8"),
+        ("meter_schedule", "fixed:9"),
+        ("meter_every", 8),
+    ],
+)
+def test_auto_mode_refuses_settings_that_it_would_ignore(name, value):
     with pytest.raises(
-        ConfigError, match="draft_weights is 'fp8', but must be left out unless mode is lossless"
+        ConfigError, match=f"{name} is {value!r}, but must be left out unless mode is lossless"
     ):
-        RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
-
-
-def test_guess_head_is_refused_in_auto_mode():
-    with pytest.raises(
-        ConfigError, match="guess_head is 'h', but must be left out unless mode is lossless"
-    ):
-        RolloutConfig(mode="auto", guess_tokens=3, guess_head="h").decoding("fixed:9")
+        RolloutConfig(mode="auto", guess_tokens=3, **{name: value}).decoding("fixed:9")
 
 
 def test_auto_schedule_starts_from_the_named_schedule():
