@@ -153,6 +153,43 @@ def test_history_guesses_where_enough_tokens_repeat_and_the_head_elsewhere(
     assert assert_as_the_reference(head, by_head, every=1) > 20
 
 
+class Constant:
+    """A source whose guesses say which source made them, and when."""
+
+    def __init__(self, first, matched=()):
+        self.guesses_RG = torch.zeros(3, 2, dtype=torch.int64)
+        self.matched_R = torch.zeros(3, dtype=torch.int32)
+        self._first, self._matched = first, matched
+
+    def _write(self, token, rows):
+        self.guesses_RG[:rows] = self._first + token
+        if self._matched:
+            self.matched_R[:rows] = torch.tensor(self._matched[token][:rows])
+
+    def guess(self, rows):
+        self._write(0, rows)
+
+    def guess_alone(self, rows):
+        self._write(1, rows)
+
+    def fill(self, B):
+        self._write(2, B)
+
+
+def test_the_source_is_chosen_anew_for_each_row_whenever_tokens_are_guessed():
+    """The last guesses of a cycle must not be those of an earlier pass."""
+    history = Constant(10, matched=([2, 1, 0], [0, 2, 3], [1, 8, 2]))
+    source = MixedSource(history, Constant(20), least=2)
+    found = source.guesses_RG
+    source.guess(3)
+    assert found.tolist() == [[10, 10], [20, 20], [20, 20]]
+    source.guess_alone(3)
+    assert found.tolist() == [[21, 21], [11, 11], [11, 11]]
+    source.fill(2)
+    assert found.tolist() == [[22, 22], [12, 12], [11, 11]]
+    assert source.guesses_RG is found
+
+
 def test_rows_that_are_too_long_for_guesses_alone_keep_only_the_first(monkeypatch):
     """Their other guesses would be old, or about other tokens."""
     device = torch.device("cpu")

@@ -224,14 +224,14 @@ def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
     """Create the source of guesses for these settings."""
     tokens = decoding.guess_tokens
     guesses = max(tokens, speculator.num_speculative_steps)
-    history = HistorySource(speculator, cycle, guesses)
     if decoding.guess_head is None:
-        return history
+        return HistorySource(speculator, cycle, guesses)
     alone = drafts_alone(draft_choices(decoding))
     head = HeadSource(speculator, cycle, tokens, alone, guesses)
-    return (
-        MixedSource(history, head, decoding.guess_lookup_min) if decoding.guess_lookup_min else head
-    )
+    if not decoding.guess_lookup_min:
+        return head
+    history = HistorySource(speculator, cycle, guesses)
+    return MixedSource(history, head, decoding.guess_lookup_min)
 
 
 class StagedDrafter:

@@ -24,8 +24,8 @@ from sparrow.vllm.runtime import Runtime
 class MixedSource:
     """A ``GuessSource`` that takes each row's guesses from one of two sources.
 
-    Samples stay exact: which source guesses depends only on the row's tokens so far, never on
-    rejected drafts.
+    Samples stay exact: which source guesses depends only on the row's tokens and on its drafts so
+    far in this cycle, never on rejected drafts.
 
     Args:
         history, head: the sources, with the same G.
@@ -40,10 +40,12 @@ class MixedSource:
 
     def load(self, model: Any) -> None:
         """See ``GuessSource``."""
+        self._history.load(model)
         self._head.load(model)
 
     def set_cache(self, runtime: Runtime, blocks_SM: Tensor, block_tokens: int) -> None:
         """See ``GuessSource``."""
+        self._history.set_cache(runtime, blocks_SM, block_tokens)
         self._head.set_cache(runtime, blocks_SM, block_tokens)
 
     def addresses(self) -> dict[str, int]:
@@ -56,11 +58,13 @@ class MixedSource:
 
     def read(self, after: Pass, drafts: int) -> None:
         """See ``GuessSource``."""
+        self._history.read(after, drafts)
         self._head.read(after, drafts)
 
     def begin(self, B: int) -> None:
         """See ``GuessSource``."""
         self._history.begin(B)
+        self._head.begin(B)
 
     def guess(self, rows: int) -> None:
         """See ``GuessSource``."""
