@@ -36,7 +36,7 @@ class DraftChooser:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Draft lengths to choose from. Those without guesses come first."""
+        """The options. Those without guesses come first."""
         return self.draft_length.choices
 
     @property

@@ -1,5 +1,8 @@
 """Choose how many tokens to draft, and how to use guesses, by picking whatever gave the most tokens
 per second in similar batches.
+
+In each case (``measured.Case``), promising choices are timed before the fastest one is used. Every
+few cycles, speeds are compared again. Now and then, other choices are timed again.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ the meantime. They are then tried each time the number of cycles has doubled, an
 ``TRY_AGAIN_MOST`` cycles. Trials are rare because each costs about 30 ms for one sequence.
 """
 RETIME = 320
-"""A draft length that nearly won is timed again after this many cycles, because a batch's first
-times are the least reliable.
+"""Once in this many cycles, a choice that nearly won is timed again, because a batch's first times
+are the least reliable.
 """
 DENSE_AGAIN = 8
 """Dense steps are timed again after this many cycles with drafts, then after twice as many, four
@@ -46,13 +49,13 @@ DENSE_NEAR = 0.7
 """Don't bother re-timing dense steps unless the fastest one reached this share of the best speed.
 """
 HOPELESS = 0.95
-"""Don't try a draft length if its expected speed, whether predicted or copied from the nearest
-batch, is below this share of the best speed.
+"""Don't try a choice if its expected speed, whether predicted or estimated from copied times, is
+below this share of the best speed. Nor did a choice nearly win if its speed is below this share.
 """
 
 
 class DraftLength:
-    """Chooses the draft length for each cycle, and how to use guesses.
+    """Chooses the number of drafts for each cycle, and how to use guesses.
 
     Args:
         choices: the options, including 0 (no drafting).
@@ -130,13 +133,14 @@ class DraftLength:
         return choice
 
     def _forget_some_times(self, case: Case, current: Choice | None) -> None:
-        """Forget the times of choices that are due for re-timing: either all the losers, or one
-        that nearly won.
+        """Forget the times of choices that are due for re-timing: either all losers or one that
+        nearly won. In the first case, copied times are forgotten for good, so that every choice is
+        tried again.
         """
         cycle = case.cycles
         if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
-            case.taken_over = {}
-            case.takes_over = False
+            case.copied = {}
+            case.may_copy = False
             for choice in self.choices:
                 if choice != current:
                     self._measured.forget(case, choice)
@@ -152,8 +156,8 @@ class DraftLength:
         self._repeated_case = case
 
     def _try(self, case: Case, choice: Choice) -> Choice:
-        """Try this choice. While waiting for the times of its first cycles, return the fastest
-        known choice instead.
+        """Return this choice, or the fastest known one while the times of the new choice's first
+        cycles have yet to come in.
         """
         if not choice or len(self._measured.seen(case, choice)) >= TRIED:
             return choice
@@ -191,18 +195,18 @@ class DraftLength:
         expected = dict(speed)
         unpredicted = []
         for kind in self._kinds:
-            untimed = [k for k in kind if k not in known]
+            unknown = [k for k in kind if k not in known]
             alike = {k: known[k] for k in kind if k in known}
             predicted = {
                 k: self._measured.speed(case, k, seconds)
-                for k in untimed
+                for k in unknown
                 if (seconds := self._predicted(k, alike, known)) is not None
             }
             if predicted:
                 choice = max(predicted, key=predicted.__getitem__)
                 expected[choice] = predicted[choice]
             else:
-                unpredicted += untimed[:1]
+                unpredicted += unknown[:1]
         promising = [
             k
             for k in sorted(expected, key=lambda k: -expected[k])

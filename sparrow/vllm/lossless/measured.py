@@ -1,8 +1,15 @@
-"""Measurements from a running engine: acceptance, and the cycle times of each draft length.
+"""Measurements from a running engine: acceptance, and how long a cycle takes with each choice
+(``plan.Choice``).
 
 A case groups batches with the same budget and a similar batch size and mean length, each rounded to
-a power of sqrt(2). What has not been timed in a case is estimated from the cases around it, so
-little needs to be timed again as sequences grow and finish.
+a power of sqrt(2). In each case, more and more becomes known about a choice's cycle time:
+
+- at first, it is copied from the cases around this one, if it was measured there;
+- after ``TRIED`` cycles with this choice (more for dense steps), a mean replaces the copy;
+- once the choice is timed (``Measured.is_timed``), its speed is compared with that of others.
+
+Thanks to the copies, hopeless choices need not be timed again as sequences grow and finish.
+Acceptance does not depend on the batch size, so batches of all sizes share what is known about it.
 """
 
 from __future__ import annotations
@@ -19,9 +26,9 @@ from sparrow.vllm.lossless.plan import Choice, Guessed, drafts_of
 
 PROBES = 4
 DENSE_PROBES = 6
-"""Before comparing speeds, time each draft length for ``PROBES`` cycles, and dense decoding for
-``DENSE_PROBES`` steps. Dense decoding is timed more often because everything is compared with it,
-and its times are the noisiest.
+"""Before comparing speeds, time each choice for ``PROBES`` cycles, and dense decoding (choice 0)
+for ``DENSE_PROBES`` steps. Dense decoding is timed more often because everything is compared with
+it, and its times are the noisiest.
 """
 DENSE_ALIKE = 3
 ALIKE = 1.03
@@ -29,12 +36,14 @@ ALIKE = 1.03
 the fastest.
 """
 TRIED = 2
-INTERRUPTED = 2.0
 UNDER_WAY = 3
-"""The chooser tries a new draft length for ``TRIED`` cycles. Until their times come in, it returns
-to the fastest known choice for ``UNDER_WAY`` cycles, because the new length may be slow. Trying it
-for a single cycle isn't enough, because any cycle may be slow by chance. Until it has been timed
-for ``PROBES`` cycles, any that took over ``INTERRUPTED`` times as long as the fastest are ignored.
+"""A new choice is tried for ``TRIED`` cycles. Until their times come in, the next ``UNDER_WAY``
+cycles use the fastest known choice, because the new one may be slow. Trying it for a single cycle
+isn't enough, because any cycle may be slow by chance.
+"""
+INTERRUPTED = 2.0
+"""While a choice has been timed for fewer than ``PROBES`` cycles, ignore those that took over
+``INTERRUPTED`` times as long as its fastest. Something else must have kept the host busy.
 """
 DENSE_LEAD = 0.06
 """To be chosen, drafting must be faster than dense decoding by at least this fraction. When steps
@@ -42,8 +51,8 @@ are host-bound, times vary by about this much, and a wrong choice would make los
 slower than dense decoding.
 """
 GIVE_UP = 0.85
-"""Stop timing a draft length early if even its fastest cycle so far is below this share of the
-dense speed.
+"""Stop timing a choice early if even its fastest cycle so far is below this share of the dense
+speed.
 """
 PRIOR = (9.0, 10.0)
 """Accepted and judged drafts to assume before there are any measurements."""
@@ -67,7 +76,7 @@ GUESSED_SCATTER = 0.5
 FEW_ROWS = 8
 """In batches with fewer rows than this, measurements with guesses are forgotten more slowly."""
 REACH = 2
-"""A case copies the times of other ones at most this many steps away."""
+"""A case copies times from cases at most this many steps away."""
 AROUND = sorted(
     product(range(-REACH, REACH + 1), repeat=2), key=lambda step: (max(map(abs, step)), step)
 )
@@ -94,10 +103,10 @@ class Case:
     seconds: dict[Choice, deque[float]] = field(default_factory=dict)
     # time of the first cycle after a change of choice or budget, in seconds
     first_seconds: dict[Choice, float] = field(default_factory=dict)
-    # cycle times in seconds, copied from the cases around this one
-    taken_over: dict[Choice, float] = field(default_factory=dict)
-    takes_over: bool = True  # whether to copy such times
-    # cycles since each choice was first tried
+    # estimated cycle times in seconds, copied from the cases around this one
+    copied: dict[Choice, float] = field(default_factory=dict)
+    may_copy: bool = True  # whether to copy more of them when batches come back to this case
+    # number of the latest cycle in each choice's latest trial (see ``UNDER_WAY``)
     begun: Counter[Choice] = field(default_factory=Counter)
     in_use: Choice | None = None  # the choice that won the latest comparison
     is_being_timed: bool = False  # whether choices are still being timed
@@ -120,7 +129,7 @@ class Measured:
     def __init__(self, budgets: tuple[float, ...]) -> None:
         self.budgets = budgets
         self.cases: dict[tuple[Batch, int], Case] = {}
-        self._latest: Case | None = None  # the case of the latest batch
+        self._latest_case: Case | None = None
         # accepted and judged drafts, keyed by length and budget
         self._verdicts: dict[tuple[int, int], list[float]] = {}
         # accepted drafts and cycles of choices with guesses, summed over sequences and keyed by
@@ -131,12 +140,12 @@ class Measured:
         return self.cases.get((batch, budget))
 
     def case(self, batch: Batch, budget: int) -> Case:
-        """Return the case for these batches. Whenever batches start to belong to another case than
-        before, that case takes over times from the cases around it. A new case also starts with
-        the cycle counts of the nearest case.
+        """Return the case for these batches. Whenever this is not the same case as in the previous
+        call, it copies times from the cases around it. A new case also starts with the cycle counts
+        of the nearest one.
         """
         case = self.cases.get((batch, budget))
-        if case is not None and case is self._latest:
+        if case is not None and case is self._latest_case:
             return case
         if case is None:
             case = Case(batch, budget)
@@ -145,25 +154,29 @@ class Measured:
                 case.cycles = nearest.cycles
                 case.drafting = nearest.drafting
             self.cases[batch, budget] = case
-        self._latest = case
-        if case.takes_over:
-            self._take_over(case)
+        self._latest_case = case
+        if case.may_copy:
+            self._copy_times(case)
         return case
 
-    def _take_over(self, case: Case) -> None:
-        """Copy times from the cases around this one: each choice's time in the nearest case in
-        which it was timed or, if this case knows nothing of the choice, the time that the nearest
-        case had copied itself. Times of different cases are scaled to each other. What this case
-        had copied before is not scaled again, since estimates would drift otherwise.
+    def _copy_times(self, case: Case) -> None:
+        """Copy times from the cases around this one. For each choice, the first of these counts:
+
+        1. its time in the nearest case that measured it;
+        2. the time that this case copied earlier. It is not scaled again, because estimates would
+           drift if they were scaled whenever batches come back to this case;
+        3. the time that the nearest case has copied.
+
+        Times of different cases are scaled to each other.
         """
         around = list(self._around(case))
-        taken: dict[Choice, float] = {}
+        copied: dict[Choice, float] = {}
         for other in around:
-            taken |= rescaled(self._own(other), taken)
-        taken = case.taken_over | taken
+            copied |= rescaled(self._measured_in(other), copied)
+        copied = case.copied | copied
         for other in around:
-            taken |= rescaled(other.taken_over, taken)
-        case.taken_over = taken
+            copied |= rescaled(other.copied, copied)
+        case.copied = copied
 
     def _around(self, case: Case) -> Iterator[Case]:
         """Yield the other cases around this one that have any times, nearest first. Cases with the
@@ -174,7 +187,7 @@ class Measured:
         for budget in budgets:
             for more_rows, more_length in AROUND:
                 other = self.cases.get(((rows + more_rows, length + more_length), budget))
-                if other is not None and other is not case and (other.seconds or other.taken_over):
+                if other is not None and other is not case and (other.seconds or other.copied):
                     yield other
 
     def add(
@@ -220,16 +233,17 @@ class Measured:
                 counts[:] = GUESSED_PRIOR * counts[0] / counts[1], GUESSED_PRIOR
 
     def known(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle, keyed by choice. Times that were not measured in this case
-        are estimated from those that it took over.
+        """Return the measured or estimated seconds per cycle, keyed by choice. The estimates are
+        copied times, scaled to those that were measured.
         """
-        own = self._own(case)
-        return own | rescaled(case.taken_over, own)
+        here = self._measured_in(case)
+        return here | rescaled(case.copied, here)
 
-    def _own(self, case: Case) -> dict[Choice, float]:
-        """Return the seconds per cycle of the choices that were tried in this case. For drafts, a
-        few cycles are enough, because a cycle's time is known long before acceptance is. The times
-        of dense steps are noisier, and other times are scaled by them, so they take more steps.
+    def _measured_in(self, case: Case) -> dict[Choice, float]:
+        """Return the seconds per cycle of the choices that have been tried in this case. For
+        drafts, a few cycles are enough, because a cycle's time is known long before acceptance is.
+        The times of dense steps are noisier, and other times are scaled by them, so dense decoding
+        counts only once it is timed.
         """
         return {
             k: typical(of) if len(of) >= PROBES or not k else uninterrupted(of)
@@ -238,7 +252,9 @@ class Measured:
         }
 
     def is_timed(self, case: Case, choice: Choice) -> bool:
-        """Return whether a choice was timed often enough, or is clearly too slow."""
+        """Return whether a choice was timed in this case often enough for a comparison, or is
+        clearly too slow.
+        """
         times = case.seconds.get(choice, ())
         if not choice:
             alike = len(times) >= DENSE_ALIKE and max(times) <= ALIKE * min(times)
@@ -250,7 +266,7 @@ class Measured:
             return False
         dense = self.speed(case, 0, typical(case.seconds[0]))
         # With guesses, a few cycles say little about acceptance.
-        at_first = self._untried(case.batch[1], case.budget, choice)
+        at_first = self._tokens_at_first(case.batch[1], case.budget, choice)
         return max(self.tokens(case, choice), at_first) < GIVE_UP * dense * min(seen)
 
     def _is_clear(self, case: Case, choice: Choice) -> bool:
@@ -320,19 +336,20 @@ class Measured:
             ),
             default=None,
         )
-        expected = self._untried(length, budget, choice)
+        expected = self._tokens_at_first(length, budget, choice)
         weight = GUESSED_PRIOR
         if nearest is not None:
             accepted, cycles = self._yields[nearest]
-            expected *= (1 + accepted / cycles) / self._untried(*nearest)
+            expected *= (1 + accepted / cycles) / self._tokens_at_first(*nearest)
             if nearest[1:] == (budget, choice):
                 weight = min(GUESSED_NEAR, cycles)
         return [weight * min(max(expected - 1, 0.0), choice.drafts), weight]
 
-    def _untried(self, length: int, budget: int, choice: Choice) -> float:
-        """Return the expected number of tokens per sequence per cycle for a choice that has not
-        been tried. Acceptance with guesses is assumed to be the same as without. For guesses alone,
-        it is assumed to be ``PRIOR``, because the actor does not draft them.
+    def _tokens_at_first(self, length: int, budget: int, choice: Choice) -> float:
+        """Return the number of tokens per sequence per cycle that the acceptance of single drafts
+        suggests. With guesses, this is only a first estimate: acceptance is assumed to be the same
+        as without. For guesses alone, it is assumed to be ``PRIOR``, because the actor does not
+        draft them.
         """
         is_alone = isinstance(choice, Guessed) and choice.alone
         accepted, judged = PRIOR if is_alone else self.judged(length, budget)
@@ -344,7 +361,7 @@ class Measured:
         if isinstance(choice, Guessed):
             accepted, cycles = self.yielded(length, case.budget, choice)
             return 1 + accepted / cycles
-        return self._untried(length, case.budget, choice)
+        return self._tokens_at_first(length, case.budget, choice)
 
     def speed(self, case: Case, choice: Choice, seconds: float) -> float:
         """Return the tokens per second per sequence with this choice. Dense decoding gets a head
@@ -354,11 +371,13 @@ class Measured:
         return lead * self.tokens(case, choice) / seconds
 
     def speeds(self, case: Case) -> dict[Choice, float]:
-        """Return the tokens per second per sequence for each choice timed in this case."""
-        return {k: self.speed(case, k, seconds) for k, seconds in self._own(case).items()}
+        """Return the tokens per second per sequence for each choice tried in this case."""
+        return {k: self.speed(case, k, seconds) for k, seconds in self._measured_in(case).items()}
 
     def expected_speeds(self, case: Case) -> dict[Choice, float]:
-        """Return the measured or expected tokens per second per sequence for each choice."""
+        """Return the tokens per second per sequence for each choice whose cycle time has been
+        measured in this case or can be estimated.
+        """
         return {k: self.speed(case, k, seconds) for k, seconds in self.known(case).items()}
 
 
@@ -372,8 +391,12 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
 def rescaled(
     expected: Mapping[Choice, float], timed: Mapping[Choice, float]
 ) -> dict[Choice, float]:
-    """Return the expected times of the choices that were not timed, adjusted to the times of those
-    that were.
+    """Adjust expected cycle times to more reliable ones. Return the adjusted times of the choices
+    that have no reliable one.
+
+    Args:
+        expected: times from another case, keyed by choice.
+        timed: the more reliable times, keyed by choice.
     """
     both = expected.keys() & timed.keys()
     untimed = {k: seconds for k, seconds in expected.items() if k not in timed}
@@ -404,7 +427,9 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 def uninterrupted(seconds: Collection[float]) -> float:
-    """Return the mean of the times, without cycles that a pause of the host must have prolonged."""
+    """Return the mean of the times, without cycles that a pause of the host must have prolonged.
+    ``typical`` would not drop any of so few times.
+    """
     longest = INTERRUPTED * min(seconds)
     return fmean(time for time in seconds if time <= longest)
 
