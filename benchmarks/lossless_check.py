@@ -1,14 +1,14 @@
 """Check on a GPU that lossless mode in vLLM samples from the dense model's distribution.
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] \\
-        [--draft-weights fp8] [--cache fp8] [--mixture] [--guess-tokens 3 [--head]] [--vary] \\
-        --out FILE
-    python benchmarks/lossless_check.py samples [--count 1000000] [--guess-tokens 2 [--head]] \\
-        [--vary] --out samples.json
+        [--draft-weights fp8] [--cache fp8] [--mixture] \\
+        [--guess-tokens 3 [--head [--lookup-min 2]]] [--vary] --out FILE
+    python benchmarks/lossless_check.py samples [--count 1000000] \\
+        [--guess-tokens 2 [--head [--lookup-min 2]]] [--vary] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 All models are random, and drafts are accepted or rejected as in real use. With ``--head``, guesses
-come from a random EAGLE-3 head instead of from history.
+come from a random EAGLE-3 head instead of from history, and with ``--lookup-min``, from both.
 
 - ``equal`` compares log-probs with transformers in float32, using the yardstick of
   ``vllm_check.py``. It also compares greedy tokens with stock vLLM's. Where they first differ, it
@@ -127,6 +127,7 @@ def equal(arguments: argparse.Namespace) -> None:
             draft_weights=arguments.draft_weights,
             guess_tokens=arguments.guess_tokens,
             guess_head=random_head(arguments, folder),
+            guess_lookup_min=arguments.lookup_min,
         )
         truths = [
             HFEngine(load(path, "float32").cuda(), UNBOUNDED, eos_ids=[])
@@ -365,6 +366,7 @@ def samples(arguments: argparse.Namespace) -> None:
             adapt_draft_tokens=arguments.vary,
             guess_tokens=arguments.guess_tokens,
             guess_head=random_head(arguments, Path(folder)),
+            guess_lookup_min=arguments.lookup_min,
         ).to_dict()
         share = -(-arguments.count // arguments.processes)
         parts = [
@@ -413,6 +415,13 @@ def main() -> None:
         help="take guesses from a random EAGLE-3 head instead of history (for equal and samples)",
     )
     command.add_argument(
+        "--lookup-min",
+        type=int,
+        default=0,
+        help="with --head, take guesses from history where so many tokens repeat (for equal and "
+        "samples)",
+    )
+    command.add_argument(
         "--vary",
         action="store_true",
         help="randomly change the number of drafts, and how guesses are used, between cycles (for "
@@ -434,6 +443,8 @@ def main() -> None:
         )
     if arguments.head and not arguments.guess_tokens:
         command.error("--head needs --guess-tokens, such as 3")
+    if arguments.lookup_min and not arguments.head:
+        command.error("--lookup-min needs --head")
     if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
         command.error(
             f"{arguments.what} does not support --cache or --draft-weights; leave them out, "
