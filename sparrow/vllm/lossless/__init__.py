@@ -7,6 +7,7 @@ the drafts read (``draft_budget``). The chooser's decisions are based on the tim
 rates ``measured`` so far. A ``plan`` carries each decision to the workers. In a worker, vLLM calls
 the ``speculator``, and a ``drafter`` proposes tokens. The default is the ``sparse_drafter``, which
 uses the policy's weights or a copy of them (``draft_weights``); the ``cascade`` also uses
-``guesses``, from ``history`` or from a trained ``head``. ``graphs`` lists a cycle's CUDA graphs,
-``verify`` samples tokens independently of the drafts, and ``meter`` measures draft acceptance.
+``guesses``, from ``history``, from a trained ``head``, or from both (``mixed``). ``graphs`` lists a
+cycle's CUDA graphs, ``verify`` samples tokens independently of the drafts, and ``meter`` measures
+draft acceptance.
 """
