@@ -354,8 +354,8 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "mixed4_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 4},
 }
 """Lossless settings for the other arms of ``real``. An arm that isn't adaptive drafts and guesses
-in every cycle. In a ``mixed`` arm, history guesses where at least so many tokens repeat, and the head
-elsewhere.
+in every cycle. In a ``mixed`` arm, history guesses where at least so many tokens repeat, and the
+head elsewhere.
 """
 WITH_HEAD = (
     "eagle3",

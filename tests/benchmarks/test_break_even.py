@@ -126,7 +126,9 @@ class Children:
 
     def __init__(self, clock, seconds, failing=()):
         self.clock, self.seconds, self.failing = clock, seconds, failing
-        self.measured, self.ended, self.events = [], [], []
+        self.measured = []
+        self.ended = []
+        self.events = []
 
     def __call__(self, arguments, drafter, folder):
         made = Child()

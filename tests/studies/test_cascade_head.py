@@ -133,7 +133,8 @@ def test_guesses_are_kept_up_to_the_first_wrong_one(study):
 
 
 def test_history_replaces_the_head_only_where_enough_tokens_repeat(study):
-    prompt, response = [5, 6, 7, 8], [6, 7, 8, 9, 9]
+    prompt = [5, 6, 7, 8]
+    response = [6, 7, 8, 9, 9]
     by_head = np.array([2, 3, 0, 1, 1])
     # Before tokens 1, 2 and 3, the last one, two and three tokens have occurred before.
     mixed = [study.head.kept_by_mix(prompt, response, by_head, 3, least) for least in (1, 2, 3, 8)]

@@ -85,7 +85,8 @@ def test_guesses_match_the_reference(at_once):
     made = torch.arange(B) % 8 * (length > 8)  # drafts among these tokens
     expected = guess(history.long()[:, None], length[:, None], m)
 
-    found, matched = torch.full((B, m), -7), torch.full((B,), -7, dtype=torch.int32)
+    found = torch.full((B, m), -7)
+    matched = torch.full((B,), -7, dtype=torch.int32)
     cascade_kernels.look_up_kernel[(B,)](
         (length - made).int(),
         made.int(),

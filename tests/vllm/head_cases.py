@@ -55,7 +55,8 @@ class Guesses:
         self.rows = []
         self.alone = []  # the rows of cycles without passes
         self.worker = None
-        guess, guess_alone = kind.guess, kind.guess_alone
+        guess = kind.guess
+        guess_alone = kind.guess_alone
 
         def collected(source, rows):
             guess(source, rows)
@@ -72,7 +73,9 @@ class Guesses:
 
     def _collect(self, source, rows, number):
         head = source._head if isinstance(source, MixedSource) else source
-        vllm, cycle, m = head._vllm, head._cycle, getattr(head, number)
+        vllm = head._vllm
+        cycle = head._cycle
+        m = getattr(head, number)
         text = self.worker.model_runner.req_states.all_token_ids.gpu
         for row in range(rows):
             length, made = int(cycle.length_R[row]), int(cycle.made_R[row])
@@ -148,7 +151,8 @@ def test_history_guesses_where_enough_tokens_repeat_and_the_head_elsewhere(
     by_head = [row for row, repeats in zip(seen.rows, repeated, strict=True) if not repeats]
     assert len(by_history) > 20
     for known, _, guesses in by_history:
-        tokens, length = torch.tensor([[known]]), torch.tensor([[len(known)]])
+        tokens = torch.tensor([[known]])
+        length = torch.tensor([[len(known)]])
         assert guess(tokens, length, len(guesses)).tolist() == [guesses]
     assert assert_as_the_reference(head, by_head, every=1) > 20
 
@@ -159,7 +163,8 @@ class Constant:
     def __init__(self, first, matched=()):
         self.guesses_RG = torch.zeros(3, 2, dtype=torch.int64)
         self.matched_R = torch.zeros(3, dtype=torch.int32)
-        self._first, self._matched = first, matched
+        self._first = first
+        self._matched = matched
 
     def _write(self, token, rows):
         self.guesses_RG[:rows] = self._first + token

@@ -473,7 +473,8 @@ def test_copied_times_do_not_drift_while_batches_alternate_between_cases():
     and every case copies it.
     """
     for seed in range(5):
-        times, rng = measured.Measured((1.0,)), random.Random(seed)
+        times = measured.Measured((1.0,))
+        rng = random.Random(seed)
         batches = [(rows, length) for rows in range(8, 11) for length in range(20, 23)]
         first = times.case(batches[0], 0)
         for _ in range(measured.PROBES):
@@ -683,12 +684,17 @@ def rollout(chooser, text, machine, lengths, prompt, rng):
     best choice. The measurements of a cycle are known when the next one has been planned, unless a
     response ended.
     """
-    lengths, done = np.array(lengths), np.zeros(len(lengths))
-    tokens, seconds, ideal = tokens_of_stages(tuple(text.items())), 0.0, 0.0
-    choice, last, rows_before = 0, None, 0
+    lengths = np.array(lengths)
+    done = np.zeros(len(lengths))
+    tokens = tokens_of_stages(tuple(text.items()))
+    seconds = ideal = 0.0
+    choice = 0
+    last = None
+    rows_before = 0
     while (done < lengths).any():
         (running,) = np.nonzero(done < lengths)
-        rows, length = len(running), prompt + done[running].mean()
+        rows = len(running)
+        length = prompt + done[running].mean()
         following = chooser.plan(rows, length).choice
         took = stage_time(choice, **machine) * max(0.7, rng.normal(1, 0.08))
         accepted = accepted_of(choice, rows, rng, **text)
@@ -701,7 +707,9 @@ def rollout(chooser, text, machine, lengths, prompt, rng):
         done[running] += accepted + 1
         seconds += took
         ideal += tokens[choice] / max(tokens[k] / stage_time(k, **machine) for k in STAGES)
-        choice, last, rows_before = following, choice, rows
+        last = choice
+        choice = following
+        rows_before = rows
     return ideal / seconds
 
 
@@ -712,7 +720,9 @@ def test_the_fastest_stage_is_found_while_responses_end_one_after_another(prompt
     """
     shares = []
     for seed in range(4):
-        chooser, rng, found = DraftChooser(STAGES), np.random.default_rng(seed), []
+        chooser = DraftChooser(STAGES)
+        rng = np.random.default_rng(seed)
+        found = []
         for _ in range(3):
             lengths = np.minimum(1024, rng.lognormal(np.log(typical_length), 0.7, 48)).astype(int)
             found.append(rollout(chooser, EASY, SMALL, lengths, prompt, rng))
