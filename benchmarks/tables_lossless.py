@@ -324,8 +324,8 @@ def short_contexts_runs() -> str:
     control = min(row["control"][0] for row in rows)
     return (
         f"Of the {len(ratios)} ratios of individual runs, {slow} are below 0.98, and the lowest is "
-        f"{min(ratios):.3f}. A second stock engine is up to {100 * (1 - control):.1f} % slower than the "
-        f"first.\n"
+        f"{min(ratios):.3f}. A second stock engine is up to {100 * (1 - control):.1f} % slower than "
+        "the first.\n"
     )
 
 

@@ -86,9 +86,9 @@ class LosslessSettings:
     # Lossless in vLLM: an EAGLE-3 head for the model, as a folder or a name on the Hugging Face
     # Hub. Guesses then come from the head instead of from history.
     guess_head: str | None = None
-    # Lossless in vLLM, with guess_head: guesses come from history after all where at least this
-    # many of the latest tokens (at most 8) occurred earlier in the sequence. With 0, all guesses
-    # come from the head.
+    # Lossless in vLLM, with guess_head: history guesses in place of the head wherever at least this
+    # many of the latest tokens (at most 8) occurred earlier in the sequence. With 0, the head makes
+    # all guesses.
     guess_lookup_min: Annotated[int, AtLeast(0)] = 0
     # Lossless: draw drafts with the same random numbers as the final tokens. A seed then yields the
     # same tokens as dense decoding (up to rounding), no matter what is drafted, but fewer drafts

@@ -324,9 +324,7 @@ def check(vllm_config: Any) -> None:
     if decoding.guess_tokens:
         source = "history" if decoding.guess_head is None else f"the head {decoding.guess_head!r}"
         if decoding.guess_lookup_min:
-            source += (
-                f" (from history where {decoding.guess_lookup_min} or more tokens occurred before)"
-            )
+            source += f", or from history where {decoding.guess_lookup_min} or more tokens repeat,"
         guesses = f"{decoding.guess_tokens} guesses from {source} ({model.pass_kernels})"
         steps = (
             f"sparse steps, one sparse pass over {guesses} for every {DRAFTS_PER_PASS} drafts, or "

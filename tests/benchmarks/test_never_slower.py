@@ -70,8 +70,8 @@ def test_ratios_compare_engines_of_the_same_round(scripts, tmp_path, monkeypatch
     path.write_text(json.dumps({"sessions": [session]}))
     assert tables.never_slower_mean() == (
         "The geometric mean over all rounds of all rows, with its standard error, is "
-        "1.342 ± 0.150 (lossless mode) and 1.075 ± 0.025 (lossy mode). In lossy mode, ratios of the "
-        "same row differ by up to 5 %.\n"
+        "1.342 ± 0.150 (lossless mode) and 1.075 ± 0.025 (lossy mode). In lossy mode, ratios of "
+        "the same row differ by up to 5 %.\n"
     )
     lines = [line.strip("| ").split(" | ") for line in tables.never_slower().splitlines()[2:]]
     about = ["SmolLM2-135M", "0.33.0", "H200", "512 x 128 + 512"]

@@ -190,7 +190,8 @@ def test_difference_from_dense_is_between_equal_seeds(study):
 
     runs = [run("dense", 0, 0.2), run("dense", 1, 0.6), run("p80", 0, 0.1), run("p80", 1, 0.3)]
     # Two pairs differ by -0.1 and -0.3: a paired t-interval with one degree of freedom.
-    low, high = -0.2 - 12.7062 * 0.1, -0.2 + 12.7062 * 0.1
+    low = -0.2 - 12.7062 * 0.1
+    high = -0.2 + 12.7062 * 0.1
     found = study.training_summary.minus_dense([*runs, run("p86", 2, 0.9)], 1)
     assert found == {"p80": [-0.2, pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3)]}
     # A third dense run shares no seed with p80, so it changes nothing.
