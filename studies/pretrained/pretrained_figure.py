@@ -1,4 +1,5 @@
-"""Draw the figure in docs/pretrained.md: reward by training step, and the acceptance tail by length.
+"""Draw the figure in docs/pretrained.md: reward by wall-clock time and by training step, and the
+acceptance tail by length.
 
 python studies/pretrained/pretrained_figure.py    # writes docs/figures/pretrained.png from results
 """
@@ -6,11 +7,12 @@ python studies/pretrained/pretrained_figure.py    # writes docs/figures/pretrain
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -30,20 +32,41 @@ SMOOTH = 5
 """How many steps to smooth rewards over."""
 
 
-def draw_rewards(ax: Axes, runs: Sequence[Row]) -> None:
+def colors_of(runs: Sequence[Row]) -> dict[str, str]:
+    """Return the color of each arm, the same in all panels."""
+    return dict(zip(by_arm(runs), (INK, *SERIES), strict=False))
+
+
+def smoothed(values: ArrayLike) -> NDArray[np.float64]:
+    """Return the mean of every ``SMOOTH`` successive values."""
+    return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid")
+
+
+def draw_clock(ax: Axes, runs: Sequence[Row], colors: Mapping[str, str]) -> None:
+    """Draw the actor's reward by minutes of training: a thin line per run, and a smoothed one."""
+    for run in runs:
+        minutes = np.array(run["clock"]) / 60
+        color = colors[run["arm"]]
+        ax.plot(minutes, run["reward"], color=color, lw=0.7, alpha=0.45)
+        ax.plot(smoothed(minutes), smoothed(run["reward"]), color=color, lw=2.2, label=run["arm"])
+    ax.set(xlabel="minutes of training", ylabel="reward of the rollouts", ylim=(0, 1.03))
+    ax.set_xlim(0, None)
+    ax.legend(loc="lower right", fontsize=7)
+
+
+def draw_rewards(ax: Axes, runs: Sequence[Row], colors: Mapping[str, str]) -> None:
     """Draw the actor's reward by step: a thin line per run, and each arm's mean over seeds,
     smoothed, for as many steps as all of its runs completed.
     """
-    for (arm, some), color in zip(by_arm(runs).items(), (INK, *SERIES), strict=False):
+    for arm, some in by_arm(runs).items():
         for run in some:
             steps = np.arange(1, len(run["reward"]) + 1)
-            ax.plot(steps, run["reward"], color=color, lw=0.7, alpha=0.45)
+            ax.plot(steps, run["reward"], color=colors[arm], lw=0.7, alpha=0.45)
         fewest = min(len(run["reward"]) for run in some)
-        mean = np.mean([run["reward"][:fewest] for run in some], axis=0)
-        smooth = np.convolve(mean, np.ones(SMOOTH) / SMOOTH, "valid")
+        smooth = smoothed(np.mean([run["reward"][:fewest] for run in some], axis=0))
         middle = np.arange(len(smooth)) + (SMOOTH + 1) / 2
         seeds = f"{len(some)} seed{'s' if len(some) > 1 else ''}"
-        ax.plot(middle, smooth, color=color, lw=2.2, label=f"{arm} ({seeds})")
+        ax.plot(middle, smooth, color=colors[arm], lw=2.2, label=f"{arm} ({seeds})")
     ax.set(xlabel="training step", ylabel="reward of the rollouts", ylim=(0, 1.03), xlim=(0, None))
     ax.legend(loc="lower right", fontsize=7)
 
@@ -69,11 +92,16 @@ def draw_tail(ax: Axes, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Draw the figure. The same results always produce an identical file."""
+    timed = load("pretrained_training_clock")["runs"]
+    runs = load("pretrained_training_story")["runs"]
+    colors = colors_of([*runs, *timed])
     with plt.rc_context(MATPLOTLIB):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.1), layout="constrained")
-        draw_rewards(left, load("pretrained_training_story")["runs"])
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.1), layout="constrained")
+        draw_clock(left, timed, colors)
+        draw_rewards(middle, runs, colors)
         draw_tail(right, load("pretrained_acceptance")["rows"])
-        left.set_title("What training earns", loc="left", fontsize=10)
+        left.set_title("What training earns by the clock", loc="left", fontsize=10)
+        middle.set_title("What training earns by step", loc="left", fontsize=10)
         right.set_title("How far the lossy actor is from the policy", loc="left", fontsize=10)
         figure.savefig(PATH, dpi=130)
         plt.close(figure)

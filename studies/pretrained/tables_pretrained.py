@@ -184,6 +184,53 @@ def long_training() -> str:
     return table([*head, "held-out score before", "after"], rows)
 
 
+LAST = 10
+"""The table of times averages the reward over so many steps."""
+
+
+def training_clock() -> str:
+    """Tabulate the training runs that had a GPU to themselves: how long their steps take, and the
+    reward after equally many steps and after the same time. Runs are compared with the dense run
+    that has the same seed.
+    """
+    runs = load("pretrained_training_clock")["runs"]
+    dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
+    steps = min(len(run["reward"]) for run in runs)
+    end = min(run["clock"][-1] for run in runs)
+    rows = []
+    for run in runs:
+        base = dense[run["seed"]]
+        seconds = run["seconds"]
+        by_then = sum(time <= end for time in run["clock"])
+        rollout = run["rollout_tokens_per_s"]
+        whole = run["seconds_per_1000_tokens"]
+        rows.append(
+            [
+                run["arm"],
+                len(run["reward"]),
+                interval(seconds["step"], 1),
+                *(f"{seconds[part]:.1f}" for part in ("rollout", "update", "other")),
+                f"{run['tokens_per_response']:,}",
+                f"{rollout:,} ({rollout / base['rollout_tokens_per_s']:.2f}x)",
+                f"{whole:.3f} ({base['seconds_per_1000_tokens'] / whole:.2f}x)",
+                f"{_last(run, steps):.3f}",
+                f"{_last(run, by_then):.3f}",
+            ]
+        )
+    head = ["rollouts", "steps", "seconds per step", "of which rollout", "update", "other"]
+    head += ["tokens per response", "rollout, tokens/s (relative to dense)"]
+    head += ["step, seconds per 1,000 tokens (speed relative to dense)"]
+    head += [f"mean reward of steps {steps - LAST + 1} to {steps}"]
+    head += [f"of the last {LAST} steps in {end / 60:.1f} minutes"]
+    return table(head, rows)
+
+
+def _last(run: Row, steps: int) -> float:
+    """Return the mean reward of the last ``LAST`` of a run's first ``steps`` steps."""
+    some: list[float] = run["reward"][:steps][-LAST:]
+    return sum(some) / len(some)
+
+
 def training_p5() -> str:
     """Tabulate p5 by length in training: the means of the first and last three steps that arms are
     compared over, and the lowest p5 of any step. Schedules also have the p5 that calibration found.

@@ -3,11 +3,16 @@ table.
 
     python studies/pretrained/training_summary.py runs/story \\
         --out benchmarks/results/pretrained_training_story.json
+    python studies/pretrained/training_summary.py runs/clock --clock \\
+        --out benchmarks/results/pretrained_training_clock.json
 
 Arms are compared over the steps that all runs completed. Differences from dense rollouts and their
 95 % intervals come from a linear model with an effect per arm and per seed, so they compare runs
 with the same seed. The model assumes that all runs scatter equally around it. All other intervals
 over seeds are 95 % t-intervals.
+
+With ``--clock``, for runs that had a GPU to themselves, the summary says how long steps and their
+parts take, and leaves out p5 by length and the length of each step's responses.
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ from stability_statistics import (  # noqa: E402
     t_interval,
 )
 
+WARM_UP = 3
+"""How many steps at the start of a run are not timed."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,6 +50,7 @@ class Options:
 
     runs: tyro.conf.Positional[Path]  # The folder of run directories.
     out: Path  # The JSON file of results.
+    clock: bool = False  # Report the times of steps instead of series by length.
     trained_on: str | None = None  # The machine that performed the runs, if not this one.
 
 
@@ -84,6 +93,31 @@ def drafts(steps: Sequence[Run]) -> dict[str, Any]:
     return {
         "tokens_per_cycle": round(float(np.mean([row["tokens_per_cycle"] for row in found])), 2),
         "accepted": round(accepted / drafted, 3),
+    }
+
+
+def times(folder: Path) -> dict[str, Any]:
+    """Return how long a run's steps after the first ``WARM_UP`` took. Seconds are medians, for whole
+    steps with the 10th and the 90th percentile. Tokens are those of responses, over all these steps.
+
+    Raises ValueError if there are no such steps.
+    """
+    steps = logged_rows(folder / "metrics.jsonl")[WARM_UP:]
+    if not steps:
+        raise ValueError(f"{folder} has no step after the first {WARM_UP}; let it run for longer")
+    spent = [row["seconds"] for row in steps]
+    parts = {name: np.array([seconds[name] for seconds in spent]) for name in ("rollout", "update")}
+    whole = np.array([sum(seconds.values()) for seconds in spent])
+    parts["other"] = whole - parts["rollout"] - parts["update"]
+    tokens = sum(row["response"]["tokens"] for row in steps)
+    return {
+        "seconds": {
+            "step": rounded(np.percentile(whole, (50, 10, 90)).tolist(), 2),
+            **{name: round(float(np.median(part)), 2) for name, part in parts.items()},
+        },
+        "tokens_per_response": round(float(np.mean([row["response"]["mean"] for row in steps]))),
+        "rollout_tokens_per_s": round(tokens / float(parts["rollout"].sum())),
+        "seconds_per_1000_tokens": round(1000 * float(whole.sum()) / tokens, 4),
     }
 
 
@@ -215,9 +249,17 @@ def shown(value: list[float | None] | None) -> str:
     return f"{mean:.3f}" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
+def timed(run: Run, folder: Path) -> Run:
+    """Return a run's series with the times of its steps instead of series by length."""
+    kept = {name: value for name, value in run.items() if name not in ("bins", "tokens")}
+    return kept | times(folder / f"{run['arm']}-{run['seed']}")
+
+
 def main(options: Options) -> None:
     """Write the summary, and print the table."""
     found = summary(options.runs)
+    if options.clock:
+        found["runs"] = [timed(run, options.runs) for run in found["runs"]]
     where = {"machine": options.trained_on} if options.trained_on else {}
     save(options.out, {**where, **found})
     values = ("reward_end", "reward_minus_dense", "held_out_end", "lowest_p5")

@@ -222,12 +222,92 @@ def test_training_tables_show_every_seed(study, monkeypatch):
     ]
 
 
-def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study, tmp_path, monkeypatch):
+def timed_run(arm, clock, **more):
+    """Return a run as in the clock summary. Its reward rises by 0.02 per step."""
+    reward = [round(0.02 * i, 2) for i in range(len(clock))]
+    times = {"seconds": {"step": [10.04, 8.0, 12.0], "rollout": 6.0, "update": 3.0, "other": 1.0}}
+    speeds = {"rollout_tokens_per_s": 1000, "seconds_per_1000_tokens": 0.2}
+    series = {"reward": reward, "clock": clock, "tokens_per_response": 1234}
+    return {"arm": arm, "seed": 3, **series, **times, **speeds, **more}
+
+
+def test_the_clock_summary_times_the_steps_after_the_first_three(study, tmp_path):
+    summary = study.training_summary
+    run_directory(tmp_path / "dense-3", [0.1] * 3, 0.99)
+    with pytest.raises(ValueError, match="dense-3 has no step after the first 3; let it run"):
+        summary.times(tmp_path / "dense-3")
+
+    rows = [
+        {
+            "step": i,
+            "response": {"mean": 100.0 * i, "tokens": 1000.0 * i},
+            "seconds": {"rollout": rollout, "score": 1.0, "update": 2.0, "sync": 0.5},
+        }
+        for i, rollout in enumerate((90.0, 90.0, 90.0, 2.0, 4.0, 12.0), 1)
+    ]
+    path = tmp_path / "dense-3/metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = summary.times(tmp_path / "dense-3")
+    # steps of 5.5, 7.5 and 15.5 seconds, with 4,000, 5,000 and 6,000 tokens
+    assert found["seconds"] == {
+        "step": [7.5, 5.9, 13.9],
+        "rollout": 4.0,
+        "update": 2.0,
+        "other": 1.5,
+    }
+    assert found["tokens_per_response"] == 500
+    assert found["rollout_tokens_per_s"] == round(15_000 / 18)
+    assert found["seconds_per_1000_tokens"] == round(28.5 / 15, 4)
+
+
+def test_only_the_clock_summary_has_times_and_only_the_other_has_lengths(
+    study, tmp_path, monkeypatch, capsys
+):
+    for arm in ("dense", "p86"):
+        run_directory(
+            tmp_path / f"{arm}-3",
+            [0.1] * 4,
+            0.9,
+            response={"mean": 100.0, "tokens": 800.0},
+            seconds={"rollout": 2.0, "update": 1.0},
+        )
+    for is_clock in (False, True):
+        out = tmp_path / f"{is_clock}.json"
+        study.training_summary.main(
+            study.training_summary.Options(runs=tmp_path, out=out, clock=is_clock)
+        )
+        runs = json.loads(out.read_text())["runs"]
+        assert [run["arm"] for run in runs] == ["dense", "p86"]
+        assert all(run["clock"] == [3, 6, 9, 12] for run in runs)
+        for name in ("bins", "tokens"):
+            assert all((name in run) != is_clock for run in runs)
+        for name in ("seconds", "rollout_tokens_per_s", "seconds_per_1000_tokens"):
+            assert all((name in run) == is_clock for run in runs)
+    assert "| p86 | 1 | 4 |" in capsys.readouterr().out
+
+
+def test_the_clock_table_compares_rewards_at_equal_steps_and_at_equal_times(study, monkeypatch):
+    tables = study.tables_pretrained
+    slow = timed_run("dense", [30 * i for i in range(1, 21)])
+    fast = timed_run("lossless", [20 * i for i in range(1, 41)], rollout_tokens_per_s=1500)
+    fast["seconds_per_1000_tokens"] = 0.16
+    monkeypatch.setattr(tables, "load", lambda name: {"runs": [slow, fast]})
+    head, _, *rows = tables.training_clock().splitlines()
+    assert head.endswith("| mean reward of steps 11 to 20 | of the last 10 steps in 10.0 minutes |")
+    times = "10.0 [8.0, 12.0] | 6.0 | 3.0 | 1.0 | 1,234"
+    # in ten minutes, the slow run makes 20 steps, and the fast one 30
+    assert rows == [
+        f"| dense | 20 | {times} | 1,000 (1.00x) | 0.200 (1.00x) | 0.290 | 0.290 |",
+        f"| lossless | 40 | {times} | 1,500 (1.50x) | 0.160 (1.25x) | 0.290 | 0.490 |",
+    ]
+
+
+def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study):
     figure = study.pretrained_figure
     _, ax = figure.plt.subplots()
     runs = [{"arm": arm, "reward": [0.1, 0.2, 0.3, 0.4, 0.5]} for arm in ("dense", "p80", "p80")]
     runs[2]["reward"] = [0.5] * 6
-    figure.draw_rewards(ax, runs)
+    figure.draw_rewards(ax, runs, figure.colors_of(runs))
     dense, dense_mean, one, other, mean = ax.lines
     assert dense.get_color() == dense_mean.get_color() != one.get_color()
     assert one.get_color() == other.get_color() == mean.get_color()
@@ -235,6 +315,27 @@ def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study, tmp_
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["dense (1 seed)", "p80 (2 seeds)"]
 
+
+def test_figure_shows_rewards_by_the_clock_in_the_colors_of_the_other_panel(
+    study, tmp_path, monkeypatch
+):
+    figure = study.pretrained_figure
+    _, ax = figure.plt.subplots()
+    runs = [timed_run(arm, [60 * i for i in range(1, 7)]) for arm in ("dense", "p86")]
+    colors = {"dense": "black", "p80": "red", "p86": "green"}
+    figure.draw_clock(ax, runs, colors)
+    assert [line.get_color() for line in ax.lines] == ["black", "black", "green", "green"]
+    thin, smooth, *_ = (line.get_xydata().tolist() for line in ax.lines)
+    assert thin[1] == [2, 0.02] and len(thin) == 6
+    assert smooth == [[3, pytest.approx(0.04)], [4, pytest.approx(0.06)]]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["dense", "p86"]
+
+    load = figure.load
+    monkeypatch.setattr(
+        figure,
+        "load",
+        lambda name: {"runs": runs} if name == "pretrained_training_clock" else load(name),
+    )
     monkeypatch.setattr(figure, "PATH", tmp_path / "figure.png")
     figure.main()
     assert figure.PATH.stat().st_size > 10_000
