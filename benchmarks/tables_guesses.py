@@ -6,12 +6,20 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import predicted
 from common import RESULTS, SHAPES, Row, table
+from never_slower import Cell
 
 PASS_TOKENS = (1, 2, 4, 8)
 WEIGHTS = {"lossless": "16", "fp8": "8"}
 """Maps arms of ``cascade.py synthetic`` to the bits of the weights that drafts use."""
 REAL = "cascade_real_smollm2"
+SHAPE = "smollm2-135m"
+PROMPT = 2048
+NEW = 1024
+"""Tokens per prompt and response where prompts are cut from a text. Where they are questions,
+lengths were not recorded.
+"""
 REAL_ARMS = {
     "ngram": "stock, n-gram",
     "eagle3": "stock, head",
@@ -164,22 +172,55 @@ def average(rows: Sequence[Row], name: str) -> str:
     if not all(name in row for row in rows):
         return ""
     digits = 3 if name == "acceptance" else 2
-    return f"{sum(row[name] for row in rows) / len(rows):.{digits}f}"
+    return f"{mean(rows, name):.{digits}f}"
+
+
+def mean(rows: Sequence[Row], name: str) -> float:
+    """Return the mean of a value over all repeats."""
+    return float(sum(row[name] for row in rows)) / len(rows)
+
+
+def predictions(stock: Row, lossless: Sequence[Row]) -> list[str]:
+    """Return what the cost model predicts for a text: stock vLLM's tokens per second and, at the
+    measured acceptance and tokens per cycle, the relative speed of lossless mode. The cells are
+    empty if these or the lengths of responses are not known.
+    """
+    names = YIELDS["adaptive"]
+    is_measured = bool(lossless) and all(name in row for row in lossless for name in names)
+    if Path(stock["text"]).suffix == ".jsonl" or not is_measured:
+        return ["", ""]
+    cell = Cell(stock["tokens"] // NEW, PROMPT, NEW)
+    drafting = predicted.like(*(mean(lossless, name) for name in names))
+    dense = predicted.tokens_per_s(SHAPE, cell)
+    ratio = predicted.lossless_tokens_per_s(SHAPE, cell, [drafting]) / dense
+    return [f"{dense:,.0f}", f"{ratio:.2f}x"]
 
 
 def real_speed() -> str:
-    """One row per text and temperature: each arm's speed relative to stock vLLM."""
+    """One row per text and temperature: each arm's speed relative to stock vLLM, and what the cost
+    model predicts for stock vLLM and lossless mode.
+    """
     run = real_run()
     arms = [arm for arm in REAL_ARMS if arm in run]
     rows = []
     for text in texts(run.get("stock", ())):
-        stock = tokens_per_s(sampled_from(run["stock"], text))
+        repeats = sampled_from(run["stock"], text)
+        stock = tokens_per_s(repeats)
+        lossless = sampled_from(run.get("adaptive", ()), text)
+        dense, ratio = predictions(repeats[0], lossless)
         cells = []
         for arm in arms:
             found = sampled_from(run[arm], text)
+            if arm == "adaptive":
+                cells.append(ratio)
             cells.append(f"{tokens_per_s(found) / stock:.2f}x" if found else "")
-        rows.append([Path(text[0]).stem, f"{text[1]:g}", f"{stock:,.0f}", *cells])
-    head = ["text", "temperature", "stock: tokens/s", *(REAL_ARMS[arm] for arm in arms)]
+        rows.append([Path(text[0]).stem, f"{text[1]:g}", dense, f"{stock:,.0f}", *cells])
+    head = ["text", "temperature", "stock, tokens/s: predicted", "measured"]
+    for arm in arms:
+        if arm == "adaptive":
+            head += ["lossless: predicted", "measured"]
+        else:
+            head.append(REAL_ARMS[arm])
     return table(head, rows)
 
 

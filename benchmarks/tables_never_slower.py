@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from math import exp, log
 from statistics import fmean, stdev
 
+import predicted
 from common import RESULTS, Row, table
+from never_slower import LOSSY, Cell
+
+from sparrow import SparsitySchedule
 
 SHAPES = {"smollm2-135m": "SmolLM2-135M", "qwen3-1.7b": "1.7B"}
 MODES = ("lossless", "lossy")
@@ -48,24 +51,35 @@ def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
 
 def never_slower() -> str:
     """Return a table with one row per cell: stock vLLM's tokens per second, and the ratios of every
-    round.
+    round, each after what the cost model predicts.
     """
     rows = []
     for (shape, version, card, cell, text), case in compared().items():
-        requests, prompt, new = map(int, re.findall(r"\d+", cell))
-        ratios = (", ".join(f"{ratio:.2f}x" for ratio in case[mode]) for mode in MODES)
-        what = f"{requests} x {prompt:,} + {new:,}"
-        rows.append([shape, version, card, what, text, f"{fmean(case['stock']):,.0f}", *ratios])
-    head = (
-        "shape",
-        "vLLM",
-        "GPU",
-        "requests x prompt + new tokens",
-        "text",
-        "stock, tokens/s",
-        *MODES,
-    )
+        requests = Cell.parse(cell)
+        what = f"{requests.requests} x {requests.prompt:,} + {requests.new:,}"
+        row = [shape, version, card, what, text]
+        stock, *modes = predictions(shape, requests) if card == predicted.GPU else ("", "", "")
+        row += [stock, f"{fmean(case['stock']):,.0f}"]
+        for mode, prediction in zip(MODES, modes, strict=True):
+            row += [prediction, ", ".join(f"{ratio:.2f}x" for ratio in case[mode])]
+        rows.append(row)
+    head = ["shape", "vLLM", "GPU", "requests x prompt + new tokens", "text"]
+    head += ["stock, tokens/s: predicted", "measured"]
+    for mode in MODES:
+        head += [f"{mode}: predicted", "measured"]
     return table(head, rows) if rows else ""
+
+
+def predictions(name: str, cell: Cell) -> tuple[str, str, str]:
+    """Return what the cost model predicts: stock vLLM's tokens per second, and the ratios of
+    lossless mode, with all drafts accepted, and of lossy mode.
+    """
+    (shape,) = (shape for shape in SHAPES if SHAPES[shape] == name)
+    stock = predicted.tokens_per_s(shape, cell)
+    lossless = predicted.lossless_tokens_per_s(shape, cell, predicted.all_accepted()) / stock
+    schedule = SparsitySchedule.load(LOSSY[shape])
+    lossy = predicted.tokens_per_s(shape, cell, schedule) / stock
+    return f"{stock:,.0f}", f"{lossless:.2f}x", f"{lossy:.2f}x"
 
 
 def never_slower_mean() -> str:

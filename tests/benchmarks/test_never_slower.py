@@ -15,7 +15,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     names = ("never_slower", "tables_never_slower")
     yield tuple(importlib.import_module(name) for name in names)
-    for name in (*names, "common"):
+    for name in (*names, "predicted", "common"):
         sys.modules.pop(name, None)
 
 
@@ -75,5 +75,49 @@ def test_ratios_compare_engines_of_the_same_round(scripts, tmp_path, monkeypatch
     )
     lines = [line.strip("| ").split(" | ") for line in tables.never_slower().splitlines()[2:]]
     about = ["SmolLM2-135M", "0.33.0", "H200", "512 x 128 + 512"]
-    assert lines[0] == [*about, "yes", "15,000", "1.50x, 1.20x", "1.10x, 1.05x"]
-    assert lines[1][:6] == [*about, "no", "8,000"]
+    assert lines[0][:5] == [*about, "yes"]
+    assert lines[0][6::2] == ["15,000", "1.50x, 1.20x", "1.10x, 1.05x"]
+    assert [*lines[1][:5], lines[1][6]] == [*about, "no", "8,000"]
+
+
+def test_predictions_are_shown_only_for_the_gpu_that_the_cost_model_was_fitted_on(
+    scripts, tmp_path, monkeypatch
+):
+    script, tables = scripts
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    cell = script.Cell(32, 5000, 2048)
+    rows = [row(0, str(cell), engine, 1000) for engine in script.ENGINES[:3]]
+    sessions = [
+        dict(shape="smollm2-135m", vllm="0.33.0", gpu=f"NVIDIA {gpu}", rows=rows)
+        for gpu in ("H100", "H200")
+    ]
+    path = tmp_path / "never_slower_smollm2-135m.json"
+    path.write_text(json.dumps({"sessions": sessions}))
+    table = [line[2:-2].split(" | ") for line in tables.never_slower().splitlines()[2:]]
+    h100, h200 = ([cells[i].strip() for i in (5, 7, 9)] for cells in table)
+    assert h100 == ["", "", ""]
+    assert h200 == list(tables.predictions("SmolLM2-135M", cell))
+
+
+def test_predicted_step_is_a_hand_calculation(scripts):
+    script, tables = scripts
+    shape = tables.predicted.cost_shape("smollm2-135m")
+    assert shape.weights == 134_515_008 and shape.kv_width == 30 * 2 * 3 * 64
+    # With one token per request there is a single step, at a length of 5,001 tokens.
+    step = 30 * 49.65e-6 + 4 * 1.191e-6
+    step += 2 * (shape.weights + 4 * 5001 * shape.kv_width) / (0.9362 * 4.65e12)
+    prefill = 2 * shape.weights * 4 * 5000 / (0.5 * 989.5e12)
+    speed = tables.predicted.tokens_per_s("smollm2-135m", script.Cell(4, 5000, 1))
+    assert speed == pytest.approx(4 / (step + prefill))
+
+
+def test_lossless_prediction_drafts_only_where_that_is_faster(scripts):
+    script, tables = scripts
+    predicted = tables.predicted
+    # verifying drafts of many short requests takes longer than decoding them
+    short = script.Cell(512, 128, 16)
+    dense = predicted.tokens_per_s("qwen3-1.7b", short)
+    choices = predicted.all_accepted()
+    assert [each.tokens for each in choices] == [0, 4, 8, 12]
+    assert predicted.lossless_tokens_per_s("qwen3-1.7b", short, choices) == pytest.approx(dense)
+    assert predicted.lossless_tokens_per_s("qwen3-1.7b", short, choices[1:]) < dense

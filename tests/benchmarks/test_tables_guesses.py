@@ -35,8 +35,31 @@ def test_speeds_are_relative_to_stock_over_all_repeats(tables, tmp_path):
     guessed = [point(1000, 0.5), point(1000, 1.5)]
     write(tables, tmp_path, stock=stock, guess3=guessed, ngram=[])
     head, _, row = cells(tables.real_speed())
-    assert head[3:] == [tables.REAL_ARMS["guess3"]]
-    assert row == ["sources", "0.7", "500", "2.00x"]
+    assert head[3:] == ["measured", tables.REAL_ARMS["guess3"]]
+    assert row == ["sources", "0.7", "", "500", "2.00x"]
+
+
+def test_speed_is_predicted_where_all_responses_have_the_same_length(tables, tmp_path):
+    tokens = 8 * tables.NEW
+    measured = {"acceptance": 0.9, "tokens_per_cycle": 4.0}
+    stock = [point(tokens, 2.0), point(tokens - 9, 2.0) | {"text": "questions.jsonl"}]
+    lossless = [row | measured for row in stock]
+    write(tables, tmp_path, stock=stock, adaptive=lossless)
+    head, _, known, unknown = cells(tables.real_speed())
+    assert head[2:] == ["stock, tokens/s: predicted", "measured", "lossless: predicted", "measured"]
+    cell = tables.Cell(8, tables.PROMPT, tables.NEW)
+    dense = tables.predicted.tokens_per_s(tables.SHAPE, cell)
+    # 4.10 tokens are expected per cycle of four drafts, and 3.44 of three
+    drafting = tables.predicted.like(0.9, 4.0)
+    assert drafting.tokens == 4
+    ours = tables.predicted.lossless_tokens_per_s(tables.SHAPE, cell, [drafting])
+    assert known[2:] == [f"{dense:,.0f}", "4,096", f"{ours / dense:.2f}x", "1.00x"]
+    assert unknown[2::2] == ["", ""] and unknown[5] == "1.00x"
+
+    del lossless[0]["acceptance"]  # vLLM never drafted
+    write(tables, tmp_path, stock=stock, adaptive=lossless)
+    _, _, known, _ = cells(tables.real_speed())
+    assert known[2::2] == ["", ""]
 
 
 def test_yields_are_averaged_over_repeats_and_empty_if_not_measured(tables, tmp_path):

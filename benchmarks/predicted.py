@@ -1,0 +1,69 @@
+"""Predict measured rollouts with the cost model behind ``sparrow cost``.
+
+The requests did not ask for top-20 lists, so the time for these is left out. This includes all host
+time, because the cost model knows no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+from cascade import DRAFT_PAGES, DRAFTS
+from never_slower import Cell, shape_config
+from numpy.typing import NDArray
+
+from sparrow import SparsitySchedule
+from sparrow.cost import MACHINES, VLLM_H200, ModelShape, StepCost, simulate_rollout
+from sparrow.cost.lossless import Drafting, lossless_step
+
+GPU = "H200"
+"""The overheads were fitted on this GPU."""
+OVERHEADS = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+READ = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
+"""What drafts read."""
+
+
+@cache
+def cost_shape(shape: str) -> ModelShape:
+    """Return the cost model's description of a shape of ``never_slower.py``."""
+    return ModelShape.from_config(shape_config(shape).to_dict())
+
+
+def tokens_per_s(shape: str, cell: Cell, schedule: SparsitySchedule | None = None) -> float:
+    """Predict the speed of decoding a cell's requests together, dense or with a schedule."""
+    setting = cost_shape(shape), MACHINES[GPU.lower()], [cell.new] * cell.requests
+    found = simulate_rollout(*setting, schedule, cell.prompt, cell.requests, OVERHEADS)
+    return found.tokens / found.seconds
+
+
+def lossless_tokens_per_s(shape: str, cell: Cell, choices: Sequence[Drafting]) -> float:
+    """Predict the speed of decoding a cell's requests together in lossless mode. Each cycle uses
+    the fastest of ``choices``.
+    """
+    model = cost_shape(shape)
+    machine = MACHINES[GPU.lower()]
+
+    def fastest(lengths: NDArray[np.int64]) -> StepCost:
+        steps = [lossless_step(model, machine, lengths, each, OVERHEADS) for each in choices]
+        return min(steps, key=lambda step: step.seconds)
+
+    responses = [cell.new] * cell.requests
+    batching = cell.prompt, cell.requests, OVERHEADS
+    found = simulate_rollout(model, machine, responses, None, *batching, price=fastest)
+    return found.tokens / found.seconds
+
+
+def all_accepted() -> list[Drafting]:
+    """Return the numbers of drafts that vLLM chooses from, with every draft accepted."""
+    return [Drafting(drafts, READ, 1.0) for drafts in (0, *DRAFTS)]
+
+
+def like(acceptance: float, tokens_per_cycle: float) -> Drafting:
+    """Return the number of drafts for which the expected tokens per cycle are closest to the
+    measured ones, at the measured acceptance.
+    """
+    choices = [Drafting(drafts, READ, acceptance) for drafts in range(1, max(DRAFTS) + 1)]
+    return min(choices, key=lambda drafting: abs(drafting.tokens_per_cycle - tokens_per_cycle))
