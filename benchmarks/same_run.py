@@ -35,7 +35,7 @@ from urllib.request import urlopen
 
 import psutil
 from common import REASONER, parser, write
-from vllm_train import ENGINE, SPARSE, TRAIN, read
+from vllm_train import ENGINE, SPARSE, TRAIN, columns, read
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes"]
 SHARD = ["--use_fsdp", "--fsdp_version", "2"]
@@ -98,7 +98,7 @@ class Bench:
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
-        return {"exit": code, "told": messages[-6:], "steps": read(self.folder / name)}
+        return {"exit": code, "told": messages[-6:], "steps": columns(read(self.folder / name))}
 
     def until_step(self, name: str, steps: int, process: subprocess.Popen[bytes]) -> None:
         wait_for(lambda: process.poll() is not None or len(read(self.folder / name)) >= steps)

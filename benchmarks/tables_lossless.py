@@ -433,20 +433,18 @@ def lossless_training() -> str:
     rows = []
     for mode in ("dense", "lossless"):
         runs = [run["steps"] for name, run in results.items() if name.startswith(mode)]
-        rewards = [mean(step["reward"] for step in steps[-5:]) for steps in runs]
+        rewards = [mean(steps["reward"][-5:]) for steps in runs]
         cells = [
             ", ".join(f"{x:.3f}" for x in rewards),
             f"{mean(rewards):.3f} +- {stdev(rewards):.3f}",
         ]
-        p5 = [mean(s["p5_mean"] for s in steps[3:]) for steps in runs]
+        p5 = [mean(steps["p5_mean"][3:]) for steps in runs]
         low, high = ttest_1samp(p5, 0).confidence_interval()
         kl, seconds = (
-            mean(value(s) for steps in runs for s in steps[3:])
-            for value in (lambda s: s["kl"], lambda s: s["rollout_s"])
+            mean(value for steps in runs for value in steps[name][3:])
+            for name in ("kl", "rollout_s")
         )
-        drafts = [
-            step["tokens_per_cycle"] for steps in runs for step in steps if step["tokens_per_cycle"]
-        ]
+        drafts = [tokens for steps in runs for tokens in steps["tokens_per_cycle"] if tokens]
         tokens = f"{mean(drafts):.1f}" if drafts else ""
         rows.append(
             [

@@ -80,7 +80,9 @@ def training() -> str:
         ):
             change = f"{of[f'{key} change']:+{form}} ± {of[f'{key} change error']:{form}}"
             cells.append(f"{of[f'{key} first']:{form}} → {of[f'{key} last']:{form}} ({change})")
-        rows.append([names[run], len(result["steps"]), *cells, f"{of['read_fraction last']:.0%}"])
+        rows.append(
+            [names[run], len(result["steps"]["step"]), *cells, f"{of['read_fraction last']:.0%}"]
+        )
     return table(
         ["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows
     )
@@ -108,10 +110,10 @@ def same_run() -> str:
     for run, name in names.items():
         cells = []
         for key, form in formats.items():
-            values, one_gpu = (np.array([step[key] for step in runs[r]]) for r in (run, "one"))
+            values, one_gpu = (np.array(runs[r][key]) for r in (run, "one"))
             off = "" if run == "one" else f" ({np.sqrt(((values - one_gpu) ** 2).mean()):.1e})"
             cells.append(f"{values.mean():{form}}{off}")
-        rows.append([name, len(runs[run]), *cells])
+        rows.append([name, len(runs[run]["step"]), *cells])
     return table(
         ["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows
     )
@@ -122,12 +124,12 @@ def failures() -> str:
     results = load("same_run")
     lost = {"a process under DDP": "killed", "a process under FSDP2": "killed_fsdp2"}
     runs = [
-        (name, results[run]["stopped"], len(results[run]["resumed"]["steps"]))
+        (name, results[run]["stopped"], len(results[run]["resumed"]["steps"]["step"]))
         for name, run in lost.items()
     ]
     runs.append(("the vLLM server", results["server"], ""))
     rows = [
-        [name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after]
+        [name, len(run["steps"]["step"]), f"{run['seconds']:.1f}", run["exit"], after]
         for name, run, after in runs
     ]
     head = [

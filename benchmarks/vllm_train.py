@@ -136,6 +136,13 @@ def read(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return one list per metric, with the values of all steps. This takes less than half the space
+    of a list of rows.
+    """
+    return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+
+
 QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction")
 
 
@@ -172,7 +179,7 @@ def main() -> None:
                 run: {
                     "schedule": RUNS[run][0],
                     "exit": running[run].returncode,
-                    "steps": rows,
+                    "steps": columns(rows),
                     "summary": summary(rows),
                 }
                 for run in arguments.runs
