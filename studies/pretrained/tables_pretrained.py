@@ -138,6 +138,33 @@ def schedules() -> str:
     return table(["calibrated on", "tokens read", *domains], rows)
 
 
+def longer_loss() -> str:
+    """Tabulate the held-out loss by position of the model whose context was extended, in nats per
+    token: as it was, with the larger rotary base, and after training.
+    """
+    losses: dict[str, list[Row]] = load("pretrained_longer")["model"]["held_out_loss"]
+    rows = [[name, *(f"{b['nats']:.2f}" for b in bins)] for name, bins in losses.items()]
+    return table(["model", *map(_where, next(iter(losses.values())))], rows)
+
+
+def longer() -> str:
+    """Tabulate acceptance on sources with the extended context: mean, p5 and, for drafts, tokens
+    per cycle.
+    """
+    rows, bins = [], []
+    names = {"lossless": "drafts", "lossy": "lossy actor"}
+    for row in load("pretrained_longer")["rows"]:
+        if row["reuse"] == 1:
+            bins = [_where(b) for b in row["bins"]]
+            cells = []
+            for b in row["bins"]:
+                drafts = b["tokens_a_cycle"]
+                tokens = f" / {drafts['8'][0]:.1f}" if drafts else ""
+                cells.append(f"{b['mean'][0]:.3f} / {interval(b['p5'], 2)}{tokens}")
+            rows.append([names[row["mode"]], f"{row['budget']:,}", *cells])
+    return table(["actor", "tokens read", *bins], rows)
+
+
 def training() -> str:
     """Tabulate the comparison of arms by seed: mean reward over the steps that all runs completed,
     the difference from dense rollouts, and held-out scores.
@@ -271,7 +298,10 @@ TABLES = {
     "pretrained reading": reading,
     "pretrained calibrated": calibrated,
     "pretrained schedules": schedules,
+    "pretrained longer loss": longer_loss,
+    "pretrained longer": longer,
     "pretrained training": training,
+    "pretrained training clock": training_clock,
     "pretrained long training": long_training,
     "pretrained training p5": training_p5,
 }
