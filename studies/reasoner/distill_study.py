@@ -62,6 +62,8 @@ ARMS = {
 TAU = 0.86
 DENSE = SparsitySchedule(top_k=(ALL_PAGES,), bin_tokens=64, page_size=8, dense_layers=(0,))
 CHEAP, EXPENSIVE = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7, 8, 9))
+LAST = 10
+"""The last steps whose reward and p5 the result keeps; tables average over them."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ def gather(options: Options) -> dict[str, Any]:
         tails = [reached(row["mismatch"]["bins"]) for row in rows]
         runs[name] = {
             "steps": len(rows),
-            "reward": [round(row["reward"]["mean"], 4) for row in rows],
-            "lowest_p5": [round(min(b["lower_bound"] for b in tail), 4) for tail in tails],
+            "reward": [round(row["reward"]["mean"], 4) for row in rows[-LAST:]],
+            "lowest_p5": [round(min(b["lower_bound"] for b in tail), 4) for tail in tails[-LAST:]],
             "lowest_p5_low": [round(min(b["interval_low"] for b in tail), 4) for tail in tails],
             "seconds": {
                 k: round(float(np.median([r["seconds"][k] for r in rows])), 2)
