@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from sparrow import attention
 from sparrow.attention.pages import FP8
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.vllm import config, fp8
 from sparrow.vllm.kv_cache import (
     STORED,
@@ -135,7 +135,10 @@ class CacheViews(NamedTuple):
 
 
 class SparseBuilder(VLLMClass):
-    """Mixin for a vLLM metadata builder. It splits each batch into decode rows and prefill rows."""
+    """Mixin for a vLLM metadata builder. It splits each batch into decode rows and prefill rows.
+
+    Raises UnsupportedModel if a hybrid model's attention layers need more than one builder.
+    """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -144,6 +147,14 @@ class SparseBuilder(VLLMClass):
         self.runtime = find(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         ours = [layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl)]
+        every = [x for x in layers.values() if isinstance(getattr(x, "impl", None), SparseImpl)]
+        if vllm_config.model_config.is_hybrid and len(ours) < len(every):
+            # Each group has a builder of its own, and each builder would count the step's rows.
+            raise UnsupportedModel(
+                "the model has more layers with attention than without, so vLLM splits its "
+                "attention layers into several groups of KV blocks, but Sparrow supports only one "
+                "group; choose a different model, or start vLLM without a schedule"
+            )
         for layer in ours:
             layer.impl.forget_cache()
         self._layers = LayerGroup(ours)

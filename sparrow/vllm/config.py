@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, UnsupportedModel, refuse
-from sparrow.vllm import kv_cache
+from sparrow.vllm import kv_cache, versions
 from sparrow.vllm.lossless import setup
 
 if TYPE_CHECKING:
@@ -140,9 +140,11 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         name,
         (model.use_mla, "multi-head latent attention"),
         (model.is_encoder_decoder, "cross-attention"),
-        (model.is_hybrid or model.is_attention_free, "layers without attention"),
+        (model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
     )
+    if model.is_hybrid:
+        _check_hybrid(name, cache, decoding)
     spec = vllm_config.speculative_config
     is_lossless = decoding.is_lossless
     dtype = cache.cache_dtype
@@ -203,6 +205,38 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     decoding.schedule.check_model(
         model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     )
+
+
+def _check_hybrid(name: str, cache: Any, decoding: Decoding) -> None:
+    """Refuse settings that do not work with a hybrid model, which has a state instead of a KV cache
+    in some layers.
+
+    Raises ConfigError if a setting has to be changed, or if vLLM is too old.
+    """
+    versions.check_hybrid()
+    cases = (
+        (
+            decoding.is_lossless,
+            "mode 'lossless', because a rejected draft cannot be removed from a state; "
+            "set mode 'lossy'",
+        ),
+        (
+            bool(decoding.schedule.head_budgets),
+            "head_budgets, whose mean would include layers without attention; "
+            "leave head_budgets out",
+        ),
+        (
+            cache.cache_dtype in kv_cache.STORED,
+            f"kv_cache_dtype={cache.cache_dtype!r}, which has not been tested; "
+            "set kv_cache_dtype='auto'",
+        ),
+        (
+            cache.prefix_match_unit is not None,
+            "prefix_match_unit, because vLLM would copy parts of blocks without their landmarks; "
+            "leave prefix_match_unit out",
+        ),
+    )
+    refuse(ConfigError, cases, f"{name} is a hybrid model, for which Sparrow does not support ")
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:

@@ -86,8 +86,10 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     weights of a layer must then be passed in the same call.
 
     Raises ConfigError if a name doesn't match any of the model's weights, if weights that are
-    quantised together are incomplete, or if vLLM has changed the experts' layout.
+    quantised together are incomplete, or if vLLM has changed the layout of experts or
+    convolutions.
     """
+    _check_convolutions(self.model_runner.model)
     if self.vllm_config.quant_config is None:
         _check_experts(self.model_runner.model)
     if isinstance(weights, str):
@@ -124,6 +126,19 @@ def _check_experts(model: Any) -> None:
                 "cannot be loaded into them; on a GPU, start the engine with "
                 "moe_backend='triton', or load the weights into a new engine"
             )
+
+
+def _check_convolutions(model: Any) -> None:
+    """Refuse new weights for a hybrid model if vLLM has packed the weights of its convolutions, as
+    it does on CPUs.
+
+    Raises ConfigError if the model has such convolutions.
+    """
+    if any(hasattr(layer, "_cpu_unpacked_conv_weight") for layer in model.modules()):
+        raise ConfigError(
+            "vLLM has packed the weights of the model's convolutions for its CPU kernels, so new "
+            "weights cannot be loaded into them; use a GPU, or load the weights into a new engine"
+        )
 
 
 def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
@@ -240,6 +255,7 @@ def check(vllm_config: Any) -> None:
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     if config.requested(vllm_config) is None:
         return
@@ -247,6 +263,7 @@ def check(vllm_config: Any) -> None:
     for name, layer in layers.items():
         if (
             isinstance(layer, AttentionLayerBase)
+            and not isinstance(layer, MambaBase)
             and getattr(getattr(layer, "impl", None), "runtime", None) is None
         ):
             backend = layer.get_attn_backend()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 from sparrow.vllm import config, control, selfcheck, versions
@@ -78,8 +79,9 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
+            is_hybrid = self.vllm_config.model_config.is_hybrid
             selfcheck.check_names(
-                needed(decoding.mode, current_platform.is_cpu()),
+                needed(decoding.mode, current_platform.is_cpu(), is_hybrid),
                 decoding.is_lossless,
                 current_platform.is_cpu(),
                 has_adapters=self.vllm_config.lora_config is not None,
@@ -87,6 +89,8 @@ def _checked_init_device(stock: Any) -> Any:
             )
             if decoding.is_lossless:
                 apply(LOSSLESS)
+            if is_hybrid:
+                apply(HYBRID)
         stock(self, *args, **kwargs)
         if decoding is not None:
             watch(self.worker, self.vllm_config)
@@ -344,6 +348,16 @@ def _with_landmarks(stock: Any) -> Any:
     return get_kv_cache_spec
 
 
+def _marking_prefill(stock: Any) -> Any:
+    @wraps(stock)
+    def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if (runtime := find(self.vllm_config)) is not None:
+            runtime.is_prefilling = torch.from_numpy(input_batch.is_prefilling_np)
+        return stock(self, input_batch, *args, **kwargs)
+
+    return prepare_attn
+
+
 def _lists_in_arrays(stock: Any) -> Any:
     from vllm.logprobs import FlatLogprobs
 
@@ -367,10 +381,11 @@ def _unpacked_linear(stock: Any) -> Any:
     @wraps(stock)
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is None or config.requested(vllm_config) is None:
-            stock(layer, remove_weight)  # a plain engine started after a Sparrow engine
-        else:
+        is_ours = vllm_config is not None and config.requested(vllm_config) is not None
+        if is_ours and layer.weight.ndim == 2:
             layer.cpu_linear = linear
+        else:  # a plain engine started after a Sparrow engine, or a convolution
+            stock(layer, remove_weight)
 
     return dispatch_cpu_unquantized_gemm
 
@@ -485,6 +500,18 @@ LOSSLESS = (
 )
 """Patches applied in a lossless engine's workers, before the model is loaded."""
 
+HYBRID = (
+    Patch(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn",
+        f">={versions.OLDEST_WITH_HYBRID}",
+        "Read all pages for prompt tokens. For a hybrid model, vLLM's V2 model runner describes a "
+        "prompt chunk of one token as a decode row.",
+        _marking_prefill,
+        ("input_batch",),
+    ),
+)
+"""Patches applied in the workers of an engine with a hybrid model, before the model is loaded."""
+
 CPU_WEIGHTS = (
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -511,11 +538,12 @@ LISTS = (
 """Patches applied when a trainer's engine requests top lists for every token."""
 
 
-def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
+def needed(mode: str, on_cpu: bool, is_hybrid: bool = False) -> tuple[Patch, ...]:
     """List the patches an engine in this mode applies before serving requests."""
     return (
         ALWAYS
         + ATTENTION
         + (LOSSLESS if mode == "lossless" else ())
+        + (HYBRID if is_hybrid else ())
         + (CPU_WEIGHTS if on_cpu else ())
     )

@@ -102,6 +102,9 @@ class Runtime:
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
         self.rows = DecodedRows(len(budgets), max_rows, max_length, device)
         self.passes = DensePasses(device)
+        # which rows of the next step are in prefill, where vLLM's metadata doesn't say so
+        # (``patches.HYBRID``); bool on the host
+        self.is_prefilling: Tensor | None = None
         self._counts: Counter[str] = Counter()  # counts so far under earlier schedules
 
     @property
@@ -127,6 +130,8 @@ class Runtime:
                 rows may be left out. Prompt chunks go through decode step graphs, but must read all
                 pages to get the same keys and values as in a dense prefill.
         """
+        if self.is_prefilling is not None:
+            is_prefilling = self.is_prefilling
         self.rows.in_prefill += self.pages.mark_prefill(rows, is_prefilling)
         return self.pages.top_k[:rows]
 

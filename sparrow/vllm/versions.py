@@ -22,6 +22,7 @@ use a different cache layout, and their rejection sampling is slightly biased.
 """
 OLDEST_ON_CPU = "0.32"
 OLDEST_WITH_HEAD = "0.32"
+OLDEST_WITH_HYBRID = "0.32"
 PROVEN = {
     "0.26": "2.11",
     "0.28": "2.11",
@@ -67,6 +68,20 @@ def check_head() -> None:
         raise ConfigError(
             f"guess_head needs vLLM {OLDEST_WITH_HEAD} or later, got {vllm.__version__}; install a "
             "later version, or leave guess_head out"
+        )
+
+
+def check_hybrid() -> None:
+    """Check that Sparrow supports hybrid models in this process's vLLM.
+
+    Raises ConfigError if the version is older than those tested with a hybrid model.
+    """
+    import vllm
+
+    if Version(vllm.__version__).release < Version(OLDEST_WITH_HYBRID).release:
+        raise ConfigError(
+            f"hybrid models need vLLM {OLDEST_WITH_HYBRID} or later, got {vllm.__version__}; "
+            "install a later version, or start vLLM without a schedule"
         )
 
 

@@ -1,4 +1,6 @@
-"""Run lossless mode's test cases on vLLM's V2 model runner, with Triton's interpreter."""
+"""Run the test cases of lossless mode and of hybrid models on vLLM's V2 model runner, with Triton's
+interpreter.
+"""
 
 from pathlib import Path
 
@@ -26,13 +28,19 @@ PARTS = {
     "head": ("head_cases.py", "not distribution"),
     "head_distribution": ("head_cases.py", "distribution"),
     "selfcheck": ("selfcheck_cases.py", ""),
+    "hybrid": ("hybrid_cases.py", ""),
 }
 
 
 def run(part):
     file, names = PARTS[part]
     return own_process.run(
-        "-k", names, str(FOLDER / file), TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1"
+        "--all",
+        "-k",
+        names,
+        str(FOLDER / file),
+        TRITON_INTERPRET="1",
+        VLLM_USE_V2_MODEL_RUNNER="1",
     )
 
 

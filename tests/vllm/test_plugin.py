@@ -506,7 +506,7 @@ def vllm_config(model=None, **parts):
     [
         (dict(model=dict(use_mla=True)), "Some has multi-head latent attention"),
         (dict(model=dict(is_encoder_decoder=True)), "cross-attention"),
-        (dict(model=dict(is_hybrid=True)), "layers without attention"),
+        (dict(model=dict(is_attention_free=True)), "layers without attention"),
         (dict(model=dict(runner_type="pooling")), "the runner 'pooling'"),
         (
             dict(model=dict(get_total_num_hidden_layers=lambda: 0)),
@@ -559,6 +559,40 @@ def test_unsupported_configurations_raise_errors(wrong, message):
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "decoding, cache, message",
+    [
+        (Decoding.lossless(SCHEDULE), {}, "mode 'lossless', .* removed from a state; set mode"),
+        (
+            Decoding.lossy(SCHEDULE.replace(head_budgets=((1, 1, 1, 1),) * 4)),
+            {},
+            "head_budgets, whose mean would include layers without attention; leave",
+        ),
+        (
+            Decoding.lossy(SCHEDULE),
+            dict(cache_dtype="fp8"),
+            "'fp8', which has not been tested; set",
+        ),
+        (Decoding.lossy(SCHEDULE), dict(prefix_match_unit=32), "prefix_match_unit, because vLLM"),
+    ],
+)
+def test_error_names_the_setting_that_does_not_work_with_a_hybrid_model(
+    decoding, cache, message, monkeypatch
+):
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.32.0")
+    settings = dict(cache_dtype="auto", prefix_match_unit=None)
+    works, fails = (
+        vllm_config(dict(is_hybrid=True), cache_config=SimpleNamespace(**settings | changes))
+        for changes in ({}, cache)
+    )
+    config.check_supported(works, Decoding.lossy(SCHEDULE), on_cpu=True)
+    with pytest.raises(ConfigError, match=f"Some is a hybrid model, .* not support .*{message}"):
+        config.check_supported(fails, decoding, on_cpu=True)
+    monkeypatch.setattr("vllm.__version__", "0.31.0")
+    with pytest.raises(ConfigError, match=r"hybrid models need vLLM 0\.32 or later, got 0\.31\.0"):
+        config.check_supported(works, Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
 def guessing(adapt_draft_tokens=False, **changes):
