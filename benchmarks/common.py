@@ -163,6 +163,35 @@ def small_qwen3(is_mixture: bool = False) -> Any:
     )
 
 
+def small_hybrid() -> Any:
+    """Return the config of a small six-layer Qwen3-Next, for checks with random weights. Every
+    third layer has attention, with heads as in the published model.
+    """
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        vocab_size=SMALL_VOCAB,
+        hidden_size=1024,
+        num_hidden_layers=6,
+        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        max_position_embeddings=8192,
+        initializer_range=0.03,
+        architectures=["Qwen3NextForCausalLM"],
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+
+
 def write_head(model: Mapping[str, Any], folder: Path) -> Path:
     """Write a random EAGLE-3 head for a model with this ``config.json``, and return the folder."""
     import torch

@@ -1,10 +1,10 @@
 """Check on a GPU, in low precision, that Sparrow in vLLM computes what it should.
 
-    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] [--mixture]
+    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] [--mixture | --hybrid]
         --out equal.json
 
 Models are random and written to a temporary folder, so nothing is downloaded. ``--mixture`` checks
-a mixture of experts.
+a mixture of experts, and ``--hybrid`` a mixture with linear attention in most layers.
 
 The tolerance is measured rather than assumed. Transformers in float32 provides the truth, either
 dense or with the same pages selected at every position. In 16 bits, every kernel rounds, so even
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SMALL_VOCAB, parser, save, small_qwen3
+from common import SMALL_VOCAB, parser, save, small_hybrid, small_qwen3
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -54,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
 }
 """Other ways to run an engine, with their vLLM options."""
+HYBRID_BLOCKS = 48
+"""For preemption in a hybrid model, whose blocks are larger."""
 
 
 def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
@@ -83,17 +85,21 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
 
 
 def random_model(
-    folder: Path, dtype: str, seed: int = 0, is_mixture: bool = False
+    folder: Path, dtype: str, seed: int = 0, is_mixture: bool = False, is_hybrid: bool = False
 ) -> PreTrainedModel:
-    """Write and return a random six-layer Qwen3 with attention so peaked that it matters which
-    pages are left out.
+    """Write and return a random six-layer Qwen3 or Qwen3-Next with attention so peaked that it
+    matters which pages are left out.
     """
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(small_qwen3(is_mixture))
+    config = small_hybrid() if is_hybrid else small_qwen3(is_mixture)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    factor = 1.5
+    weight = factor - 1 if is_hybrid else factor  # Qwen3-Next adds 1 to the weights of its norms
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.q_norm.weight.fill_(1.5)
-            layer.self_attn.k_norm.weight.fill_(1.5)
+            if hasattr(layer, "self_attn"):
+                layer.self_attn.q_norm.weight.fill_(weight)
+                layer.self_attn.k_norm.weight.fill_(weight)
         model.model.embed_tokens.weight.normal_()
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return load(folder, dtype)
@@ -158,7 +164,9 @@ def main() -> None:
     command = parser(__doc__, "vllm_equal_bf16")
     command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--tensor-parallel", type=int, default=1)
-    command.add_argument("--mixture", action="store_true", help="check a mixture of experts")
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument("--mixture", action="store_true", help="check a mixture of experts")
+    kind.add_argument("--hybrid", action="store_true", help="check a hybrid model")
     command.add_argument(
         "--against",
         type=Path,
@@ -171,7 +179,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
         model, new_weights = (
-            random_model(path, arguments.dtype, seed, arguments.mixture)
+            random_model(path, arguments.dtype, seed, arguments.mixture, arguments.hybrid)
             for seed, path in enumerate((folder, other))
         )
         truth = HFEngine(load(folder, "float32").cuda(), SMALL, eos_ids=[])
@@ -255,6 +263,8 @@ def main() -> None:
         variants = VARIANTS | {
             "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})
         }
+        if arguments.hybrid:
+            variants["preemption"] |= dict(num_gpu_blocks_override=HYBRID_BLOCKS)
         for label, more in variants.items():
             if arguments.tensor_parallel > 1 and label != "eager":
                 continue

@@ -6,6 +6,14 @@ import pytest
 pytest.importorskip("vllm.version")
 
 import torch
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
 from vllm import SamplingParams
 
 import tests.vllm.gated_delta  # noqa: F401  float32, for close comparisons
@@ -15,6 +23,7 @@ from sparrow.engines.vllm.stock import StockEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
 from sparrow.vllm import selfcheck
+from tests.conftest import SMALL
 from tests.model import test_hybrid as hybrid
 from tests.vllm import tiny_vllm as tiny
 
@@ -23,6 +32,42 @@ GREEDY = Sampling(max_new_tokens=40, temperature=0.0, top_n=0)
 BLOCK = 160
 """Size of the blocks that vLLM chooses, in tokens, so that a state fits into a block."""
 TIGHT = dict(num_gpu_blocks_override=14, max_model_len=576, enable_prefix_caching=False)
+
+MAMBA = dict(SMALL, hidden_size=128, num_key_value_heads=2, attn_implementation="eager")
+STATE = dict(mamba_n_heads=4, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=16)
+OTHERS = {
+    "attention and Mamba in every layer": (
+        FalconH1ForCausalLM,
+        FalconH1Config(**MAMBA | STATE, head_dim=32, mamba_d_ssm=256, pad_token_id=0),
+        [1, 2, 3],
+    ),
+    "attention or Mamba": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **MAMBA | STATE,
+            layer_types=["mamba", "attention"] * 2,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=96,
+            pad_token_id=0,
+        ),
+        [1, 3],
+    ),
+    "attention, Mamba or neither": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            **MAMBA,
+            hybrid_override_pattern="M*-M",
+            head_dim=32,
+            mamba_num_heads=4,
+            mamba_head_dim=64,
+            n_groups=1,
+            ssm_state_size=16,
+            pad_token_id=0,
+        ),
+        [1],
+    ),
+}
 
 
 def build(layer_types=hybrid.ALTERNATING):
@@ -40,8 +85,12 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(made):
+    return greedy_of_stock(made[0])
+
+
+def greedy_of_stock(folder, **options):
     """Return greedy rollouts of vLLM without Sparrow."""
-    engine = StockEngine(str(made[0]), skip_tokenizer_init=True, **tiny.OPTIONS)
+    engine = StockEngine(str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **options})
     rollouts = engine.generate(RAGGED, GREEDY)
     engine.close()
     return rollouts
@@ -91,6 +140,21 @@ def test_preempted_sequences_match_stock_vllm(made, stock):
     with tiny.engine(made[0], tiny.UNBOUNDED, **TIGHT) as sparrow:
         assert tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), stock)
         assert sparrow.counters().preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_hybrids_match_stock_vllm_if_every_page_is_kept(tmp_path, kind):
+    model_class, config, sparse = OTHERS[kind]
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(tmp_path)
+    uncached = dict(enable_prefix_caching=False)  # vLLM's Mamba kernels on CPUs need this
+    expected = greedy_of_stock(tmp_path, **uncached)
+    with tiny.engine(tmp_path, tiny.UNBOUNDED, **uncached) as sparrow:
+        assert sparrow.describe()["sparse_layers"] == sparse
+        assert tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), expected)
+        sparrow.set_schedule(tiny.SMALL)
+        assert not tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), expected)
 
 
 @pytest.mark.slow
