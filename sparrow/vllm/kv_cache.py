@@ -90,7 +90,8 @@ def with_tail(
     spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None
 ) -> tuple[Any, float]:
     """Pad the blocks in a layer's KV cache spec for landmarks and int8 scales. Return the padded
-    spec, and the fraction of a block that landmarks take up.
+    spec, and the fraction of a block that landmarks take up. In a hybrid model, vLLM pads the
+    blocks of linear layers to the same size.
 
     Args:
         stored: float8_e4m3fn, int8, or None for a cache in the model's dtype.

@@ -153,6 +153,7 @@ EVERYWHERE = (
     Read("vllm.v1.worker.worker_base:WorkerBase.execute_model", ("scheduler_output",)),
     Read("vllm.v1.worker.worker_base:WorkerBase.sample_tokens", ("grammar_output",)),
     Read("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model"),
+    Read("vllm.model_executor.layers.mamba.abstract:MambaBase"),
 )
 STORED = ("layer", "key", "value", "kv_cache", "slot_mapping")
 ATTENDED = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
