@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from break_even import DRAFT_PAGES, GUESSED_DRAFTS, GUESSES, SPARSE_DRAFTS
 from common import RESULTS, SHAPES, Row, load, table
 
-from sparrow.cost import MACHINES
+from sparrow import SparsitySchedule
+from sparrow.cost import MACHINES, Machine, ModelShape
 from sparrow.cost import SHAPES as MODEL_SHAPES
 from sparrow.cost import drafters as cost
+from sparrow.cost.lossless import Drafting
+from sparrow.cost.roofline import VLLM_H200, decode_step
 
 NAMES = {
     "ngram": "n-gram",
@@ -39,6 +45,8 @@ SHORT = 100_000
 vary with the host.
 """
 DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
+DENSE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+"""The overheads of a dense step."""
 CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
 
@@ -53,15 +61,13 @@ def at(row: Row) -> tuple[int, int]:
     return row["batch"], row["length"]
 
 
-def dense(result: Row) -> dict[tuple[int, int], float]:
-    """Return the milliseconds of a dense step at each point, from the last run that timed the
-    point.
-    """
-    return {
-        at(row): row["ms"]
-        for run in result["runs"]
-        for row in run["engines"].get("none", {"points": []})["points"]
-    }
+def dense(result: Row) -> dict[tuple[int, int], list[float]]:
+    """Return the milliseconds of a dense step at each point, in every run that timed the point."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for run in result["runs"]:
+        for row in run["engines"].get("none", {"points": []})["points"]:
+            found.setdefault(at(row), []).append(row["ms"])
+    return found
 
 
 def ratios(result: Row) -> list[Row]:
@@ -79,7 +85,7 @@ def ratios(result: Row) -> list[Row]:
                     if "guesses" in row or "alone" in row:
                         name = "history" if "alone" in row else "guesses"
                     key = (name, row["drafts"], *at(row))
-                    ratio = row["ms"] / steps[at(row)]
+                    ratio = row["ms"] / steps[at(row)][0]
                     ran = {"drafter": name, "runner": engine["runner"], "break_even": ratio}
                     found[key] = {**row, **ran}
     return list(found.values())
@@ -102,7 +108,8 @@ def called(row: Row) -> str:
 def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
     """Return the lowest and highest tokens per cycle, by drafter and draft length. Numbers for
     trained drafters are published. For the sparse actor, they follow from the text model's
-    acceptance.
+    acceptance and, with guesses, from the drafts per pass that ``benchmarks/cascade.py synthetic``
+    assumed.
     """
     found = dict(PUBLISHED)
     (acceptance,) = (
@@ -111,26 +118,19 @@ def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
         if (row["mode"], row["budget"], row["reuse"]) == ("lossless", DRAFT_BUDGET, 1)
         and not row["dense_layers"]
     )
-    for drafts in (6, 12):
+    for drafts in SPARSE_DRAFTS:
         tokens = (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
         found["sparse", drafts] = tokens, tokens
+    guessed = [
+        row["tokens_per_cycle"]
+        for path in sorted(RESULTS.glob("cascade_qwen3-*.json"))
+        for run in json.loads(path.read_text())["runs"]
+        for row in run["engines"]["lossless"]["points"]
+        if (row.get("guesses"), row["drafts"]) == (GUESSES, GUESSED_DRAFTS)
+    ]
+    if guessed:
+        found["guesses", GUESSED_DRAFTS] = min(guessed), max(guessed)
     return found
-
-
-def with_guesses(shape: str) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the lowest and highest tokens per cycle of the sparse actor with guesses, at the
-    points that ``benchmarks/cascade.py synthetic`` measured with a shape. They depend on the drafts
-    per pass that it assumed.
-    """
-    path = RESULTS / f"cascade_{shape}.json"
-    if not path.exists():
-        return {}
-    tokens: dict[tuple[int, int], list[float]] = {}
-    for run in json.loads(path.read_text())["runs"]:
-        for row in run["engines"]["lossless"]["points"]:
-            if (row.get("guesses"), row["drafts"]) == (3, 12):
-                tokens.setdefault(at(row), []).append(row["tokens_per_cycle"])
-    return {point: (min(some), max(some)) for point, some in tokens.items()}
 
 
 def cases(rows: list[Row]) -> dict[tuple[str, int], dict[tuple[int, int], Row]]:
@@ -142,33 +142,35 @@ def cases(rows: list[Row]) -> dict[tuple[str, int], dict[tuple[int, int], Row]]:
     return found
 
 
-def points_of(measured: list[Row]) -> list[tuple[int, int]]:
-    """Return every point at which a dense step was timed, in order."""
-    return sorted({point for result in measured for point in dense(result)})
-
-
-def columns(points: list[tuple[int, int]]) -> list[str]:
+def columns(points: Iterable[tuple[int, int]]) -> list[str]:
     """Return the heading of each point's column."""
     return [f"{batch} x {length:,}" for batch, length in points]
 
 
+def about(result: Row) -> str:
+    """Return a result's shape and GPU."""
+    return f"{CALLED[result['shape']]}, {gpu(result)}"
+
+
+def titled(result: Row, head: list[str], rows: list[list[str]]) -> str:
+    """Return a result's table under its shape and GPU. Its last columns are the result's points."""
+    return f"**{about(result)}**\n\n{table([*head, *columns(sorted(dense(result)))], rows)}\n"
+
+
 def break_even() -> str:
-    """Return a table with one row per shape, drafter and draft length, and one column per point."""
-    measured = results()
-    if not measured:
-        return ""
-    points = points_of(measured)
-    rows = []
-    for result in measured:
-        about = f"{CALLED[result['shape']]}, {gpu(result)}"
-        steps = dense(result)
-        cells = [f"{steps[point]:.2f}" if point in steps else "" for point in points]
-        rows.append([about, "none: ms of a step", "0", *cells])
+    """Return a table per shape, with one row per drafter and draft length, and one column per
+    point.
+    """
+    found = ""
+    for result in results():
+        steps = sorted(dense(result).items())
+        rows = [["none: ms of a step", "0", *(span(min(ms), max(ms), 2) for _, ms in steps)]]
         for case, by_point in cases(ratios(result)).items():
-            found = [by_point.get(point) for point in points]
-            cells = [f"{row['break_even']:.2f}" if row else "" for row in found]
-            rows.append([*start_of_row(result, case, by_point), *cells])
-    return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows)
+            rows_of = [by_point.get(point) for point, _ in steps]
+            cells = [f"{row['break_even']:.2f}" if row else "" for row in rows_of]
+            rows.append([name_of(by_point), str(case[1]), *cells])
+        found += titled(result, ["drafter", "drafts"], rows)
+    return found.removesuffix("\n")
 
 
 def span(low: float, high: float, digits: int, unit: str = "") -> str:
@@ -178,38 +180,31 @@ def span(low: float, high: float, digits: int, unit: str = "") -> str:
 
 
 def speed() -> str:
-    """Return a table like ``break_even``'s, with the speed over dense decoding that the tokens per
+    """Return tables like ``break_even``'s, with the speed over dense decoding that the tokens per
     cycle would yield: tokens per cycle divided by the break-even point.
     """
-    measured = results()
-    points = points_of(measured)
     known = tokens_per_cycle()
-    rows = []
-    for result in measured:
-        guessed = with_guesses(result["shape"])
+    found = ""
+    for result in results():
+        rows = []
         for case, by_point in cases(ratios(result)).items():
-            tokens = guessed if case[0] == "guesses" else dict.fromkeys(points, known.get(case))
-            cells = []
-            for point in points:
-                spanned = tokens.get(point)
-                if spanned is None or point not in by_point:
-                    cells.append("")
-                    continue
-                low, high = (each / by_point[point]["break_even"] for each in spanned)
-                cells.append(span(low, high, 1, "x"))
-            if any(cells):
-                yields = span(*known[case], 2) if case in known else ""
-                rows.append([*start_of_row(result, case, by_point), yields, *cells])
-    head = ["shape, GPU", "drafter", "drafts", "tokens per cycle", *columns(points)]
-    return table(head, rows) if rows else ""
+            if case in known:
+                cells = [
+                    span(
+                        *(tokens / by_point[point]["break_even"] for tokens in known[case]), 1, "x"
+                    )
+                    if point in by_point
+                    else ""
+                    for point in sorted(dense(result))
+                ]
+                rows.append([name_of(by_point), str(case[1]), span(*known[case], 2), *cells])
+        found += titled(result, ["drafter", "drafts", "tokens per cycle"], rows)
+    return found.removesuffix("\n")
 
 
-def start_of_row(
-    result: Row, case: tuple[str, int], by_point: dict[tuple[int, int], Row]
-) -> list[str]:
-    """Return a row's first cells: the shape and GPU, the drafter, and its drafts per cycle."""
-    name = called(next(iter(by_point.values())))
-    return [f"{CALLED[result['shape']]}, {gpu(result)}", name, str(case[1])]
+def name_of(by_point: dict[tuple[int, int], Row]) -> str:
+    """Return the name of the drafter whose rows these are."""
+    return called(next(iter(by_point.values())))
 
 
 def sparse_speed(
@@ -249,46 +244,64 @@ def crossover() -> str:
                     continue
                 needed = fastest[point] * by_point[point]["break_even"]
                 cells.append(f"{needed:.1f}" if needed <= case[1] + 1 else "never")
-            rows.append([*start_of_row(result, case, by_point), *cells])
+            rows.append([about(result), name_of(by_point), str(case[1]), *cells])
     return table(["shape, GPU", "drafter", "drafts", *columns(points)], rows) if rows else ""
 
 
 def accuracy() -> str:
-    """Return sentences about how far dense steps of different runs are apart, and how close the
-    cost model's predictions for trained drafters are, for long steps and for short ones.
+    """Return a table of the cost model's predictions divided by the measurements, for long steps
+    and for short ones: dense steps in every run, and the break-even points of drafters.
     """
-    apart: dict[bool, list[float]] = {True: [], False: []}
-    quotients: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
+    rows = []
     for result in results():
-        times: dict[tuple[int, int], list[float]] = {}
-        for run in result["runs"]:
-            for point, ms in dense({"runs": [run]}).items():
-                times.setdefault(point, []).append(ms)
-        for (batch, length), some in times.items():
-            apart[batch * length <= SHORT].append(max(some) / min(some) - 1)
-
         setting = MODEL_SHAPES[result["shape"]], MACHINES[gpu(result).lower()]
-        drawn = cases(ratios(result))
-        for name, drafter in PREDICTED.items():
-            for (batch, length), row in drawn.get((name, drafter.drafts), {}).items():
-                predicted = cost.break_even(*setting, np.full(batch, length), drafter)
-                found = quotients[batch * length <= SHORT].setdefault(name, [])
-                found.append(predicted / row["break_even"])
-    if not all(quotients.values()):
-        return ""
-    long, short = (
-        " and ".join(
-            f"{span(min(some), max(some), 2)} ({NAMES[name]})" for name, some in of.items()
-        )
-        for of in (quotients[False], quotients[True])
-    )
-    return (
-        f"With more than {SHORT:,} cached tokens in all sequences together, dense steps of "
-        f"different runs differ by up to {100 * max(apart[False]):.0f} %, and the break-even "
-        f"points that the [cost model](cost.md#other-drafters) predicts are {long} times the "
-        f"measured ones. Shorter steps depend on the host: their times differ by up to "
-        f"{100 * max(apart[True]):.0f} %, and predictions are {short} times the measurements.\n"
-    )
+        quotients: dict[str, dict[bool, list[float]]] = {}
+        for point, times in dense(result).items():
+            step_s = decode_step(*setting, lengths(point), None, DENSE).seconds
+            found = quotients.setdefault("dense step", {}).setdefault(is_short(point), [])
+            found.extend(step_s * 1e3 / ms for ms in times)
+        for case, by_point in cases(ratios(result)).items():
+            for point, row in by_point.items():
+                predicted = prediction(case, *setting, lengths(point))
+                if predicted is not None:
+                    name = f"{name_of(by_point)}, {case[1]} drafts"
+                    found = quotients.setdefault(name, {}).setdefault(is_short(point), [])
+                    found.append(predicted / row["break_even"])
+        for name, by_length in quotients.items():
+            cells = [
+                span(min(by_length[short]), max(by_length[short]), 2) if short in by_length else ""
+                for short in (False, True)
+            ]
+            rows.append([about(result), name, *cells])
+    head = ["shape, GPU", "", f"more than {SHORT:,} cached tokens in all", "fewer"]
+    return table(head, rows) if rows else ""
+
+
+def is_short(point: tuple[int, int]) -> bool:
+    batch, length = point
+    return batch * length <= SHORT
+
+
+def lengths(point: tuple[int, int]) -> np.ndarray:
+    """Return the cached tokens of each of a point's sequences."""
+    batch, length = point
+    return np.full(batch, length)
+
+
+def prediction(
+    case: tuple[str, int], shape: ModelShape, machine: Machine, cached: np.ndarray
+) -> float | None:
+    """Return the break-even point that the cost model predicts for a case, if it covers the
+    drafter.
+    """
+    drafter, drafts = case
+    if drafter in PREDICTED:
+        return cost.break_even(shape, machine, cached, PREDICTED[drafter])
+    if drafter == "sparse":
+        schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
+        # A break-even point doesn't depend on the acceptance.
+        return cost.sparse_break_even(shape, machine, cached, Drafting(drafts, schedule, 0.0))
+    return None
 
 
 TABLES = {

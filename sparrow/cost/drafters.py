@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from sparrow.cost.lossless import (
     CYCLE_H200,
     Cycle,
+    Drafting,
     LosslessPrediction,
     flops_s,
     lossless_step,
@@ -102,14 +103,14 @@ def sparse_break_even(
     shape: ModelShape,
     machine: Machine,
     lengths: ArrayLike,
-    lossless: LosslessPrediction,
+    drafting: Drafting,
     overheads: Overheads = VLLM_H200,
     cycle: Cycle = CYCLE_H200,
 ) -> float:
     """Like ``break_even``, but for the sparse actor."""
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     # with every draft rejected, a token costs a whole cycle
-    rejected = replace(lossless.drafting, acceptance=0.0)
+    rejected = replace(drafting, acceptance=0.0)
     cycle_s = lossless_step(shape, machine, lengths, rejected, plain, cycle).seconds
     return cycle_s / decode_step(shape, machine, lengths, None, plain).seconds
 
@@ -129,7 +130,7 @@ def rows(
     batch, mean = typical_batch(dense, responses, prompt)
     lengths = np.full(batch, max(1, int(mean)))
     drafting = lossless.drafting
-    needed = sparse_break_even(shape, machine, lengths, lossless)
+    needed = sparse_break_even(shape, machine, lengths, drafting)
     speed = max(1.0, drafting.tokens_per_cycle / needed)  # of lossless mode, relative to dense
 
     found = []

@@ -224,21 +224,57 @@ def test_ratios_compare_engines_of_the_same_run(scripts):
     assert not any(drafter == "none" for drafter, _, _ in rows)
 
 
+def rows_of(table):
+    """Return the cells of a table's rows, without empty ones at the end, and any other line as a
+    row of one cell.
+    """
+    return [line.strip("| ").split(" | ") for line in table.splitlines()]
+
+
 def test_table_has_a_row_for_each_drafter_and_a_column_for_each_point(
     scripts, tmp_path, monkeypatch
 ):
     _, tables = scripts
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in tables.break_even().splitlines()]
-    assert lines[0] == ["shape, GPU", "drafter", "drafts", "8 x 1,024", "32 x 15,000"]
-    assert lines[2] == ["1.7B, H100", "none: ms of a step", "0", "2.00", "20.00"]
-    assert lines[3:] == [
-        ["1.7B, H100", "DSpark", "7", "", "1.50"],
-        ["1.7B, H100", "sparse actor", "6", "", "2.60"],
-        ["1.7B, H100", "sparse actor", "12", "", "4.30"],
-        ["1.7B, H100", "none, V1 model runner", "0", "", "1.10"],
+    title, _, head, _, *rows = rows_of(tables.break_even())
+    assert title == ["**1.7B, H100**"]
+    assert head == ["drafter", "drafts", "8 x 1,024", "32 x 15,000"]
+    assert rows == [
+        ["none: ms of a step", "0", "2.00", "10.00 to 20.00"],
+        ["DSpark", "7", "", "1.50"],
+        ["sparse actor", "6", "", "2.60"],
+        ["sparse actor", "12", "", "4.30"],
+        ["none, V1 model runner", "0", "", "1.10"],
     ]
+
+
+def test_each_shape_has_a_table_with_its_own_points(scripts, tmp_path, monkeypatch):
+    _, tables = scripts
+    larger = {
+        "shape": "qwen3-8b",
+        "runs": [
+            {
+                "gpu": "NVIDIA H200",
+                "engines": {
+                    "none": engine(point(16, 15_000, 0, 10.0)),
+                    "eagle3": engine(point(16, 15_000, 3, 12.0)),
+                },
+            }
+        ],
+    }
+    (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
+    (tmp_path / "break_even_qwen3-8b.json").write_text(json.dumps(larger))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert rows_of(tables.break_even())[-6:] == [
+        ["**8B, H200**"],
+        [""],
+        ["drafter", "drafts", "16 x 15,000"],
+        ["---", "---", "---"],
+        ["none: ms of a step", "0", "10.00"],
+        ["EAGLE-3", "3", "1.20"],
+    ]
+    assert rows_of(tables.speed())[-1] == ["EAGLE-3", "3", "2.40 to 3.32", "2.0x to 2.8x"]
 
 
 def every_case(script):
@@ -262,15 +298,14 @@ def test_each_drafter_and_draft_length_has_a_row_and_a_line_of_its_own(
     result = every_case(script)
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(result))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    rows = [line.strip("| ").split(" | ") for line in tables.break_even().splitlines()[2:]]
-    named = [(row[1], row[2]) for row in rows]
+    named = [(row[0], row[1]) for row in rows_of(tables.break_even())[4:]]
     timed = sum(len(script.cases_of(drafter)) for drafter in script.DRAFTERS)
     assert len(set(named)) == len(named) == timed
     assert ("n-gram (V1 model runner)", "4") in named and ("DSpark", "7") in named
 
     figure = importlib.import_module("break_even_figure")
     monkeypatch.setattr(plt, "close", lambda drawn: None)
-    figure.draw(result, tmp_path / "all.png")
+    figure.draw([result], tmp_path / "all.png")
     drawn = plt.gcf()
     monkeypatch.undo()
     (legend,) = drawn.legends
@@ -287,27 +322,42 @@ def test_speed_is_the_known_tokens_per_cycle_divided_by_the_break_even_point(
     _, tables = scripts
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in tables.speed().splitlines()[2:]]
+    lines = rows_of(tables.speed())[4:]
     # DSpark yields 2.33 to 6.2 tokens, and breaks even at 1.5. The text model's drafts are accepted
     # with a probability of 0.945, so 6 drafts yield (1 - 0.945^7) / 0.055 = 5.9 tokens.
-    assert lines[0][1:] == ["DSpark", "7", "2.33 to 6.20", "", "1.6x to 4.1x"]
-    assert [line[1:3] for line in lines[1:]] == [["sparse actor", "6"], ["sparse actor", "12"]]
-    assert float(lines[1][3]) == pytest.approx((1 - 0.945**7) / 0.055, abs=0.02)
-    assert lines[1][5] == "2.3x"
+    assert lines[0] == ["DSpark", "7", "2.33 to 6.20", "", "1.6x to 4.1x"]
+    assert [line[:2] for line in lines[1:]] == [["sparse actor", "6"], ["sparse actor", "12"]]
+    assert float(lines[1][2]) == pytest.approx((1 - 0.945**7) / 0.055, abs=0.02)
+    assert lines[1][4] == "2.3x"
 
 
 def test_tables_are_empty_without_results(scripts, tmp_path, monkeypatch):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.break_even() == tables.crossover() == tables.speed() == ""
+    assert tables.break_even() == tables.crossover() == tables.speed() == tables.accuracy() == ""
 
 
 def test_drawing_the_figure_is_deterministic(scripts, tmp_path):
     pytest.importorskip("matplotlib")
     figure = importlib.import_module("break_even_figure")
-    figure.draw(RESULT, tmp_path / "first.png")
-    figure.draw(RESULT, tmp_path / "second.png")
+    figure.draw([RESULT, RESULT], tmp_path / "first.png")
+    figure.draw([RESULT, RESULT], tmp_path / "second.png")
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+
+
+def test_points_of_the_figure_are_in_order_with_more_space_between_batch_sizes(scripts):
+    pytest.importorskip("matplotlib")
+    figure = importlib.import_module("break_even_figure")
+    row = {"break_even": 1.0}
+    drawn = {
+        ("eagle3", 3): {(8, 4_096): row, (32, 1_024): row},
+        ("dspark", 7): {(8, 1_024): row, (8, 4_096): row},
+    }
+    assert figure.places(drawn) == {
+        (8, 1_024): 0,
+        (8, 4_096): 1,
+        (32, 1_024): 2 + figure.BETWEEN,
+    }
 
 
 def test_predictions_are_compared_with_measurements_for_long_and_short_steps(
@@ -315,25 +365,34 @@ def test_predictions_are_compared_with_measurements_for_long_and_short_steps(
 ):
     _, tables = scripts
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.accuracy() == ""
     monkeypatch.setattr(tables.cost, "break_even", lambda *_: 1.5)
+    monkeypatch.setattr(tables.cost, "sparse_break_even", lambda *_: 2.6)
     engines = (
-        {"none": DENSE, "dspark": engine(point(32, 15_000, 7, 20.0), point(8, 1_024, 7, 2.0))},
+        {
+            "none": DENSE,
+            "dspark": engine(point(32, 15_000, 7, 20.0), point(8, 1_024, 7, 2.0)),
+            "sparse": engine(point(32, 15_000, 6, 20.0)),
+        },
         {
             "none": engine(point(32, 15_000, 0, 11.0), point(8, 1_024, 0, 3.0)),
             "eagle3": engine(point(32, 15_000, 3, 22.0), point(8, 1_024, 3, 6.0)),
+            "ngram": engine(point(32, 15_000, 4, 12.0)),
         },
     )
     runs = [{**RESULT["runs"][0], "engines": of} for of in engines]
     path = tmp_path / "break_even_qwen3-1.7b.json"
     path.write_text(json.dumps({**RESULT, "runs": runs}))
-    long, short = tables.accuracy().split("Shorter steps")
-    # Dense steps took 10 and 11 ms, or 2 and 3 ms; DSpark's short cycle was as fast as its step.
-    assert "differ by up to 10 %" in long and "0.75 (EAGLE-3) and 0.75 (DSpark)" in long
-    assert "differ by up to 50 %" in short and "0.75 (EAGLE-3) and 1.50 (DSpark)" in short
-
-    path.write_text(json.dumps(RESULT))  # without a short cycle of a trained drafter
-    assert tables.accuracy() == ""
+    dense, *rows = (row[1:] for row in rows_of(tables.accuracy())[2:])
+    # The cost model has no n-gram drafter. DSpark's short cycle was as fast as its step.
+    assert rows == [
+        ["EAGLE-3, 3 drafts", "0.75", "0.75"],
+        ["DSpark, 7 drafts", "0.75", "1.50"],
+        ["sparse actor, 6 drafts", "1.30"],  # it has no short cycle
+    ]
+    # Dense steps took 10 and 11 ms, or 2 and 3 ms.
+    for cell, quotient in zip(dense[1:], (1.1, 1.5), strict=True):
+        low, high = map(float, cell.split(" to "))
+        assert high / low == pytest.approx(quotient, rel=0.02)
 
 
 def test_crossover_is_the_break_even_point_times_the_sparse_actors_speed(
@@ -342,7 +401,7 @@ def test_crossover_is_the_break_even_point_times_the_sparse_actors_speed(
     _, tables = scripts
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(RESULT))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in tables.crossover().splitlines()]
+    lines = rows_of(tables.crossover())
     # The sparse actor was only timed at one of the points.
     assert lines[0] == ["shape, GPU", "drafter", "drafts", "32 x 15,000"]
     # With 6 drafts, the sparse actor yields 5.94 tokens at a break-even point of 2.6, so it is 2.29
@@ -360,23 +419,21 @@ def test_drafter_that_would_need_more_tokens_than_it_drafts_never_beats_the_spar
         row["ms"] = 30.0  # three dense steps; the sparse actor is 4.3 times as fast as dense
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(result))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in tables.crossover().splitlines()]
+    lines = rows_of(tables.crossover())
     assert lines[2][1:] == ["EAGLE-3", "3", "never", "never"]
 
 
-def test_speed_with_guesses_is_shown_only_where_their_yield_was_measured(
-    scripts, tmp_path, monkeypatch
-):
+def test_yield_with_guesses_spans_all_measured_points_of_all_shapes(scripts, tmp_path, monkeypatch):
     script, tables = scripts
     (tmp_path / "break_even_qwen3-1.7b.json").write_text(json.dumps(every_case(script)))
-    points = [
-        {"batch": 32, "length": 15_000, "guesses": 3, "drafts": 12, "tokens_per_cycle": tokens}
-        for tokens in (6.6, 7.7)
-    ]
-    cascade = {"runs": [{"engines": {"lossless": {"points": points}}}]}
-    (tmp_path / "cascade_qwen3-1.7b.json").write_text(json.dumps(cascade))
+    for shape, found in (("qwen3-1.7b", (6.6, 7.0)), ("qwen3-8b", (7.7,))):
+        points = [
+            {"batch": 24, "length": 15_000, "guesses": 3, "drafts": 12, "tokens_per_cycle": tokens}
+            for tokens in found
+        ]
+        cascade = {"runs": [{"engines": {"lossless": {"points": points}}}]}
+        (tmp_path / f"cascade_{shape}.json").write_text(json.dumps(cascade))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    lines = [line.strip("| ").split(" | ") for line in tables.speed().splitlines()]
-    (found,) = [line for line in lines if "guesses per pass" in line[1]]
+    (found,) = [line for line in rows_of(tables.speed()) if "guesses per pass" in line[0]]
     # A cycle takes 2.2 dense steps.
-    assert found[3:] == ["", "", "3.0x to 3.5x"]
+    assert found[1:] == ["12", "6.60 to 7.70", "3.0x to 3.5x", "3.0x to 3.5x"]

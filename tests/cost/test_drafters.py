@@ -6,7 +6,7 @@ import pytest
 from sparrow.cost import MACHINES, SHAPES, Machine, ModelShape, Overheads, predict
 from sparrow.cost.drafters import DSPARK, EAGLE3, TrainedDrafter, break_even, rows
 from sparrow.cost.drafters import sparse_break_even as sparse
-from sparrow.cost.lossless import Cycle, Drafting, LosslessPrediction, predict_lossless
+from sparrow.cost.lossless import Cycle, Drafting, predict_lossless
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
@@ -40,22 +40,40 @@ def test_layer_overheads_apply_to_each_pass_and_sequence_overheads_once_per_cycl
 
 
 @pytest.mark.parametrize(
-    "batch, length, eagle3, dspark, six, twelve",
-    [(32, 15_000, 1.15, 1.30, 2.30, 3.61), (64, 4_096, 1.21, 1.58, 3.69, 6.43)],
+    "shape, batch, length, eagle3, dspark",
+    [
+        ("qwen3-1.7b", 32, 15_000, 1.15, 1.30),
+        ("qwen3-1.7b", 64, 4_096, 1.21, 1.58),
+        ("qwen3-8b", 16, 15_000, 1.13, 1.28),
+        ("qwen3-8b", 8, 30_000, 1.12, 1.22),
+    ],
 )
-def test_predictions_are_within_7_percent_of_measurements_of_long_steps_on_an_h200(
-    batch, length, eagle3, dspark, six, twelve
+def test_trained_drafters_are_predicted_within_7_percent_of_long_steps_on_an_h200(
+    shape, batch, length, eagle3, dspark
 ):
-    shape = SHAPES["qwen3-1.7b"]
-    setting = shape, H200, [length] * batch
+    setting = SHAPES[shape], H200, [length] * batch
     assert break_even(*setting, EAGLE3) == pytest.approx(eagle3, rel=0.07)
     assert break_even(*setting, DSPARK) == pytest.approx(dspark, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "shape, batch, length, six, twelve",
+    [
+        ("qwen3-1.7b", 32, 15_000, 2.29, 3.61),
+        ("qwen3-1.7b", 64, 4_096, 3.71, 6.48),
+        ("qwen3-8b", 16, 15_000, 3.57, 6.16),
+        ("qwen3-8b", 64, 4_096, 4.64, 8.54),
+        ("qwen3-30b-a3b", 32, 15_000, 4.85, 8.46),
+        ("qwen3-30b-a3b", 8, 15_000, 6.48, 11.34),
+    ],
+)
+def test_sparse_actor_is_predicted_within_7_percent_of_long_steps_on_an_h200(
+    shape, batch, length, six, twelve
+):
     for drafts, measured in ((6, six), (12, twelve)):
-        schedule = SparsitySchedule.fixed(61, dense_layers=())
-        drafting = Drafting(drafts, schedule, 0.945)
-        assert sparse(*setting, LosslessPrediction(drafting, None, 1.0)) == pytest.approx(
-            measured, rel=0.07
-        )
+        drafting = Drafting(drafts, SparsitySchedule.fixed(61, dense_layers=()), 0.945)
+        found = sparse(SHAPES[shape], H200, [length] * batch, drafting)
+        assert found == pytest.approx(measured, rel=0.07)
 
 
 def test_lossless_decoding_pays_off_if_cycles_yield_more_tokens_than_the_break_even_point():
@@ -64,7 +82,7 @@ def test_lossless_decoding_pays_off_if_cycles_yield_more_tokens_than_the_break_e
         responses = np.full(64, length)
         lossy = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-4b"))
         lossless = predict_lossless(shape, H200, responses, lossy.dense, 0.94)
-        needed = sparse(shape, H200, np.full(64, 256 + length // 2), lossless)
+        needed = sparse(shape, H200, np.full(64, 256 + length // 2), lossless.drafting)
         pays = needed < lossless.drafting.tokens_per_cycle
         assert pays == (lossless.speedup > 1.05)
 
