@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import predicted
@@ -14,6 +14,7 @@ PASS_TOKENS = (1, 2, 4, 8)
 WEIGHTS = {"lossless": "16", "fp8": "8"}
 """Maps arms of ``cascade.py synthetic`` to the bits of the weights that drafts use."""
 REAL = "cascade_real_smollm2"
+SIMULATION = "cascade_head"
 SHAPE = "smollm2-135m"
 PROMPT = 2048
 NEW = 1024
@@ -21,25 +22,32 @@ NEW = 1024
 lengths were not recorded.
 """
 REAL_ARMS = {
-    "ngram": "stock, n-gram",
-    "eagle3": "stock, head",
     "adaptive": "lossless",
     "guess3": "history guesses in every cycle",
     "head_guess3": "head guesses in every cycle",
-    "mixed2_guess3": "history guesses from 2 tokens, head elsewhere",
-    "mixed4_guess3": "history guesses from 4 tokens, head elsewhere",
+    "mixed2_guess3": "both guess in every cycle, history from 2 tokens",
+    "mixed4_guess3": "both guess in every cycle, history from 4 tokens",
     "adaptive_guess3": "lossless, may guess from history",
     "adaptive_head_guess3": "lossless, head may guess",
 }
 """Maps arms of ``cascade.py real`` to their names in the tables."""
-YIELDS = {
-    "adaptive": ("acceptance", "tokens_per_cycle"),
-    "guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
-    "head_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
-    "mixed2_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
-    "mixed4_guess3": ("acceptance", "drafts_per_pass", "tokens_per_cycle"),
+STOCK_ARMS = {"ngram": "stock, n-gram", "eagle3": "stock, head"}
+"""The same for vLLM's own drafters."""
+SIMULATED = {
+    "guess3": "history",
+    "head_guess3": "head",
+    "mixed2_guess3": "mixed 2",
+    "mixed4_guess3": "mixed 4",
 }
-"""What the tables say about each arm's drafts."""
+"""Maps arms to the first stages of ``studies/cascade/head.py``, which simulated their drafts."""
+GUESSES = 3
+"""Guesses per pass in all arms with guesses."""
+YIELDS = {
+    "acceptance": "acceptance",
+    "drafts_per_pass": "drafts per pass",
+    "tokens_per_cycle": "tokens per cycle",
+}
+"""Maps what was measured about an arm's drafts to its name in the table."""
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -143,11 +151,13 @@ def speed() -> str:
 # --- real guesses ---
 
 
-def real_run() -> dict[str, list[Row]]:
-    """Return the points of each arm, in the last run with real guesses."""
+def real_runs() -> list[dict[str, list[Row]]]:
+    """Return the points of each arm, for each run with real guesses."""
     path = RESULTS / f"{REAL}.json"
-    engines = json.loads(path.read_text())["runs"][-1]["engines"]
-    return {arm: engine["points"] for arm, engine in engines.items() if engine["points"]}
+    return [
+        {arm: engine["points"] for arm, engine in run["engines"].items() if engine["points"]}
+        for run in json.loads(path.read_text())["runs"]
+    ]
 
 
 def texts(points: Iterable[Row]) -> list[tuple[str, float]]:
@@ -165,14 +175,9 @@ def tokens_per_s(rows: Sequence[Row]) -> float:
     return sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
 
 
-def average(rows: Sequence[Row], name: str) -> str:
-    """Format the mean of a value over all repeats, or return an empty cell if it wasn't
-    measured.
-    """
-    if not all(name in row for row in rows):
-        return ""
-    digits = 3 if name == "acceptance" else 2
-    return f"{mean(rows, name):.{digits}f}"
+def is_measured(rows: Sequence[Row], name: str) -> bool:
+    """Return whether there are repeats, and all of them have the value."""
+    return bool(rows) and all(name in row for row in rows)
 
 
 def mean(rows: Sequence[Row], name: str) -> float:
@@ -180,14 +185,33 @@ def mean(rows: Sequence[Row], name: str) -> float:
     return float(sum(row[name] for row in rows)) / len(rows)
 
 
+def average(rows: Sequence[Row], name: str) -> str:
+    """Format the mean of a value over all repeats, or return an empty cell if it wasn't
+    measured.
+    """
+    digits = 3 if name == "acceptance" else 2
+    return f"{mean(rows, name):.{digits}f}" if is_measured(rows, name) else ""
+
+
+def spread(rows: Sequence[Row]) -> str:
+    """Format how much faster the fastest repeat is than the slowest, in brackets."""
+    speeds = [tokens_per_s([row]) for row in rows]
+    return f"({max(speeds) / min(speeds) - 1:.0%})"
+
+
+def relative_speed(rows: Sequence[Row], stock: Sequence[Row]) -> str:
+    """Format the speed relative to stock vLLM, or return an empty cell without repeats."""
+    return f"{tokens_per_s(rows) / tokens_per_s(stock):.2f}x {spread(rows)}" if rows else ""
+
+
 def predictions(stock: Row, lossless: Sequence[Row]) -> list[str]:
     """Return what the cost model predicts for a text: stock vLLM's tokens per second and, at the
     measured acceptance and tokens per cycle, the relative speed of lossless mode. The cells are
     empty if these or the lengths of responses are not known.
     """
-    names = YIELDS["adaptive"]
-    is_measured = bool(lossless) and all(name in row for row in lossless for name in names)
-    if Path(stock["text"]).suffix == ".jsonl" or not is_measured:
+    names = ("acceptance", "tokens_per_cycle")
+    is_known = all(is_measured(lossless, name) for name in names)
+    if Path(stock["text"]).suffix == ".jsonl" or not is_known:
         return ["", ""]
     cell = Cell(stock["tokens"] // NEW, PROMPT, NEW)
     drafting = predicted.like(*(mean(lossless, name) for name in names))
@@ -196,49 +220,86 @@ def predictions(stock: Row, lossless: Sequence[Row]) -> list[str]:
     return [f"{dense:,.0f}", f"{ratio:.2f}x"]
 
 
+def by_text(run: dict[str, list[Row]], arm: str) -> list[list[Row]]:
+    """Return an arm's repeats of each text that stock vLLM sampled, in stock vLLM's order."""
+    return [sampled_from(run.get(arm, ()), text) for text in texts(run["stock"])]
+
+
+def text_names(run: dict[str, list[Row]]) -> list[str]:
+    """Name the texts of a run and their temperatures."""
+    return [f"{Path(text).stem}, {temperature:g}" for text, temperature in texts(run["stock"])]
+
+
+def speed_rows(run: dict[str, list[Row]], arms: Mapping[str, str]) -> list[list[str]]:
+    """Return a row with stock vLLM's speed on each text, and one for each measured arm."""
+    stock = by_text(run, "stock")
+    speeds = [f"{tokens_per_s(rows):,.0f} {spread(rows)}" for rows in stock]
+    return [
+        ["stock, tokens/s", *speeds],
+        *(
+            [name, *map(relative_speed, by_text(run, arm), stock)]
+            for arm, name in arms.items()
+            if arm in run
+        ),
+    ]
+
+
 def real_speed() -> str:
-    """One row per text and temperature: each arm's speed relative to stock vLLM, and what the cost
-    model predicts for stock vLLM and lossless mode.
+    """One column per text: each arm's speed relative to stock vLLM in the same run, and what the
+    cost model predicts for stock vLLM and lossless mode.
     """
-    run = real_run()
-    arms = [arm for arm in REAL_ARMS if arm in run]
-    rows = []
-    for text in texts(run.get("stock", ())):
-        repeats = sampled_from(run["stock"], text)
-        stock = tokens_per_s(repeats)
-        lossless = sampled_from(run.get("adaptive", ()), text)
-        dense, ratio = predictions(repeats[0], lossless)
-        cells = []
-        for arm in arms:
-            found = sampled_from(run[arm], text)
-            if arm == "adaptive":
-                cells.append(ratio)
-            cells.append(f"{tokens_per_s(found) / stock:.2f}x" if found else "")
-        rows.append([Path(text[0]).stem, f"{text[1]:g}", dense, f"{stock:,.0f}", *cells])
-    head = ["text", "temperature", "stock, tokens/s: predicted", "measured"]
-    for arm in arms:
-        if arm == "adaptive":
-            head += ["lossless: predicted", "measured"]
-        else:
-            head.append(REAL_ARMS[arm])
-    return table(head, rows)
+    *_, run = real_runs()
+    pairs = zip(by_text(run, "stock"), by_text(run, "adaptive"), strict=True)
+    predicted_by_text = [predictions(stock[0], lossless) for stock, lossless in pairs]
+    dense, ratios = map(list, zip(*predicted_by_text, strict=True))
+    rows = speed_rows(run, REAL_ARMS)
+    rows.insert(1, ["stock, predicted", *dense])
+    if "adaptive" in run:
+        rows.insert(3, ["lossless, predicted", *ratios])
+    return table(["", *text_names(run)], rows)
+
+
+def real_stock_drafters() -> str:
+    """One column per text: the speeds of vLLM's own drafters, from the first run."""
+    run, *_ = real_runs()
+    return table(["", *text_names(run)], speed_rows(run, STOCK_ARMS))
+
+
+def simulated_drafts(text: tuple[str, float], stage: str) -> str:
+    """Format the drafts per pass that a first stage yielded in the simulation."""
+    cells = json.loads((RESULTS / f"{SIMULATION}.json").read_text())["cells"]
+    found = [
+        row[stage][0]
+        for cell in cells
+        if (cell["kind"], cell["temperature"]) == (Path(text[0]).stem, text[1])
+        for row in cell["rows"]
+        if row["guesses"] == GUESSES
+    ]
+    return f"{found[0]:.2f}" if found else ""
 
 
 def real_yields() -> str:
-    """One row per text and temperature: acceptance, drafts per pass and tokens per cycle."""
-    run = real_run()
-    columns = [(arm, name) for arm in REAL_ARMS for name in YIELDS.get(arm, ()) if run.get(arm)]
+    """One column per text: acceptance, drafts per pass and tokens per cycle of each arm, and the
+    simulated drafts per pass.
+    """
+    *_, run = real_runs()
     rows = []
-    for text in texts(run.get("stock", ())):
-        cells = [average(sampled_from(run[arm], text), name) for arm, name in columns]
-        rows.append([Path(text[0]).stem, f"{text[1]:g}", *cells])
-    named = [f"{REAL_ARMS[arm]}: {name.replace('_', ' ')}" for arm, name in columns]
-    return table(["text", "temperature", *named], rows)
+    for arm, arm_name in REAL_ARMS.items():
+        repeats = by_text(run, arm)
+        for name, shown in YIELDS.items():
+            cells = [average(each, name) for each in repeats]
+            if any(cells):
+                rows.append([f"{arm_name}: {shown}", *cells])
+            if any(cells) and name == "drafts_per_pass" and arm in SIMULATED:
+                expected = [simulated_drafts(text, SIMULATED[arm]) for text in texts(run["stock"])]
+                rows.append([f"{arm_name}: {shown}, simulated", *expected])
+    return table(["", *text_names(run)], rows)
 
 
 TABLES = {
     "guesses passes": passes,
     "guesses speed": speed,
     "guesses real speed": real_speed,
+    "guesses real stock drafters": real_stock_drafters,
     "guesses real yields": real_yields,
 }

@@ -193,12 +193,13 @@ def lossless_exact_draft_weights() -> str:
 
 def lossless_exact_guesses() -> str:
     """One row per source of guesses and weights of drafts: greedy tokens, errors of log-probs, and
-    the chi-square test, which was not run with 8-bit weights.
+    the chi-square test, if it was run.
     """
     rows = []
     for source, equal, chi_square in (
         ("history", "guess3", "guess2"),
         ("head", "head3", "head2"),
+        ("history from 2 tokens, head elsewhere", "mixed3", None),
         ("history, drafts in 8 bits", "guess3_draft_fp8", None),
     ):
         result = load(f"lossless_equal_{equal}_vary")

@@ -96,6 +96,24 @@ def cascade_head() -> str:
     return table([*head, *columns.values()], rows)
 
 
+def cascade_head_mixed() -> str:
+    """Tabulate drafts per sparse pass where history guesses if enough tokens repeat, and a head
+    elsewhere.
+    """
+    cells = load(HEAD)["cells"]
+    columns = {"history": "history alone", "head": "head alone"}
+    for name in cells[0]["rows"][0]:
+        stage, _, least = name.partition(" ")
+        if stage == "mixed":
+            columns[name] = f"history from {least} token{'s' if least != '1' else ''}"
+    rows = [
+        [*_text(cell), row["guesses"], *(f"{row[name][0]:.2f}" for name in columns)]
+        for cell in cells
+        for row in cell["rows"]
+    ]
+    return table(["text", "temperature", "nats per token", "guesses", *columns.values()], rows)
+
+
 def cascade_head_positions() -> str:
     """Tabulate the tokens per cycle of a head alone, by position, for the largest number of drafts."""
     result = load(HEAD)
@@ -119,5 +137,6 @@ def _text(cell: Row) -> list[str]:
 TABLES = {
     "cascade history": cascade_history,
     "cascade head": cascade_head,
+    "cascade head mixed": cascade_head_mixed,
     "cascade head positions": cascade_head_positions,
 }

@@ -21,9 +21,13 @@ def tables(tmp_path, monkeypatch):
     return script
 
 
-def write(tables, folder, **arms):
-    engines = {arm: {"points": points} for arm, points in arms.items()}
-    (folder / f"{tables.REAL}.json").write_text(json.dumps({"runs": [{"engines": engines}]}))
+def engines(arms):
+    return {"engines": {arm: {"points": points} for arm, points in arms.items()}}
+
+
+def write(tables, folder, *earlier, **arms):
+    runs = [engines(each) for each in (*earlier, arms)]
+    (folder / f"{tables.REAL}.json").write_text(json.dumps({"runs": runs}))
 
 
 def cells(table):
@@ -34,9 +38,26 @@ def test_speeds_are_relative_to_stock_over_all_repeats(tables, tmp_path):
     stock = [point(1000, 2.0), point(1000, 2.0)]
     guessed = [point(1000, 0.5), point(1000, 1.5)]
     write(tables, tmp_path, stock=stock, guess3=guessed, ngram=[])
-    head, _, row = cells(tables.real_speed())
-    assert head[3:] == ["measured", tables.REAL_ARMS["guess3"]]
-    assert row == ["sources", "0.7", "", "500", "2.00x"]
+    assert cells(tables.real_speed()) == [
+        ["", "sources, 0.7"],
+        ["---", "---"],
+        ["stock, tokens/s", "500 (0%)"],
+        ["stock, predicted", ""],
+        [tables.REAL_ARMS["guess3"], "2.00x (200%)"],
+    ]
+
+
+def test_drafters_of_vllm_are_compared_with_stock_in_the_first_run(tables, tmp_path):
+    stock = [point(1000, 2.0)]
+    earlier = {"stock": [point(1000, 4.0)], "eagle3": [point(1000, 2.0)], "guess3": stock}
+    write(tables, tmp_path, earlier, stock=stock, guess3=stock)
+    _, _, *rows = cells(tables.real_stock_drafters())
+    assert rows == [
+        ["stock, tokens/s", "250 (0%)"],
+        [tables.STOCK_ARMS["eagle3"], "2.00x (0%)"],
+    ]
+    _, _, *rows = cells(tables.real_speed())
+    assert rows[0] == ["stock, tokens/s", "500 (0%)"] and len(rows) == 3
 
 
 def test_speed_is_predicted_where_all_responses_have_the_same_length(tables, tmp_path):
@@ -45,31 +66,45 @@ def test_speed_is_predicted_where_all_responses_have_the_same_length(tables, tmp
     stock = [point(tokens, 2.0), point(tokens - 9, 2.0) | {"text": "questions.jsonl"}]
     lossless = [row | measured for row in stock]
     write(tables, tmp_path, stock=stock, adaptive=lossless)
-    head, _, known, unknown = cells(tables.real_speed())
-    assert head[2:] == ["stock, tokens/s: predicted", "measured", "lossless: predicted", "measured"]
+    head, _, *rows = cells(tables.real_speed())
+    assert head == ["", "sources, 0.7", "questions, 0.7"]
     cell = tables.Cell(8, tables.PROMPT, tables.NEW)
     dense = tables.predicted.tokens_per_s(tables.SHAPE, cell)
     # 4.10 tokens are expected per cycle of four drafts, and 3.44 of three
     drafting = tables.predicted.like(0.9, 4.0)
     assert drafting.tokens == 4
     ours = tables.predicted.lossless_tokens_per_s(tables.SHAPE, cell, [drafting])
-    assert known[2:] == [f"{dense:,.0f}", "4,096", f"{ours / dense:.2f}x", "1.00x"]
-    assert unknown[2::2] == ["", ""] and unknown[5] == "1.00x"
+    assert rows == [
+        ["stock, tokens/s", "4,096 (0%)", "4,092 (0%)"],
+        ["stock, predicted", f"{dense:,.0f}", ""],
+        ["lossless", "1.00x (0%)", "1.00x (0%)"],
+        ["lossless, predicted", f"{ours / dense:.2f}x", ""],
+    ]
 
     del lossless[0]["acceptance"]  # vLLM never drafted
     write(tables, tmp_path, stock=stock, adaptive=lossless)
-    _, _, known, _ = cells(tables.real_speed())
-    assert known[2::2] == ["", ""]
+    _, _, *rows = cells(tables.real_speed())
+    assert rows[1][1:] == rows[3][1:] == ["", ""]
 
 
-def test_yields_are_averaged_over_repeats_and_empty_if_not_measured(tables, tmp_path):
+def test_yields_are_averaged_over_repeats_beside_simulated_ones(tables, tmp_path):
     guessed = [
         point(1000, 1.0, acceptance=0.9, drafts_per_pass=2.0),
         point(1000, 1.0, acceptance=0.92, drafts_per_pass=3.0),
     ]
-    write(tables, tmp_path, stock=[point(1000, 2.0)], guess3=guessed)
-    _, _, row = cells(tables.real_yields())
-    assert row == ["sources", "0.7", "0.910", "2.50", ""]
+    other = point(1000, 2.0) | {"text": "stories.jsonl"}
+    write(tables, tmp_path, stock=[point(1000, 2.0), other], guess3=guessed)
+    simulated = [{"guesses": 7, "history": [3.0]}, {"guesses": 3, "history": [2.25, 2.0, 2.5]}]
+    cell = {"kind": "sources", "temperature": 0.7, "rows": simulated}
+    result = {"cells": [cell, cell | {"kind": "stories", "temperature": 1.0}]}
+    (tmp_path / f"{tables.SIMULATION}.json").write_text(json.dumps(result))
+    _, _, *rows = cells(tables.real_yields())
+    name = tables.REAL_ARMS["guess3"]
+    assert rows == [
+        [f"{name}: acceptance", "0.910", ""],
+        [f"{name}: drafts per pass", "2.50", ""],
+        [f"{name}: drafts per pass, simulated", "2.25", ""],
+    ]
 
 
 def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):

@@ -214,6 +214,9 @@ def test_the_head_learns_to_count(study, samples, counting, tmp_path, monkeypatc
     monkeypatch.setattr(study.tables_cascade, "load", lambda _: json.loads(out.read_text()))
     table = study.tables_cascade.TABLES["cascade head"]()
     assert "| counting | 1 | 0.50 | 3 | 1.00 [1.00, 1.00] | " in table
+    mixed = study.tables_cascade.TABLES["cascade head mixed"]()
+    assert "| head alone | history from 1 token | history from 2 tokens | " in mixed
+    assert f"| counting | 1 | 0.50 | 3 | 1.00 | {three['head'][0]:.2f} | " in mixed
     positions = study.tables_cascade.TABLES["cascade head positions"]()
     assert "| 0 to 16 | 16 to 32 |" in positions
 
