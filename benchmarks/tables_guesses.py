@@ -278,12 +278,24 @@ def simulated_drafts(text: tuple[str, float], stage: str) -> str:
     return f"{found[0]:.2f}" if found else ""
 
 
+def relative_time(rows: Sequence[Row], history: Sequence[Row]) -> str:
+    """Format the time of a row's cycle relative to that with guesses from history, or return an
+    empty cell if it wasn't measured.
+    """
+    if not all(is_measured(each, "tokens_per_cycle") for each in (rows, history)):
+        return ""
+    ours, theirs = (mean(each, "tokens_per_cycle") / tokens_per_s(each) for each in (rows, history))
+    return f"{ours / theirs:.2f}x"
+
+
 def real_yields() -> str:
-    """One column per text: acceptance, drafts per pass and tokens per cycle of each arm, and the
-    simulated drafts per pass.
+    """One column per text: acceptance, drafts per pass and tokens per cycle of each arm. For arms
+    that guess in every cycle, also the simulated drafts per pass, and the time per cycle relative
+    to the arm with history.
     """
     *_, run = real_runs()
     rows = []
+    history = by_text(run, "guess3")
     for arm, arm_name in REAL_ARMS.items():
         repeats = by_text(run, arm)
         for name, shown in YIELDS.items():
@@ -293,6 +305,9 @@ def real_yields() -> str:
             if any(cells) and name == "drafts_per_pass" and arm in SIMULATED:
                 expected = [simulated_drafts(text, SIMULATED[arm]) for text in texts(run["stock"])]
                 rows.append([f"{arm_name}: {shown}, simulated", *expected])
+        if arm in SIMULATED and arm in run and arm != "guess3":
+            times = map(relative_time, repeats, history)
+            rows.append([f"{arm_name}: time per cycle relative to history", *times])
     return table(["", *text_names(run)], rows)
 
 

@@ -94,7 +94,8 @@ def test_yields_are_averaged_over_repeats_beside_simulated_ones(tables, tmp_path
     ]
     other = point(1000, 2.0) | {"text": "stories.jsonl"}
     write(tables, tmp_path, stock=[point(1000, 2.0), other], guess3=guessed)
-    simulated = [{"guesses": 7, "history": [3.0]}, {"guesses": 3, "history": [2.25, 2.0, 2.5]}]
+    three = {"guesses": 3, "history": [2.25, 2.0, 2.5], "head": [1.5, 1.0, 2.0]}
+    simulated = [{"guesses": 7, "history": [3.0]}, three]
     cell = {"kind": "sources", "temperature": 0.7, "rows": simulated}
     result = {"cells": [cell, cell | {"kind": "stories", "temperature": 1.0}]}
     (tmp_path / f"{tables.SIMULATION}.json").write_text(json.dumps(result))
@@ -104,6 +105,17 @@ def test_yields_are_averaged_over_repeats_beside_simulated_ones(tables, tmp_path
         [f"{name}: acceptance", "0.910", ""],
         [f"{name}: drafts per pass", "2.50", ""],
         [f"{name}: drafts per pass, simulated", "2.25", ""],
+    ]
+
+    # In three quarters of the time per token, a cycle yields half as many tokens.
+    guessed = [point(1000, 2.0, tokens_per_cycle=8.0)]
+    by_head = [point(1000, 1.5, tokens_per_cycle=4.0)]
+    write(tables, tmp_path, stock=[point(1000, 2.0), other], guess3=guessed, head_guess3=by_head)
+    _, _, *rows = cells(tables.real_yields())
+    name = tables.REAL_ARMS["head_guess3"]
+    assert rows[1:] == [
+        [f"{name}: tokens per cycle", "4.00", ""],
+        [f"{name}: time per cycle relative to history", "0.38x", ""],
     ]
 
 
