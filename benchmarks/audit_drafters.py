@@ -64,8 +64,7 @@ def decoding_of(arm: str, folder: Path) -> Any:
     guesses: dict[str, Any] = {"guess_tokens": GUESSES, "adapt_draft_tokens": False}
     if arm in ("head", "mixed"):
         guesses["guess_head"] = random_head(folder)
-    if arm == "mixed":
-        guesses["guess_lookup_min"] = LOOKUP_MIN
+        guesses["guess_lookup_min"] = LOOKUP_MIN if arm == "mixed" else 0
     return Decoding.lossless(few_pages, **guesses)
 
 

@@ -348,8 +348,8 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
     "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
-    "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3},
-    "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
+    "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 0},
+    "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3, "guess_lookup_min": 0},
     "mixed2_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 2},
     "mixed4_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 4},
 }

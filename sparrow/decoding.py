@@ -40,6 +40,10 @@ LONGEST_LOOKUP = 8
 """The longest suffix of a sequence that is looked up in its history, in tokens. Equals
 ``sparrow.model.history.LONGEST``, but can be imported without torch.
 """
+GUESS_LOOKUP_MIN = 4
+"""With a head, the default number of latest tokens that must repeat for history to guess in place
+of the head.
+"""
 METER_EVERY = 16
 """The default interval, in cycles, between measurements of a second schedule. With this value, the
 extra sparse steps take about half a percent of the time.
@@ -84,12 +88,13 @@ class LosslessSettings:
     # With 0, each pass drafts one token.
     guess_tokens: Annotated[int, AtLeast(0)] = 0
     # Lossless in vLLM: an EAGLE-3 head for the model, as a folder or a name on the Hugging Face
-    # Hub. Guesses then come from the head instead of from history.
+    # Hub. The head then guesses where the latest tokens have not occurred before
+    # (guess_lookup_min).
     guess_head: str | None = None
     # Lossless in vLLM, with guess_head: history guesses in place of the head wherever at least this
     # many of the latest tokens (at most 8) occurred earlier in the sequence. With 0, the head makes
-    # all guesses.
-    guess_lookup_min: Annotated[int, AtLeast(0)] = 0
+    # all guesses. 4 by default.
+    guess_lookup_min: Annotated[int, AtLeast(0)] | None = None
     # Lossless: draw drafts with the same random numbers as the final tokens. A seed then yields the
     # same tokens as dense decoding (up to rounding), no matter what is drafted, but fewer drafts
     # are accepted.
@@ -133,6 +138,8 @@ class Decoding(LosslessSettings):
             ("meter_every", 1),
         ):
             count = getattr(self, name)
+            if count is None and name == "guess_lookup_min":
+                continue
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {count!r}")
         for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
@@ -152,7 +159,7 @@ class Decoding(LosslessSettings):
                 f"guess_head is {head!r}, but guess_tokens is 0; set guess_tokens to 3, for "
                 "example, or leave guess_head out"
             )
-        if self.guess_lookup_min > LONGEST_LOOKUP:
+        if (self.guess_lookup_min or 0) > LONGEST_LOOKUP:
             raise ConfigError(
                 f"guess_lookup_min is {self.guess_lookup_min}, but at most {LONGEST_LOOKUP} tokens "
                 f"are looked up; choose a value from 0 to {LONGEST_LOOKUP}"
@@ -258,6 +265,15 @@ class Decoding(LosslessSettings):
             is_default = self.schedule == DRAFT_SCHEDULE
             adapts = self.adapt_draft_tokens and is_default and not self.guess_tokens
         return DRAFT_BUDGETS if self.is_lossless and adapts else (1.0,)
+
+    @property
+    def lookup_min(self) -> int:
+        """How many of the latest tokens must repeat for history to guess in place of the head. 0 if
+        all guesses come from one source.
+        """
+        if self.guess_head is None:
+            return 0
+        return GUESS_LOOKUP_MIN if self.guess_lookup_min is None else self.guess_lookup_min
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain types that ``load`` can read back."""

@@ -8,6 +8,7 @@ from sparrow import SparsitySchedule
 from sparrow.decoding import (
     DRAFT_BUDGETS,
     DRAFT_SCHEDULE,
+    GUESS_LOOKUP_MIN,
     LONGEST_LOOKUP,
     Decoding,
     acceptance_at,
@@ -96,6 +97,19 @@ def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
         == Decoding.load(json.dumps(expected.to_dict()))
         == expected
     )
+
+
+@pytest.mark.parametrize(
+    "options, least",
+    [
+        ({"guess_head": "h"}, GUESS_LOOKUP_MIN),
+        ({"guess_head": "h", "guess_lookup_min": 0}, 0),
+        ({"guess_head": "h", "guess_lookup_min": 8}, 8),
+        ({}, 0),
+    ],
+)
+def test_history_guesses_beside_a_head_unless_that_is_turned_off(options, least):
+    assert Decoding.lossless(guess_tokens=3, **options).lookup_min == least
 
 
 @pytest.mark.parametrize(

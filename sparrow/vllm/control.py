@@ -340,8 +340,8 @@ def check(vllm_config: Any) -> None:
     steps = "sparse steps"
     if decoding.guess_tokens:
         source = "history" if decoding.guess_head is None else f"the head {decoding.guess_head!r}"
-        if decoding.guess_lookup_min:
-            source += f", or from history where {decoding.guess_lookup_min} or more tokens repeat,"
+        if decoding.lookup_min:
+            source += f", or from history where {decoding.lookup_min} or more tokens repeat,"
         guesses = f"{decoding.guess_tokens} guesses from {source} ({model.pass_kernels})"
         steps = (
             f"sparse steps, one sparse pass over {guesses} for every {DRAFTS_PER_PASS} drafts, or "

@@ -351,6 +351,8 @@ class Runtime:
         settings.pop("draft_schedule", None)
         if self.is_lossless:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
+            if self.decoding.guess_head is not None:
+                settings["guess_lookup_min"] = self.decoding.lookup_min
         return {
             "mode": self.decoding.mode,
             **settings,

@@ -76,5 +76,5 @@ def test_arms_with_guesses_guess_in_every_cycle(audits, tmp_path, arm):
     assert decoding.guess_tokens == drafters.GUESSES and not decoding.adapt_draft_tokens
     has_head = arm != "history"
     assert decoding.guess_head == (str(tmp_path / arm) if has_head else None)
-    assert decoding.guess_lookup_min == (drafters.LOOKUP_MIN if arm == "mixed" else 0)
+    assert decoding.lookup_min == (drafters.LOOKUP_MIN if arm == "mixed" else 0)
     assert (tmp_path / arm / "model.safetensors").exists() == has_head

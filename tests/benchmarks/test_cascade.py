@@ -32,6 +32,20 @@ def test_drafts_not_made_by_any_pass_are_rejected(cascade):
     )
 
 
+def test_each_arm_with_a_head_names_the_sources_of_its_guesses(cascade, tmp_path):
+    least = {
+        arm: decoding.lookup_min
+        for arm in cascade.WITH_HEAD
+        if (decoding := cascade.real_decoding(arm, tmp_path)) is not None
+    }
+    assert least == {
+        "head_guess3": 0,
+        "adaptive_head_guess3": 0,
+        "mixed2_guess3": 2,
+        "mixed4_guess3": 4,
+    }
+
+
 def test_text_is_divided_into_prompts_of_equal_length(cascade, tmp_path):
     class Letters:
         def __call__(self, text, add_special_tokens):

@@ -43,7 +43,9 @@ def made(tmp_path_factory):
 
 
 def with_head(folder, k=8, **options):
-    return lossless(k, **{"guess_tokens": 3, "guess_head": str(folder), **options})
+    """By default, the head makes all guesses."""
+    head = {"guess_tokens": 3, "guess_head": str(folder), "guess_lookup_min": 0}
+    return lossless(k, **{**head, **options})
 
 
 class Guesses:
@@ -302,7 +304,7 @@ def test_greedy_tokens_match_stock_vllm(made, m, weights):
         assert 1.1 * counts["passes"] < drawn <= counts["drafted"]
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_weights": "fp8"}, {"guess_lookup_min": 2}])
+@pytest.mark.parametrize("options", [{}, {"draft_weights": "fp8"}, {"guess_lookup_min": None}])
 def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, options):
     """The head also has to read passes that are followed by no drafts, by drafts without guesses,
     or by guesses alone.
@@ -324,6 +326,7 @@ def test_greedy_tokens_match_stock_vllm_while_stages_change(made, monkeypatch, o
     assert set(told["cycles"]) == {0, 3, 5, 8} and set(told["cycles_with_guesses"]) == {3, 5, 8}
     assert set(told["cycles_with_guesses_alone"]) == {3}
     assert described["guess_head"] == str(of_head)
+    assert described["guess_lookup_min"] == decoding.lookup_min
     assert described["sparse_layers"] == [0, 1]  # the head's layer is not listed
 
 

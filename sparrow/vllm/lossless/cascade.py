@@ -228,10 +228,10 @@ def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
         return HistorySource(speculator, cycle, guesses)
     alone = drafts_alone(draft_choices(decoding))
     head = HeadSource(speculator, cycle, tokens, alone, guesses)
-    if not decoding.guess_lookup_min:
+    if not decoding.lookup_min:
         return head
     history = HistorySource(speculator, cycle, guesses)
-    return MixedSource(history, head, decoding.guess_lookup_min)
+    return MixedSource(history, head, decoding.lookup_min)
 
 
 class StagedDrafter:

@@ -55,7 +55,7 @@ class SparseSpeculator(DraftModelSpeculator):
         assert decoding is not None and self.draft_logits is not None
         guesses = decoding.guess_tokens > 0
         self.has_head = decoding.guess_head is not None
-        self.reads_history = guesses and (not self.has_head or decoding.guess_lookup_min > 0)
+        self.reads_history = guesses and (not self.has_head or decoding.lookup_min > 0)
         self.plan = DraftPlan(self.num_speculative_steps, budget=0, guesses=guesses)
         self.is_idle = False
         self.drafter = _drafter(decoding, self)
