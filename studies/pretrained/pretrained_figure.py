@@ -28,6 +28,8 @@ from sparrow.report.theme import INK, MATPLOTLIB, SERIES  # noqa: E402
 PATH = ROOT / "docs/figures/pretrained.png"
 READ = 1024
 """Budget, in tokens, of the lossy actor in the tail plot."""
+DOMAINS = ("#8c564b", "#a14690", "#1899a8", "#7f7f7f")
+"""Colors of the kinds of text, which differ from those of the training arms."""
 SMOOTH = 5
 """How many steps to smooth rewards over."""
 
@@ -75,7 +77,7 @@ def draw_tail(ax: Axes, rows: Sequence[Row]) -> None:
     """Draw the p5 of the lossy actor's acceptance by position and domain, with 95 % intervals."""
     kept = {"mode": "lossy", "budget": READ, "temperature": 1}
     shown = [row for row in rows if all(row[name] == value for name, value in kept.items())]
-    for row, color in zip(shown, SERIES, strict=True):
+    for row, color in zip(shown, DOMAINS, strict=True):
         middle = [(b["start"] + b["end"]) / 2000 for b in row["bins"]]
         p5 = np.array([b["p5"] for b in row["bins"]])
         bars = np.abs(p5[:, 1:] - p5[:, :1]).T
@@ -102,7 +104,7 @@ def main() -> None:
         draw_tail(right, load("pretrained_acceptance")["rows"])
         left.set_title("What training earns by the clock", loc="left", fontsize=10)
         middle.set_title("What training earns by step", loc="left", fontsize=10)
-        right.set_title("How far the lossy actor is from the policy", loc="left", fontsize=10)
+        right.set_title("A lossy actor on given texts", loc="left", fontsize=10)
         figure.savefig(PATH, dpi=130)
         plt.close(figure)
 

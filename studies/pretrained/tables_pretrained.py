@@ -175,7 +175,8 @@ def training() -> str:
     rows = []
     for row in result["rows"]:
         runs = [run for run in result["runs"] if run["arm"] == row["arm"]]
-        cells = [row["arm"], _listed(row["steps"], "d"), f"{row['read']:.0%}"]
+        cells = [row["arm"], _listed(row["steps"], "d")]
+        cells.append(_listed([run["read"] for run in runs], ".0%"))
         cells.append(_listed([run.get("tokens_per_cycle") for run in runs], ".1f"))
         cells.append(_listed(row["reward"], ".3f"))
         less = row["reward_minus_dense"]
@@ -202,12 +203,15 @@ def _listed(values: list[float | None], form: str) -> str:
 
 def long_training() -> str:
     """Tabulate the long training runs: reward, and the held-out score before and after."""
+    compared = load("pretrained_training_story")["compared_steps"]
     rows = []
     for run in load("pretrained_training_story_long")["runs"]:
         before, after = (interval(run["held_out"][i][1:], 2) for i in (0, -1))
+        first = sum(run["reward"][:compared]) / compared
         last = sum(run["reward"][-10:]) / 10
-        rows.append([run["arm"], len(run["reward"]), f"{last:.2f}", before, after])
-    head = ["rollouts", "steps", "reward of the last 10 steps"]
+        rewards = [f"{first:.3f}", f"{last:.2f}"]
+        rows.append([run["arm"], len(run["reward"]), *rewards, before, after])
+    head = ["rollouts", "steps", f"mean reward of steps 1 to {compared}", "of the last 10 steps"]
     return table([*head, "held-out score before", "after"], rows)
 
 
@@ -248,7 +252,7 @@ def training_clock() -> str:
     head += ["tokens per response", "rollout, tokens/s (relative to dense)"]
     head += ["step, seconds per 1,000 tokens (speed relative to dense)"]
     head += [f"mean reward of steps {steps - LAST + 1} to {steps}"]
-    head += [f"of the last {LAST} steps in {end / 60:.1f} minutes"]
+    head += [f"of the last {LAST} steps within {end / 60:.1f} minutes"]
     return table(head, rows)
 
 

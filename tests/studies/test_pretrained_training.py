@@ -205,10 +205,11 @@ def test_training_tables_show_every_seed(study, monkeypatch):
     rows[1]["reward_minus_dense"] = [-0.25, -0.3, -0.2]
     runs = []
     for row, p5 in zip(rows, (0.9, 0.7), strict=True):
-        row |= {"seeds": [0], "steps": [5], "read": 0.5, "reward": [p5 - 0.4]}
+        row |= {"seeds": [0], "steps": [5], "reward": [p5 - 0.4]}
         series = [p5, p5, p5, p5 - 0.1, p5 - 0.2]
         bins = [{"start": 0, "end": 512, "p5": series}]
-        runs.append({"arm": row["arm"], "seed": 0, "held_out": [[10, 0.3, 0.2, 0.4]], "bins": bins})
+        measured = {"read": 0.5, "held_out": [[10, 0.3, 0.2, 0.4]], "bins": bins}
+        runs.append({"arm": row["arm"], "seed": 0, **measured})
     runs[1]["bins"][0]["calibrated"] = [0.72, 0.7, 0.74]
     result = {"compared_steps": 4, "rows": rows, "runs": runs}
     monkeypatch.setattr(tables, "load", lambda name: result)
@@ -293,7 +294,9 @@ def test_the_clock_table_compares_rewards_at_equal_steps_and_at_equal_times(stud
     fast["seconds_per_1000_tokens"] = 0.16
     monkeypatch.setattr(tables, "load", lambda name: {"runs": [slow, fast]})
     head, _, *rows = tables.training_clock().splitlines()
-    assert head.endswith("| mean reward of steps 11 to 20 | of the last 10 steps in 10.0 minutes |")
+    assert head.endswith(
+        "| mean reward of steps 11 to 20 | of the last 10 steps within 10.0 minutes |"
+    )
     times = "10.0 [8.0, 12.0] | 6.0 | 3.0 | 1.0 | 1,234"
     # in ten minutes, the slow run makes 20 steps, and the fast one 30
     assert rows == [
