@@ -106,9 +106,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
     except (KeyError, ValueError) as error:
+        reason = str(error).partition(". ")[0]  # the rest lists all names in the model
         raise ConfigError(
-            f"vLLM cannot load these weights ({error}); use their Hugging Face names, and pass all "
-            "weights of a quantised layer in one call"
+            f"vLLM cannot load these weights ({reason}); use the Hugging Face names in the "
+            "checkpoint that the engine was started with, and pass all weights of a quantised "
+            "layer in one call"
         ) from error
 
 

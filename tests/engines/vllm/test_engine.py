@@ -289,6 +289,8 @@ def test_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied):
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
         with pytest.raises(ConfigError, match="Hugging Face name"):
             sparrow.update_weights([("model.layers.9.mlp.down_proj.weight", torch.zeros(64, 96))])
+        with pytest.raises(ConfigError, match=r"named 'visual' in \w+\); use"):  # not all names
+            sparrow.update_weights([("visual.weight", torch.zeros(64, 96))])
 
 
 @pytest.mark.slow
