@@ -151,8 +151,8 @@ class SparseBuilder(VLLMClass):
         if vllm_config.model_config.is_hybrid and len(ours) < len(every):
             # Each group has a builder of its own, and each builder would count the step's rows.
             raise UnsupportedModel(
-                "the model has more layers with attention than without, so vLLM splits its "
-                "attention layers into several groups of KV blocks, but Sparrow supports only one "
+                f"vLLM splits the hybrid model's {len(every)} layers with attention into groups of "
+                f"{len(ours)}, each with its own KV blocks, but Sparrow supports only one such "
                 "group; choose a different model, or start vLLM without a schedule"
             )
         for layer in ours:

@@ -232,8 +232,8 @@ def _check_hybrid(name: str, cache: Any, decoding: Decoding) -> None:
         ),
         (
             cache.prefix_match_unit is not None,
-            "prefix_match_unit, because vLLM would copy parts of blocks without their landmarks; "
-            "leave prefix_match_unit out",
+            f"prefix_match_unit={cache.prefix_match_unit}, because vLLM would copy parts of blocks "
+            "without their landmarks; leave prefix_match_unit out",
         ),
     )
     refuse(ConfigError, cases, f"{name} is a hybrid model, for which Sparrow does not support ")

@@ -1,4 +1,4 @@
-"""Test a hybrid model in lossy mode on vLLM's V2 model runner; ``test_lossless.py`` runs this file
+"""Test hybrid models in lossy mode on vLLM's V2 model runner; ``test_lossless.py`` runs this file
 in its own process.
 """
 
@@ -9,5 +9,6 @@ from tests.engines.vllm.test_hybrid import (  # noqa: F401
     stock,
     test_attention_layers_match_stock_vllm_and_transformers,
     test_bytes_that_states_left_in_a_block_are_not_read_as_landmarks,
+    test_other_hybrids_match_stock_vllm_if_every_page_is_kept,
     test_preempted_sequences_match_stock_vllm,
 )

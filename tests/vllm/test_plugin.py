@@ -575,7 +575,11 @@ def test_unsupported_configurations_raise_errors(wrong, message):
             dict(cache_dtype="fp8"),
             "'fp8', which has not been tested; set",
         ),
-        (Decoding.lossy(SCHEDULE), dict(prefix_match_unit=32), "prefix_match_unit, because vLLM"),
+        (
+            Decoding.lossy(SCHEDULE),
+            dict(prefix_match_unit=32),
+            "prefix_match_unit=32, because vLLM",
+        ),
     ],
 )
 def test_error_names_the_setting_that_does_not_work_with_a_hybrid_model(

@@ -32,6 +32,8 @@ GREEDY = Sampling(max_new_tokens=40, temperature=0.0, top_n=0)
 BLOCK = 160
 """Size of the blocks that vLLM chooses, in tokens, so that a state fits into a block."""
 TIGHT = dict(num_gpu_blocks_override=14, max_model_len=576, enable_prefix_caching=False)
+UNCACHED = dict(enable_prefix_caching=False)
+"""What vLLM's Mamba kernels on CPUs need."""
 
 MAMBA = dict(SMALL, hidden_size=128, num_key_value_heads=2, attn_implementation="eager")
 STATE = dict(mamba_n_heads=4, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=16)
@@ -72,7 +74,16 @@ OTHERS = {
 
 def build(layer_types=hybrid.ALTERNATING):
     state = dict(linear_key_head_dim=64, linear_value_head_dim=64)
-    return hybrid.build("qwen3_next", layer_types, hidden_size=64, head_dim=32, **state)
+    layers = dict(num_hidden_layers=len(layer_types))
+    return hybrid.build("qwen3_next", layer_types, hidden_size=64, head_dim=32, **layers, **state)
+
+
+def build_other(kind, folder, seed=0):
+    model_class, config, _ = OTHERS[kind]
+    torch.manual_seed(seed)
+    model = model_class(config)
+    model.save_pretrained(folder)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +156,10 @@ def test_preempted_sequences_match_stock_vllm(made, stock):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_hybrids_match_stock_vllm_if_every_page_is_kept(tmp_path, kind):
-    model_class, config, sparse = OTHERS[kind]
-    torch.manual_seed(0)
-    model_class(config).save_pretrained(tmp_path)
-    uncached = dict(enable_prefix_caching=False)  # vLLM's Mamba kernels on CPUs need this
-    expected = greedy_of_stock(tmp_path, **uncached)
-    with tiny.engine(tmp_path, tiny.UNBOUNDED, **uncached) as sparrow:
-        assert sparrow.describe()["sparse_layers"] == sparse
+    build_other(kind, tmp_path)
+    expected = greedy_of_stock(tmp_path, **UNCACHED)
+    with tiny.engine(tmp_path, tiny.UNBOUNDED, **UNCACHED) as sparrow:
+        assert sparrow.describe()["sparse_layers"] == OTHERS[kind][2]
         assert tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), expected)
         sparrow.set_schedule(tiny.SMALL)
         assert not tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), expected)
@@ -165,6 +173,19 @@ def test_bytes_that_states_left_in_a_block_are_not_read_as_landmarks(made):
         rollouts = sparrow.generate(RAGGED, GREEDY)
     scores = HFEngine(made[1], tiny.SMALL, eos_ids=[]).score(rollouts, tiny.SMALL, 1.0)
     assert tiny.logprob_gap(rollouts, scores) < 3e-4
+
+
+@pytest.mark.slow
+def test_hybrid_with_updated_weights_behaves_like_a_new_engine(tmp_path):
+    kind = "attention or Mamba"
+    build_other(kind, tmp_path / "old")
+    new = build_other(kind, tmp_path / "new", seed=1)
+    with tiny.engine(tmp_path / "new", **UNCACHED) as fresh:
+        expected = fresh.generate(RAGGED, GREEDY)
+    with tiny.engine(tmp_path / "old", **UNCACHED) as sparrow:
+        assert not tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), expected)
+        sparrow.update_weights(new.named_parameters())
+        assert tiny.same_tokens(sparrow.generate(RAGGED, GREEDY), expected)
 
 
 @pytest.mark.slow
@@ -189,10 +210,22 @@ def test_lossless_mode_refuses_a_hybrid_model(made):
 
 
 @pytest.mark.slow
+def test_one_block_group_may_hold_more_attention_layers_than_there_are_others(tmp_path):
+    model = build(["full_attention", "linear_attention"] * 3 + ["full_attention"])
+    model.save_pretrained(tmp_path)
+    with tiny.engine(tmp_path) as sparrow:
+        assert sparrow.describe()["dense_layers"] == [0]
+        assert sparrow.describe()["sparse_layers"] == [2, 4, 6]
+        rollouts = sparrow.generate(RAGGED, GREEDY)
+    scores = HFEngine(model, tiny.SMALL, eos_ids=[]).score(rollouts, tiny.SMALL, 1.0)
+    assert tiny.logprob_gap(rollouts, scores) < 3e-4
+
+
+@pytest.mark.slow
 def test_attention_layers_in_several_block_groups_are_refused(tmp_path):
     build(["linear_attention", *["full_attention"] * 3]).save_pretrained(tmp_path)
     with (
-        pytest.raises(UnsupportedModel, match=r"splits its attention layers into several groups"),
+        pytest.raises(UnsupportedModel, match=r"3 layers with attention into groups of 1, each"),
         tiny.engine(tmp_path),
     ):
         pass
