@@ -273,7 +273,7 @@ def mixtures() -> str:
                 for drafting in choices(0.945)
             ]
             lossless = min(step.seconds for step in drafted)
-            refused = shape.attention_layers is not None
+            ratio = f"{dense.seconds / lossless:.2f}x"
             rows.append(
                 [
                     f"{shape.name}, {gpus} x H200",
@@ -282,7 +282,7 @@ def mixtures() -> str:
                     f"{dense.weight_s / dense.seconds:.0%}",
                     f"{dense.attention_s / dense.seconds:.0%}",
                     f"{dense.seconds / sparse.seconds:.2f}x",
-                    "" if refused else f"{dense.seconds / lossless:.2f}x",
+                    f"({ratio})" if shape.is_hybrid else ratio,  # not supported
                 ]
             )
     head = ["shape", "sequences x tokens", "dense step, ms", "weights", "attention"]
