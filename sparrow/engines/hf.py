@@ -440,11 +440,12 @@ class HFEngine(Engine, Scorer, Ranker):
         by_dense_layers = dense * (sparse_at.sum() + guessed)
         read_B = self.schedule.tokens_read(sparse_at)
         by_sparse_layers = (num_layers - dense) * (read_B.sum() + guessed)
+        is_dense_B = (read_B == sparse_at) | (num_layers == dense)
         self._counters += Counters(
             tokens_read=round(float(by_dense_layers + by_sparse_layers)),
             tokens_held=num_layers * int(at_BT[offset < count_B[:, None]].sum()),
             rows=0 if lossless else len(length_B),
-            dense_rows=0 if lossless else int((read_B == length_B).sum()),
+            dense_rows=0 if lossless else int(is_dense_B.sum()),
         )
 
         if lossless:

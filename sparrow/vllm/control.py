@@ -35,14 +35,14 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     read, and ``tokens_held`` how many a dense actor would have read, both summed over rows and this
     worker's layers. ``pages_read`` is how many pages the sparse layers read. Rows that read
     everything are counted by reason: ``dense_rows_schedule`` (the schedule sets no limit at this
-    length), ``dense_rows_short`` (the sequence has no more pages than would be kept) and
-    ``dense_rows_prefill`` (a one-token prompt chunk, not included in ``rows``). ``dense_steps`` is
-    how many steps with decode rows ran entirely on vLLM's own attention, because no row skipped a
-    page. With CUDA graphs, only steps that also contain a prompt chunk can be dense steps, because
-    the graphs of decode steps always run Sparrow's kernels. ``preemptions`` is how often vLLM
-    dropped a sequence's cache and had to prefill the sequence again later. With an fp8 KV cache,
-    ``kv_clipped`` is how many tokens had a key or value outside the range of its scale, counted
-    once per layer.
+    length, or makes all of this worker's layers dense), ``dense_rows_short`` (the sequence has no
+    more pages than would be kept) and ``dense_rows_prefill`` (a one-token prompt chunk, not
+    included in ``rows``). ``dense_steps`` is how many steps with decode rows ran entirely on vLLM's
+    own attention, because no row skipped a page. With CUDA graphs, only steps that also contain a
+    prompt chunk can be dense steps, because the graphs of decode steps always run Sparrow's
+    kernels. ``preemptions`` is how often vLLM dropped a sequence's cache and had to prefill the
+    sequence again later. With an fp8 KV cache, ``kv_clipped`` is how many tokens had a key or value
+    outside the range of its scale, counted once per layer.
 
     In lossless mode, ``rows`` counts the rows of draft steps, and ``tokens_read`` includes
     verification. ``tokens_held`` is how many tokens dense decoding would have read to get the

@@ -169,7 +169,7 @@ def _decode_counts(
     length = np.flatnonzero(decoded)
     rows = decoded[length]
     read = schedule.tokens_read(length)
-    everything = schedule.pages(length) >= ALL_PAGES
+    everything = (schedule.pages(length) >= ALL_PAGES) | (sparse == 0)
     counts = {
         "rows": rows.sum(),
         "tokens_read": (rows * (sparse * read + dense * length)).sum(),

@@ -259,7 +259,17 @@ def test_counters_match_the_schedule():
     counters = engine.counters()
     assert counters.tokens_held == 4 * (101 + 102)
     assert counters.tokens_read == 1 * (101 + 102) + 3 * (64 + 64)
+    assert (counters.rows, counters.dense_rows) == (2, 0)
     assert engine.counters().tokens_held == 0
+
+
+def test_all_tokens_count_as_dense_if_no_layer_is_sparse():
+    schedule = SparsitySchedule.fixed(1, dense_layers=(0, 1, 2, 3))
+    engine = HFEngine(tiny_model(), schedule, eos_ids=[])
+    engine.generate([prompts([100])[0].tolist()], Sampling(max_new_tokens=3))
+    counters = engine.counters()
+    assert counters.tokens_read == counters.tokens_held
+    assert counters.dense_rows == counters.rows == 2
 
 
 def test_update_weights_copies_by_name_and_rejects_unknown_names():

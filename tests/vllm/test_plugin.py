@@ -264,6 +264,14 @@ def test_dense_steps_and_their_rows_are_counted():
     assert counts["tokens_read"] == counts["tokens_held"] == 4 * 140
 
 
+def test_all_rows_count_as_dense_if_no_layer_is_sparse():
+    made = runtime(sparse=0, dense=4)
+    step(made, lengths(160, 40, 0))  # a sparse layer would read 7 pages of 10, and 3 of 3
+    counts = made.counters()
+    assert (counts["rows"], counts["dense_rows_schedule"], counts["dense_rows_short"]) == (2, 2, 0)
+    assert counts["tokens_read"] == counts["tokens_held"] == 4 * 200
+
+
 def test_page_counts_and_counters_follow_the_draft_budget():
     decoding = Decoding.lossless(
         SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True

@@ -140,8 +140,12 @@ def tally(
     preemptions = counts[0].get("preemptions", 0)
     if described[0]["mode"] != "lossless":
         rows = counts[0].get("rows", 0)
-        dense = (counts[0].get(f"dense_rows_{why}", 0) for why in ("short", "schedule"))
-        return Counters(read, held, preemptions, rows=rows, dense_rows=sum(dense))
+        # A pipeline stage without sparse layers counts all rows; the other stages agree.
+        dense = min(
+            sum(count.get(f"dense_rows_{why}", 0) for why in ("short", "schedule"))
+            for count in counts
+        )
+        return Counters(read, held, preemptions, rows=rows, dense_rows=dense)
 
     acceptance = rpc("sparrow_acceptance")[0]
     # Every worker takes part in every draft and sees all logits, so one worker's counts are enough.

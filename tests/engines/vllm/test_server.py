@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from sparrow.decoding import Decoding
+from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMServer, server
+from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError, EngineError
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Sampling
@@ -368,3 +370,15 @@ def test_finished_steps_are_saved_if_an_engine_fails(tmp_path, failing):
     rows = [metrics_of(tmp_path), metrics_of(tmp_path / "whole")]
     assert [row["reward"] for row in rows[0]] == [row["reward"] for row in rows[1]]
     assert np.isclose(rows[0][3]["loss"]["loss"], rows[1][3]["loss"]["loss"])
+
+
+def test_tokens_are_dense_only_if_every_pipeline_stage_reads_all_their_pages():
+    described = [
+        {"mode": "lossy", "sparse_layers": [], "dense_layers": [0]},
+        {"mode": "lossy", "sparse_layers": [1], "dense_layers": []},
+    ]
+    of_stages = [
+        {"tokens_read": 90, "tokens_held": 90, "rows": 5, "dense_rows_schedule": 5},
+        {"tokens_read": 40, "tokens_held": 90, "rows": 5, "dense_rows_short": 2},
+    ]
+    assert tally(described, lambda _: of_stages) == Counters(130, 180, rows=5, dense_rows=2)
