@@ -10,7 +10,6 @@ shape's errors with the shipped constants.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,8 @@ def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) 
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
     drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
-    lengths, plain = [cycle["length"]] * cycle["batch"], replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    lengths = [cycle["length"]] * cycle["batch"]
+    plain = VLLM_H200.without_lists
     step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
     return step.seconds * drafting.tokens_per_cycle
 

@@ -7,7 +7,6 @@ time, because the cost model knows no other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -21,7 +20,7 @@ from sparrow.cost.lossless import Drafting, lossless_step
 
 GPU = "H200"
 """The overheads were fitted on this GPU."""
-OVERHEADS = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+OVERHEADS = VLLM_H200.without_lists
 READ = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
 """What drafts read."""
 

@@ -44,7 +44,7 @@ def limits(requests: str = "240") -> str:
     """Tabulate the speed-up that the cost model predicts for the whole trace, removing overheads in
     stages. Once all overheads are removed, the number of bytes read is the only limit.
     """
-    overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
+    overheads = fit_roofline.errors(fit_roofline.measured())[0].without_lists
     rows = []
     for shape, (stock, sparse) in measured().items():
         spans = simulate([PROMPT] * int(requests), responses(int(requests)), stock["slots"])
@@ -232,7 +232,7 @@ def draft_budgets() -> str:
     """Tabulate the fastest draft budget, and its gain over a budget of ``REFERENCE_TOKENS``. Every
     budget gets its best draft length.
     """
-    plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    plain = VLLM_H200.without_lists
     acceptances, rows = (0.9, 0.945, 0.97, 0.99), []
     for shape, batch, length in STATES:
         cells = []
@@ -258,7 +258,7 @@ MIXTURE_PAGES = 253
 
 def mixtures() -> str:
     """Predict the gain of sparse decoding for a mixture of experts and for a hybrid model."""
-    plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    plain = VLLM_H200.without_lists
     lossy = SparsitySchedule.fixed(MIXTURE_PAGES, dense_layers=())
     rows = []
     for name, gpus in MIXTURES.items():

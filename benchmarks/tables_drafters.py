@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ SHORT = 100_000
 vary with the host.
 """
 DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
-DENSE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+DENSE = VLLM_H200.without_lists
 """The overheads of a dense step."""
 CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 

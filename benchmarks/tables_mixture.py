@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from statistics import mean
 
@@ -110,7 +109,7 @@ def speed(found: list[Row]) -> str:
 @if_measured
 def predicted(found: list[Row]) -> str:
     """Tabulate the gains predicted by the cost model next to the measured ones."""
-    overheads = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    overheads = VLLM_H200.without_lists
     machine = MACHINES["h200"]
     rows = []
     for run in found:

@@ -72,7 +72,7 @@ def break_even(
     Raises the same errors as ``decode_step``.
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
-    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    plain = overheads.without_lists
     dense_s = decode_step(shape, machine, length, None, plain).seconds
 
     # A drafter's layers are dense even for an MoE model.
@@ -108,7 +108,7 @@ def sparse_break_even(
     cycle: Cycle = CYCLE_H200,
 ) -> float:
     """Like ``break_even``, but for the sparse actor."""
-    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    plain = overheads.without_lists
     # with every draft rejected, a token costs a whole cycle
     rejected = replace(drafting, acceptance=0.0)
     cycle_s = lossless_step(shape, machine, lengths, rejected, plain, cycle).seconds

@@ -124,7 +124,7 @@ def lossless_step(
         return decode_step(shape, machine, lengths, None, overheads)
 
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
-    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    plain = overheads.without_lists
     copied = _copied(shape, drafting.weights)
     layer_s = cycle.draft_layer_s
     if copied:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -70,6 +70,11 @@ class Overheads:
     read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
     # host seconds per sequence for the top-20 lists, spent while the device is running
     host_s: float = 0.0
+
+    @property
+    def without_lists(self) -> Overheads:
+        """The overheads of steps that return no top-20 lists."""
+        return replace(self, lists_s=0.0, host_s=0.0)
 
 
 VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
