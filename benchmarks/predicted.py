@@ -18,8 +18,8 @@ from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, VLLM_H200, ModelShape, StepCost, simulate_rollout
 from sparrow.cost.lossless import Drafting, lossless_step
 
-GPU = "H200"
-"""The overheads were fitted on this GPU."""
+MACHINE = MACHINES["h200"]
+"""The GPU that the overheads were fitted on."""
 OVERHEADS = VLLM_H200.without_lists
 READ = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
 """What drafts read."""
@@ -33,8 +33,10 @@ def cost_shape(shape: str) -> ModelShape:
 
 def tokens_per_s(shape: str, cell: Cell, schedule: SparsitySchedule | None = None) -> float:
     """Predict the speed of decoding a cell's requests together, dense or with a schedule."""
-    setting = cost_shape(shape), MACHINES[GPU.lower()], [cell.new] * cell.requests
-    found = simulate_rollout(*setting, schedule, cell.prompt, cell.requests, OVERHEADS)
+    model = cost_shape(shape)
+    responses = [cell.new] * cell.requests
+    batching = cell.prompt, cell.requests, OVERHEADS
+    found = simulate_rollout(model, MACHINE, responses, schedule, *batching)
     return found.tokens / found.seconds
 
 
@@ -43,15 +45,14 @@ def lossless_tokens_per_s(shape: str, cell: Cell, choices: Sequence[Drafting]) -
     the fastest of ``choices``.
     """
     model = cost_shape(shape)
-    machine = MACHINES[GPU.lower()]
 
     def fastest(lengths: NDArray[np.int64]) -> StepCost:
-        steps = [lossless_step(model, machine, lengths, each, OVERHEADS) for each in choices]
+        steps = [lossless_step(model, MACHINE, lengths, each, OVERHEADS) for each in choices]
         return min(steps, key=lambda step: step.seconds)
 
     responses = [cell.new] * cell.requests
     batching = cell.prompt, cell.requests, OVERHEADS
-    found = simulate_rollout(model, machine, responses, None, *batching, price=fastest)
+    found = simulate_rollout(model, MACHINE, responses, None, *batching, price=fastest)
     return found.tokens / found.seconds
 
 

@@ -40,7 +40,7 @@ def compared() -> dict[tuple[str, ...], dict[str, list[float]]]:
             if "stock" not in by_engine:
                 continue
             card = next(name for name in ("H100", "H200", session["gpu"]) if name in session["gpu"])
-            about = (SHAPES[session["shape"]], session["vllm"], card)
+            about = (session["shape"], session["vllm"], card)
             case = found[*about, cell, "yes" if detokenize else "no"]
             case["stock"].append(by_engine["stock"])
             for mode in MODES:
@@ -57,8 +57,9 @@ def never_slower() -> str:
     for (shape, version, card, cell, text), case in compared().items():
         requests = Cell.parse(cell)
         what = f"{requests.requests} x {requests.prompt:,} + {requests.new:,}"
-        row = [shape, version, card, what, text]
-        stock, *modes = predictions(shape, requests) if card == predicted.GPU else ("", "", "")
+        row = [SHAPES[shape], version, card, what, text]
+        is_covered = card == predicted.MACHINE.name
+        stock, *modes = predictions(shape, requests) if is_covered else ("", "", "")
         row += [stock, f"{fmean(case['stock']):,.0f}"]
         for mode, prediction in zip(MODES, modes, strict=True):
             row += [prediction, ", ".join(f"{ratio:.2f}x" for ratio in case[mode])]
@@ -70,11 +71,10 @@ def never_slower() -> str:
     return table(head, rows) if rows else ""
 
 
-def predictions(name: str, cell: Cell) -> tuple[str, str, str]:
+def predictions(shape: str, cell: Cell) -> tuple[str, str, str]:
     """Return what the cost model predicts: stock vLLM's tokens per second, and the ratios of
     lossless mode, with all drafts accepted, and of lossy mode.
     """
-    (shape,) = (shape for shape in SHAPES if SHAPES[shape] == name)
     stock = predicted.tokens_per_s(shape, cell)
     lossless = predicted.lossless_tokens_per_s(shape, cell, predicted.all_accepted()) / stock
     schedule = SparsitySchedule.load(LOSSY[shape])

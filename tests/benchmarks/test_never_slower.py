@@ -96,7 +96,7 @@ def test_predictions_are_shown_only_for_the_gpu_that_the_cost_model_was_fitted_o
     table = [line[2:-2].split(" | ") for line in tables.never_slower().splitlines()[2:]]
     h100, h200 = ([cells[i].strip() for i in (5, 7, 9)] for cells in table)
     assert h100 == ["", "", ""]
-    assert h200 == list(tables.predictions("SmolLM2-135M", cell))
+    assert h200 == list(tables.predictions("smollm2-135m", cell))
 
 
 def test_predicted_step_is_a_hand_calculation(scripts):
