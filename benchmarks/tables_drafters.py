@@ -37,8 +37,11 @@ PUBLISHED = {
 has the sources.
 """
 TRAINED = ("eagle3", "dspark", "dflash")
-PREDICTED = {"eagle3": cost.EAGLE3, "dspark": cost.DSPARK}
-"""The trained drafters whose break-even points the cost model predicts."""
+PREDICTED = {
+    ("eagle3", cost.EAGLE3.drafts): cost.EAGLE3,
+    ("dspark", cost.DSPARK.drafts): cost.DSPARK,
+}
+"""The trained drafters and draft lengths whose break-even points the cost model predicts."""
 SHORT = 100_000
 """Steps with at most this many cached tokens in all are short, as in ``rollout.py``: their times
 vary with the host.
@@ -153,14 +156,14 @@ def about(result: Row) -> str:
 
 def titled(result: Row, head: list[str], rows: list[list[str]]) -> str:
     """Return a result's table under its shape and GPU. Its last columns are the result's points."""
-    return f"**{about(result)}**\n\n{table([*head, *columns(sorted(dense(result)))], rows)}\n"
+    return f"**{about(result)}**\n\n{table([*head, *columns(sorted(dense(result)))], rows)}"
 
 
 def break_even() -> str:
     """Return a table per shape, with one row per drafter and draft length, and one column per
     point.
     """
-    found = ""
+    tables = []
     for result in results():
         steps = sorted(dense(result).items())
         rows = [["none: ms of a step", "0", *(span(min(ms), max(ms), 2) for _, ms in steps)]]
@@ -168,8 +171,8 @@ def break_even() -> str:
             rows_of = [by_point.get(point) for point, _ in steps]
             cells = [f"{row['break_even']:.2f}" if row else "" for row in rows_of]
             rows.append([name_of(by_point), str(case[1]), *cells])
-        found += titled(result, ["drafter", "drafts"], rows)
-    return found.removesuffix("\n")
+        tables.append(titled(result, ["drafter", "drafts"], rows))
+    return "\n".join(tables)
 
 
 def span(low: float, high: float, digits: int, unit: str = "") -> str:
@@ -183,7 +186,7 @@ def speed() -> str:
     cycle would yield: tokens per cycle divided by the break-even point.
     """
     known = tokens_per_cycle()
-    found = ""
+    tables = []
     for result in results():
         rows = []
         for case, by_point in cases(ratios(result)).items():
@@ -197,8 +200,8 @@ def speed() -> str:
                     for point in sorted(dense(result))
                 ]
                 rows.append([name_of(by_point), str(case[1]), span(*known[case], 2), *cells])
-        found += titled(result, ["drafter", "drafts", "tokens per cycle"], rows)
-    return found.removesuffix("\n")
+        tables.append(titled(result, ["drafter", "drafts", "tokens per cycle"], rows))
+    return "\n".join(tables)
 
 
 def name_of(by_point: dict[tuple[int, int], Row]) -> str:
@@ -290,12 +293,12 @@ def lengths(point: tuple[int, int]) -> np.ndarray:
 def prediction(
     case: tuple[str, int], shape: ModelShape, machine: Machine, cached: np.ndarray
 ) -> float | None:
-    """Return the break-even point that the cost model predicts for a case, if it covers the
-    drafter.
+    """Return the break-even point that the cost model predicts for a case, or None if it does not
+    cover the case.
     """
+    if case in PREDICTED:
+        return cost.break_even(shape, machine, cached, PREDICTED[case])
     drafter, drafts = case
-    if drafter in PREDICTED:
-        return cost.break_even(shape, machine, cached, PREDICTED[drafter])
     if drafter == "sparse":
         schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
         # A break-even point doesn't depend on the acceptance.

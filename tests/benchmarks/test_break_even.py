@@ -395,6 +395,13 @@ def test_predictions_are_compared_with_measurements_for_long_and_short_steps(
         assert high / low == pytest.approx(quotient, rel=0.02)
 
 
+def test_draft_lengths_that_the_cost_model_does_not_cover_are_not_predicted(scripts):
+    _, tables = scripts
+    setting = tables.MODEL_SHAPES["qwen3-1.7b"], tables.MACHINES["h200"], tables.lengths((8, 1_024))
+    assert tables.prediction(("eagle3", 3), *setting) > 1
+    assert tables.prediction(("eagle3", 5), *setting) is None
+
+
 def test_crossover_is_the_break_even_point_times_the_sparse_actors_speed(
     scripts, tmp_path, monkeypatch
 ):
