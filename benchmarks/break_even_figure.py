@@ -41,13 +41,12 @@ def draw(measured: Sequence[Row], path: Path) -> None:
     Lines are break-even points. Bars to the right of the lines show how many tokens per cycle a
     drafter yields, as far as ``tokens_per_cycle`` has numbers.
     """
-    drawn = [
-        cases([row for row in ratios(result) if row["drafter"] != "none_v1"]) for result in measured
-    ]
+    timed = [[row for row in ratios(result) if row["drafter"] != "none_v1"] for result in measured]
+    drawn = [cases(rows) for rows in timed]
     known = tokens_per_cycle()
     looks = {
         case: (plt.get_cmap("tab10")(i), MARKS[i])
-        for i, case in enumerate(cases([row for each in drawn for row in rows_of(each)]))
+        for i, case in enumerate(cases([row for rows in timed for row in rows]))
     }
     spots = [places(each) for each in drawn]
     widths = [
@@ -67,9 +66,10 @@ def draw(measured: Sequence[Row], path: Path) -> None:
         for result, each, placed, panel in zip(measured, drawn, spots, panels[0], strict=True):
             draw_panel(panel, each, placed, looks)
             bar = max(placed.values()) + BETWEEN
-            for case, (color, _) in looks.items():
-                if case in each and case in known:
+            for case in each:
+                if case in known:
                     bar += BAR
+                    color, _ = looks[case]
                     panel.plot([bar, bar], known[case], "_-", color=color, ms=7, mew=2, lw=3)
             panel.set(title=about(result), xlabel="tokens per sequence x sequences")
         panels[0][0].set_ylabel("tokens per cycle")
@@ -81,10 +81,6 @@ def draw(measured: Sequence[Row], path: Path) -> None:
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
         figure.savefig(path, dpi=130)
         plt.close(figure)
-
-
-def rows_of(drawn: Cases) -> list[Row]:
-    return [row for by_point in drawn.values() for row in by_point.values()]
 
 
 def draw_panel(
