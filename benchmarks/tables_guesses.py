@@ -252,10 +252,12 @@ def real_speed() -> str:
     pairs = zip(by_text(run, "stock"), by_text(run, "adaptive"), strict=True)
     predicted_by_text = [predictions(stock[0], lossless) for stock, lossless in pairs]
     dense, ratios = map(list, zip(*predicted_by_text, strict=True))
-    rows = speed_rows(run, REAL_ARMS)
-    rows.insert(1, ["stock, predicted", *dense])
-    if "adaptive" in run:
-        rows.insert(3, ["lossless, predicted", *ratios])
+    stock, *arms = speed_rows(run, REAL_ARMS)
+    rows = [stock, ["stock, predicted", *dense]]
+    for row in arms:
+        rows.append(row)
+        if row[0] == REAL_ARMS["adaptive"]:
+            rows.append(["lossless, predicted", *ratios])
     return table(["", *text_names(run)], rows)
 
 
