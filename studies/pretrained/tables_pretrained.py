@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from common import Row, interval, load, table
 
+LAST = 10
+"""The number of steps at the end of training over which rewards are averaged."""
+
 
 def _where(b: Row) -> str:
     return f"{b['start']:,} to {b['end']:,}"
@@ -207,16 +210,13 @@ def long_training() -> str:
     rows = []
     for run in load("pretrained_training_story_long")["runs"]:
         before, after = (interval(run["held_out"][i][1:], 2) for i in (0, -1))
+        steps = len(run["reward"])
         first = sum(run["reward"][:compared]) / compared
-        last = sum(run["reward"][-10:]) / 10
-        rewards = [f"{first:.3f}", f"{last:.2f}"]
-        rows.append([run["arm"], len(run["reward"]), *rewards, before, after])
-    head = ["rollouts", "steps", f"mean reward of steps 1 to {compared}", "of the last 10 steps"]
-    return table([*head, "held-out score before", "after"], rows)
-
-
-LAST = 10
-"""The table of times averages the reward over so many steps."""
+        rewards = [f"{first:.3f}", f"{_last(run, steps):.2f}"]
+        rows.append([run["arm"], steps, *rewards, before, after])
+    head = ["rollouts", "steps", f"mean reward of steps 1 to {compared}"]
+    head += [f"of the last {LAST} steps", "held-out score before", "after"]
+    return table(head, rows)
 
 
 def training_clock() -> str:
