@@ -264,7 +264,8 @@ def main() -> None:
             "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})
         }
         if arguments.hybrid:
-            variants["preemption"] |= dict(num_gpu_blocks_override=HYBRID_BLOCKS)
+            larger = dict(num_gpu_blocks_override=HYBRID_BLOCKS)
+            variants["preemption"] = variants["preemption"] | larger
         for label, more in variants.items():
             if arguments.tensor_parallel > 1 and label != "eager":
                 continue
