@@ -60,7 +60,7 @@ def distill_tail() -> str:
 
 def distill_runs() -> str:
     """Tabulate each run's lowest p5, the gain from the adapter, and the step that ``first_holding``
-    returns.
+    returns. The result has only the last ten steps' lowest p5 and rewards.
     """
     arms, reached = distilled()
     rows = []
@@ -72,7 +72,7 @@ def distill_runs() -> str:
             if "with" in run
         ]
         trained = [run for run in runs if "steps" in run]
-        last = [np.mean(run["lowest_p5"][-10:]) for run in trained]
+        last = [np.mean(run["lowest_p5"]) for run in trained]
         steps = [first_holding(run["lowest_p5_low"]) for run in trained]
         rows.append(
             [
@@ -96,7 +96,7 @@ def distill_rewards() -> str:
     """Tabulate each run's mean rewards."""
     rows = []
     for name, runs in distilled()[0].items():
-        last = [np.mean(run["reward"][-10:]) for run in runs if "steps" in run]
+        last = [np.mean(run["reward"]) for run in runs if "steps" in run]
         held_out = (
             [with_adapter(run)["reward"] for run in runs],
             [run["dense"]["reward"] for run in runs],

@@ -63,7 +63,7 @@ TAU = 0.86
 DENSE = SparsitySchedule(top_k=(ALL_PAGES,), bin_tokens=64, page_size=8, dense_layers=(0,))
 CHEAP, EXPENSIVE = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7, 8, 9))
 LAST = 10
-"""The last steps whose reward and p5 the result keeps; tables average over them."""
+"""The number of steps at the end whose reward and p5 the result keeps. Tables average over them."""
 
 
 @dataclass(frozen=True)
