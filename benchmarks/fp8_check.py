@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import vllm_check as base
-from common import RESULTS, parser
+from common import RESULTS, parser, small_qwen3
 from rounding import int8_cache, rounded_cache
 from vllm import LLM, SamplingParams
 from vllm_check import options
@@ -96,8 +96,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as kept_in:
         folder, other = Path(kept_in) / "a", Path(kept_in) / "b"
-        model = base.random_model(folder, dtype).cuda()
-        new_weights = base.random_model(other, dtype, seed=1)
+        model = base.random_model(folder, dtype, small_qwen3()).cuda()
+        new_weights = base.random_model(other, dtype, small_qwen3(), seed=1)
         truth = HFEngine(base.load(folder, "float32").cuda(), base.SMALL, eos_ids=[])
         in_dtype = HFEngine(model, base.SMALL, eos_ids=[])
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import add_draft_weights, parser, qwen3, write_head
+from common import add_draft_weights, parser, qwen3, small_qwen3, write_head
 from fp8_check import sampled
 from scipy import stats
 from transformers import Qwen3ForCausalLM
@@ -117,7 +117,7 @@ def equal(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
         model, new_weights = (
-            random_model(path, arguments.dtype, seed, arguments.mixture)
+            random_model(path, arguments.dtype, small_qwen3(arguments.mixture), seed)
             for seed, path in enumerate((folder, other))
         )
         decoding = Decoding.lossless(
@@ -233,7 +233,7 @@ def invariant(arguments: argparse.Namespace) -> None:
         )
 
     with tempfile.TemporaryDirectory() as name:
-        random_model(Path(name), arguments.dtype, is_mixture=arguments.mixture)
+        random_model(Path(name), arguments.dtype, small_qwen3(arguments.mixture))
         llm = LLM(name, skip_tokenizer_init=True, **shared)
         stock = tokens(llm)
         compare("stock again", stock, tokens(llm))

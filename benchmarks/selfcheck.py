@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from common import SMALL_VOCAB, parser, save
+from common import SMALL_VOCAB, parser, save, small_qwen3
 
 RESPONSE_TOKENS = 24
 RESULT = "result: "
@@ -253,7 +253,7 @@ def measure(out: Path, words: list[str], jobs: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         for is_mixture in {case.is_mixture for case in wanted}:
             checkpoint = checkpoint_of(folder, is_mixture)
-            random_model(checkpoint, ENGINE["dtype"], is_mixture=is_mixture)
+            random_model(checkpoint, ENGINE["dtype"], small_qwen3(is_mixture))
         for result in pool.map(lambda case: in_own_process(folder, case), wanted):
             by_name[result["case"]] = result
             if not result["as expected"]:

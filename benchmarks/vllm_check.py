@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import SMALL_VOCAB, parser, save, small_hybrid, small_qwen3
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
@@ -85,16 +85,16 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
 
 
 def random_model(
-    folder: Path, dtype: str, seed: int = 0, is_mixture: bool = False, is_hybrid: bool = False
+    folder: Path, dtype: str, config: PretrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
-    """Write and return a random six-layer Qwen3 or Qwen3-Next with attention so peaked that it
-    matters which pages are left out.
+    """Write and return a random Qwen3 or Qwen3-Next with attention so peaked that it matters which
+    pages are left out.
     """
     torch.manual_seed(seed)
-    config = small_hybrid() if is_hybrid else small_qwen3(is_mixture)
     model: Any = AutoModelForCausalLM.from_config(config)
-    factor = 1.5
-    weight = factor - 1 if is_hybrid else factor  # Qwen3-Next adds 1 to the weights of its norms
+    weight = 1.5
+    if config.model_type == "qwen3_next":
+        weight -= 1  # it adds 1 to the weights of its norms
     with torch.no_grad():
         for layer in model.model.layers:
             if hasattr(layer, "self_attn"):
@@ -176,10 +176,11 @@ def main() -> None:
     note = notes(arguments.out, dtype=arguments.dtype)
     shared = options(arguments.dtype, tensor_parallel_size=arguments.tensor_parallel)
 
+    config = small_hybrid() if arguments.hybrid else small_qwen3(arguments.mixture)
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
         model, new_weights = (
-            random_model(path, arguments.dtype, seed, arguments.mixture, arguments.hybrid)
+            random_model(path, arguments.dtype, config, seed)
             for seed, path in enumerate((folder, other))
         )
         truth = HFEngine(load(folder, "float32").cuda(), SMALL, eos_ids=[])
