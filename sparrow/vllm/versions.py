@@ -50,11 +50,8 @@ def check(on_cpu: bool) -> None:
             f"Sparrow does not run in vLLM {vllm.__version__}; "
             f"install 'vllm{SUPPORTED}', or start vLLM without a schedule"
         )
-    if on_cpu and Version(vllm.__version__).release < Version(OLDEST_ON_CPU).release:
-        raise ConfigError(
-            f"on CPUs, Sparrow needs vLLM {OLDEST_ON_CPU} or later, got {vllm.__version__}; "
-            "install a later version, or use a GPU"
-        )
+    if on_cpu:
+        _check_oldest(OLDEST_ON_CPU, "on CPUs, Sparrow needs", "use a GPU")
 
 
 def check_head() -> None:
@@ -62,13 +59,7 @@ def check_head() -> None:
 
     Raises ConfigError if the version is too old, because its EAGLE-3 heads work differently.
     """
-    import vllm
-
-    if Version(vllm.__version__).release < Version(OLDEST_WITH_HEAD).release:
-        raise ConfigError(
-            f"guess_head needs vLLM {OLDEST_WITH_HEAD} or later, got {vllm.__version__}; install a "
-            "later version, or leave guess_head out"
-        )
+    _check_oldest(OLDEST_WITH_HEAD, "guess_head needs", "leave guess_head out")
 
 
 def check_hybrid() -> None:
@@ -76,12 +67,21 @@ def check_hybrid() -> None:
 
     Raises ConfigError if the version is older than those tested with a hybrid model.
     """
+    _check_oldest(OLDEST_WITH_HYBRID, "hybrid models need", "start vLLM without a schedule")
+
+
+def _check_oldest(oldest: str, who_needs: str, otherwise: str) -> None:
+    """Check that this process's vLLM is not older than ``oldest``.
+
+    Raises ConfigError if it is. The message starts with ``who_needs`` and ends with ``otherwise``,
+    what to do instead of installing a later version.
+    """
     import vllm
 
-    if Version(vllm.__version__).release < Version(OLDEST_WITH_HYBRID).release:
+    if Version(vllm.__version__).release < Version(oldest).release:
         raise ConfigError(
-            f"hybrid models need vLLM {OLDEST_WITH_HYBRID} or later, got {vllm.__version__}; "
-            "install a later version, or start vLLM without a schedule"
+            f"{who_needs} vLLM {oldest} or later, got {vllm.__version__}; "
+            f"install a later version, or {otherwise}"
         )
 
 
