@@ -110,6 +110,8 @@ class LosslessSettings:
     meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
 
 
+OPTIONAL = ("adapt_draft_budget", "guess_lookup_min")
+"""Numbers and switches that may be None. Their defaults then depend on other settings."""
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
 """Settings that ``Decoding.to_dict`` writes even at their defaults."""
 LOSSLESS_SETTINGS = ("draft_schedule", *(setting.name for setting in fields(LosslessSettings)))
@@ -138,13 +140,13 @@ class Decoding(LosslessSettings):
             ("meter_every", 1),
         ):
             count = getattr(self, name)
-            if count is None and name == "guess_lookup_min":
+            if count is None and name in OPTIONAL:
                 continue
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {count!r}")
         for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):
+            if not (isinstance(value, bool) or (value is None and name in OPTIONAL)):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adapt_draft_budget and not self.adapt_draft_tokens:
             raise ConfigError(
