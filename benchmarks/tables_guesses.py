@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import predicted
+from cascade import LOSSLESS_ARMS, PASS_TOKENS
 from common import RESULTS, SHAPES, Row, table
 from never_slower import Cell
 
-PASS_TOKENS = (1, 2, 4, 8)
 WEIGHTS = {"lossless": "16", "fp8": "8"}
 """Maps arms of ``cascade.py synthetic`` to the bits of the weights that drafts use."""
 REAL = "cascade_real_smollm2"
@@ -40,8 +40,6 @@ SIMULATED = {
     "mixed4_guess3": "mixed 4",
 }
 """Maps arms to the first stages of ``studies/cascade/head.py``, which simulated their drafts."""
-GUESSES = 3
-"""Guesses per pass in all arms with guesses."""
 YIELDS = {
     "acceptance": "acceptance",
     "drafts_per_pass": "drafts per pass",
@@ -267,15 +265,15 @@ def real_stock_drafters() -> str:
     return table(["", *text_names(run)], speed_rows(run, STOCK_ARMS))
 
 
-def simulated_drafts(text: tuple[str, float], stage: str) -> str:
-    """Format the drafts per pass that a first stage yielded in the simulation."""
+def simulated_drafts(text: tuple[str, float], arm: str) -> str:
+    """Format the drafts per pass that an arm's first stage yielded in the simulation."""
     cells = json.loads((RESULTS / f"{SIMULATION}.json").read_text())["cells"]
     found = [
-        row[stage][0]
+        row[SIMULATED[arm]][0]
         for cell in cells
         if (cell["kind"], cell["temperature"]) == (Path(text[0]).stem, text[1])
         for row in cell["rows"]
-        if row["guesses"] == GUESSES
+        if row["guesses"] == LOSSLESS_ARMS[arm]["guess_tokens"]
     ]
     return f"{found[0]:.2f}" if found else ""
 
@@ -305,7 +303,7 @@ def real_yields() -> str:
             if any(cells):
                 rows.append([f"{arm_name}: {shown}", *cells])
             if any(cells) and name == "drafts_per_pass" and arm in SIMULATED:
-                expected = [simulated_drafts(text, SIMULATED[arm]) for text in texts(run["stock"])]
+                expected = [simulated_drafts(text, arm) for text in texts(run["stock"])]
                 rows.append([f"{arm_name}: {shown}, simulated", *expected])
         if arm in SIMULATED and arm in run and arm != "guess3":
             times = map(relative_time, repeats, history)
