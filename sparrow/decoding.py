@@ -270,8 +270,8 @@ class Decoding(LosslessSettings):
 
     @property
     def lookup_min(self) -> int:
-        """How many of the latest tokens must repeat for history to guess in place of the head. 0 if
-        all guesses come from one source.
+        """The number of latest tokens that must repeat for history to guess in place of the head. 0
+        if all guesses come from one source.
         """
         if self.guess_head is None:
             return 0

@@ -154,7 +154,8 @@ def longer() -> str:
     """Tabulate acceptance on sources with the extended context: mean, p5 and, for drafts, tokens
     per cycle.
     """
-    rows, bins = [], []
+    rows = []
+    bins = []
     names = {"lossless": "drafts", "lossy": "lossy actor"}
     for row in load("pretrained_longer")["rows"]:
         if row["reuse"] == 1:

@@ -97,8 +97,9 @@ def drafts(steps: Sequence[Run]) -> dict[str, Any]:
 
 
 def times(folder: Path) -> dict[str, Any]:
-    """Return how long a run's steps after the first ``WARM_UP`` took. Seconds are medians, for whole
-    steps with the 10th and the 90th percentile. Tokens are those of responses, over all these steps.
+    """Return how long a run's steps after the first ``WARM_UP`` took. Seconds are medians, for
+    whole steps with the 10th and the 90th percentile. Tokens are those of responses, over all these
+    steps.
 
     Raises ValueError if there are no such steps.
     """
