@@ -119,5 +119,6 @@ def test_lossless_prediction_drafts_only_where_that_is_faster(scripts):
     dense = predicted.tokens_per_s("qwen3-1.7b", short)
     choices = predicted.all_accepted()
     assert [each.tokens for each in choices] == [0, 4, 8, 12]
+    assert [each.tokens_per_cycle for each in choices] == [1, 5, 9, 13]  # all are accepted
     assert predicted.lossless_tokens_per_s("qwen3-1.7b", short, choices) == pytest.approx(dense)
     assert predicted.lossless_tokens_per_s("qwen3-1.7b", short, choices[1:]) < dense
