@@ -282,7 +282,7 @@ def mixtures() -> str:
                     f"{dense.weight_s / dense.seconds:.0%}",
                     f"{dense.attention_s / dense.seconds:.0%}",
                     f"{dense.seconds / sparse.seconds:.2f}x",
-                    f"({ratio})" if shape.is_hybrid else ratio,  # not supported
+                    f"({ratio})" if shape.is_hybrid else ratio,  # in brackets: not supported
                 ]
             )
     head = ["shape", "sequences x tokens", "dense step, ms", "weights", "attention"]

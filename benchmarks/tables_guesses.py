@@ -243,7 +243,7 @@ def speed_rows(run: dict[str, list[Row]], arms: Mapping[str, str]) -> list[list[
 
 
 def real_speed() -> str:
-    """One column per text: each arm's speed relative to stock vLLM in the same run, and what the
+    """Tabulate, for each text, every arm's speed relative to stock vLLM in the same run, and what the
     cost model predicts for stock vLLM and lossless mode.
     """
     *_, run = real_runs()
@@ -260,7 +260,7 @@ def real_speed() -> str:
 
 
 def real_stock_drafters() -> str:
-    """One column per text: the speeds of vLLM's own drafters, from the first run."""
+    """Tabulate, for each text, the speeds of vLLM's own drafters, from the first run."""
     run, *_ = real_runs()
     return table(["", *text_names(run)], speed_rows(run, STOCK_ARMS))
 
@@ -289,7 +289,7 @@ def relative_time(rows: Sequence[Row], history: Sequence[Row]) -> str:
 
 
 def real_yields() -> str:
-    """One column per text: acceptance, drafts per pass and tokens per cycle of each arm. For arms
+    """Tabulate, for each text, acceptance, drafts per pass and tokens per cycle of each arm. For arms
     that guess in every cycle, also the simulated drafts per pass, and the time per cycle relative
     to the arm with history.
     """

@@ -538,7 +538,7 @@ LISTS = (
 """Patches applied when a trainer's engine requests top lists for every token."""
 
 
-def needed(mode: str, on_cpu: bool, is_hybrid: bool = False) -> tuple[Patch, ...]:
+def needed(mode: str, on_cpu: bool, is_hybrid: bool) -> tuple[Patch, ...]:
     """List the patches an engine in this mode applies before serving requests."""
     return (
         ALWAYS
