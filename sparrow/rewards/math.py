@@ -343,12 +343,22 @@ class MathVerifier:
         """Put a worker that gave up its slot into an empty slot. If there is no empty slot, close
         the worker.
         """
-        with suppress(queue.Empty):
-            other = self._slots.get_nowait()
-            self._slots.put(other or worker)
-            worker = worker if other else None
+        free = self._take_free_slots()
+        if None in free:
+            free[free.index(None)] = worker
+            worker = None
+        for slot in reversed(free):
+            self._slots.put(slot)
         if worker is not None:
             worker.close()
+
+    def _take_free_slots(self) -> list[_Worker | None]:
+        """Take all slots that no thread holds, most recently used first."""
+        free: list[_Worker | None] = []
+        with suppress(queue.Empty):
+            while True:
+                free.append(self._slots.get_nowait())
+        return free
 
     def __call__(self, response: str, answer: str, *, last_number: bool = False) -> float:
         """Return 1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
@@ -359,8 +369,10 @@ class MathVerifier:
         """Kill the idle workers; later comparisons start new ones. No-op in a forked process."""
         if os.getpid() != self._pid:
             return
-        for _ in range(self._slots.qsize()):
-            if (worker := self._slots.get()) is not None:
+        # Take all slots before putting any back, because the next ``get`` would return the slot
+        # that was put back last.
+        for worker in self._take_free_slots():
+            if worker is not None:
                 worker.close()
             self._slots.put(None)
 

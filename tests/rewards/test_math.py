@@ -351,6 +351,28 @@ def test_stopping_a_comparison_does_not_start_a_new_worker(born):
     assert not worker.is_running() and gone(comparing)
 
 
+def test_close_stops_all_idle_workers(born):
+    with MathVerifier(workers=2) as verifier:
+        assert verifier.equal("x+x", "2x")
+        first = verifier._slots.get()
+        assert verifier.equal("x+x", "2x")
+        verifier._slots.put(first)
+        workers = born()
+        assert len(workers) == 2
+    assert all(map(gone, workers))
+
+
+def test_a_worker_that_gave_up_its_slot_returns_to_any_empty_slot(born):
+    with MathVerifier(workers=2) as verifier:
+        assert verifier.equal("x+x", "2x")
+        slow = verifier._slots.get()
+        verifier._slots.put(None)
+        assert verifier.equal("x+x", "2x")
+        verifier._return(slow)
+        assert len(born()) == 2 and not any(map(ended, born()))
+        assert verifier._slots.qsize() == 2
+
+
 @pytest.mark.slow
 def test_a_hanging_worker_exits_when_its_parent_is_killed():
     """The parent is killed in the middle of a comparison that never ends."""
