@@ -336,9 +336,20 @@ def test_program_runs_out_of_time_only_at_its_total_limit(spent_s, left_s):
 
 def test_an_empty_list_of_tests_does_not_pass(verifier):
     assert not verifier.judge("", {"inputs": [], "outputs": []}).passed
-    for wrong in ({}, {"inputs": ["x"], "outputs": []}, {"outputs": []}):
-        with pytest.raises(ValueError, match="tests need 'test', or as many 'inputs' as 'outputs'"):
-            verifier.judge("", wrong)
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ({}, "tests need 'test', or both 'inputs' and 'outputs'"),
+        ({"outputs": []}, "tests need 'test', or both 'inputs' and 'outputs'"),
+        ({"inputs": ["x"], "outputs": []}, "got 0 outputs for 1 inputs; correct the tests"),
+        ({**ADD, "alternatives": [[3]]}, "got 1 outputs for 2 inputs; correct the tests"),
+    ],
+)
+def test_malformed_tests_raise_an_error_instead_of_failing_every_program(verifier, tests, message):
+    with pytest.raises(ValueError, match=message):
+        verifier.judge("def add(a, b): return a + b", tests)
 
 
 def test_the_reward_is_one_for_a_correct_program_and_zero_otherwise():

@@ -198,25 +198,36 @@ class Judge:
         test.
 
         Raises RewardError if programs cannot be run here with the requested isolation. Raises
-        ValueError if the tests aren't one of the three kinds.
+        ValueError if the tests aren't one of the three kinds, or if a list of outputs has a
+        different length from the inputs.
         """
+        number = _count(tests)
         held = choose_isolation(self.isolation)
         with self._free:
             start = time.monotonic()
             run = _Run(tests.get("prelude") or "", code, self.limits, held)
-            if "test" in tests:
-                number = 1
-                results = [run.assertions(tests)]
-            elif "inputs" in tests and len(tests["inputs"]) == len(tests["outputs"]):
-                number = len(tests["inputs"])
-                results = run.each(tests, stop_early)
-            else:
-                raise ValueError(
-                    f"tests need 'test', or as many 'inputs' as 'outputs'; got {list(tests)}"
-                )
+            results = [run.assertions(tests)] if "test" in tests else run.each(tests, stop_early)
         verdicts = tuple(verdict for verdict, _ in results)
         detail = next((text for verdict, text in results if verdict != "pass"), "")
         return Judgement(verdicts, number, detail, time.monotonic() - start)
+
+
+def _count(tests: Tests) -> int:
+    """Return the number of tests. Test code counts as one test. Raises ValueError in the same cases
+    as ``Judge.judge``.
+    """
+    if "test" in tests:
+        return 1
+    if not {"inputs", "outputs"} <= tests.keys():
+        raise ValueError(f"tests need 'test', or both 'inputs' and 'outputs', got {list(tests)}")
+    number = len(tests["inputs"])
+    for outputs in (tests["outputs"], *tests.get("alternatives", ())):
+        if len(outputs) != number:
+            raise ValueError(
+                f"tests need as many outputs as inputs in every list, got {len(outputs)} outputs "
+                f"for {number} inputs; correct the tests, or remove them from the dataset"
+            )
+    return number
 
 
 class _Readings:
