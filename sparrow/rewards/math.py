@@ -28,6 +28,7 @@ from typing import Any
 
 from sparrow.errors import RewardError
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
+from sparrow.rewards.thinking import conclusion
 
 START_LIMIT_S = 120.0
 """How long a worker may take to import its libraries, in seconds. The limit is generous, because
@@ -62,15 +63,6 @@ _GAP = r"(?:[\s$]|\\[()\[\],;! ]|\\q?quad)*"
 _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_GAP}")
 _CUT_OFF = re.compile(r"\\(?:b|bo|box|boxe|boxed|f|fb|fbo|fbox)\s*\Z")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-# Thinking delimiters: the tags of Qwen, DeepSeek and others, then those of Magistral, Kimi and
-# Sky-T1.
-_THOUGHT = re.compile(
-    r"(<(?:think|thinking|thought|reasoning|seed:think)>"
-    r"|\[THINK\]|◁think▷|<\|begin_of_thought\|>)"
-    r"|</(?:think|thinking|thought|reasoning|seed:think)>"
-    r"|\[/THINK\]|◁/think▷|<\|end_of_thought\|>",
-    re.IGNORECASE,
-)
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _PLAIN = re.compile(r"[-+]?(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)|\d+)(?:\.\d*)?|\.\d+)")
 _THIN = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~")
@@ -130,14 +122,13 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
     A response cut off mid-thinking or mid-box has no answer. An answer after the thinking takes
     precedence over one inside it.
     """
-    marks = list(_THOUGHT.finditer(response))
-    if marks and marks[-1][1]:
+    concluded = conclusion(response)
+    if concluded is None:
         return None
-    if marks:
-        concluded = _stated(response[marks[-1].end() :], last_number=last_number)
-        if concluded is not None:
-            return concluded
-    return _stated(response, last_number=last_number)
+    answer = _stated(concluded, last_number=last_number)
+    if answer is None and concluded != response:
+        answer = _stated(response, last_number=last_number)
+    return answer
 
 
 def _stated(response: str, *, last_number: bool) -> str | None:
