@@ -9,6 +9,7 @@ import threading
 from functools import cache
 
 from sparrow.rewards.sandbox import Isolation, Judge, Limits, Tests
+from sparrow.rewards.thinking import conclusion
 
 _FENCE = re.compile(
     r"(?P<indent>[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)"
@@ -18,19 +19,22 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 
 
 def extract_code(response: str) -> str | None:
-    """Extract the last fenced block after the reasoning. Blocks marked as Python take precedence.
-    Return None if there is no block.
+    """Extract the last fenced block after the thinking. Blocks marked as Python take precedence.
+    Return None if there is no block, or if the response was cut off mid-thinking.
 
     Fences are backticks or tildes, as in Markdown. If a fence is indented, for example in a list,
     the code is dedented to match. An unclosed block runs to the end of the response, and a closing
     fence may come at the end of a line of code. Without any fences, the last block indented by four
     spaces or a tab is used.
     """
+    text = conclusion(response)
+    if text is None:
+        return None
+
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None
     lines: list[str] = []
     quoted = False  # whether the line is inside a multi-line string, judging by the quotes so far
-    text = response.rpartition("</think>")[2]
 
     def close() -> None:
         assert opened is not None
