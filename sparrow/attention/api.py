@@ -1,5 +1,5 @@
 """Public API for page-sparse attention. Each function checks its arguments and runs the requested
-implementation. There is no fallback.
+implementation. There is no fallback. For an empty batch, the result is empty.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head
 dim, P page size, N pages.
@@ -66,6 +66,8 @@ def decode(
     Raises ValueError if H is not a multiple of K, or the shapes don't match.
     """
     q_BHD, k_BKSD, v_BKSD, scale = _prepared(q_BHD, k_BKSD, v_BKSD, scale, head_budgets_K)
+    if q_BHD.numel() == 0:
+        return q_BHD.clone()
     with torch.autocast(q_BHD.device.type, enabled=False):  # autocast would round page scores
         return reference.decode(
             q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K
@@ -98,6 +100,8 @@ def decode_several(
     Raises ValueError in the same cases as ``decode``.
     """
     q_BHTD, k_BKSD, v_BKSD, scale = _prepared(q_BHTD, k_BKSD, v_BKSD, scale, head_budgets_K)
+    if q_BHTD.numel() == 0:
+        return q_BHTD.clone()
     with torch.autocast(q_BHTD.device.type, enabled=False):
         return reference.decode_several(
             q_BHTD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K
@@ -200,6 +204,8 @@ def paged_decode(
     )
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
+    if not len(length_B):
+        return batch.out_BHD
     return decoder.run(batch, workspace, reuse_plan)
 
 
@@ -379,15 +385,17 @@ def teacher_forced(
         )
     if tokens < 1:
         raise ValueError(f"a decode step needs at least one token, got tokens={tokens}")
+    if implementation not in ("reference", "triton"):
+        raise ValueError(
+            f"unknown implementation {implementation!r}, expected 'reference' or 'triton'"
+        )
+    if q_BHTD.numel() == 0:
+        return q_BHTD.clone()
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":
             return reference.teacher_forced(
                 *arguments, head_budgets_K=head_budgets_K, tokens=tokens
-            )
-        if implementation != "triton":
-            raise ValueError(
-                f"unknown implementation {implementation!r}, expected 'reference' or 'triton'"
             )
         try:
             from sparrow.attention import triton

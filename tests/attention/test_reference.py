@@ -497,6 +497,24 @@ def test_inconsistent_shapes_raise_an_error(q, k, v):
         )
 
 
+@pytest.mark.parametrize(("B", "T"), [(0, 5), (2, 0)])
+def test_teacher_forcing_of_an_empty_batch_can_be_differentiated(B, T):
+    q = torch.zeros(B, 2, T, 4, requires_grad=True)
+    k = torch.zeros(B, 1, T, 4)
+    length = torch.zeros(B, dtype=torch.long)
+    top_k = torch.zeros(B, T, dtype=torch.long)
+    out = teacher_forced(q, k, k, length, length, length, top_k, layout=PageLayout())
+    assert out.shape == q.shape
+    out.sum().backward()
+
+
+def test_decoding_an_empty_batch_gives_an_empty_result():
+    k = torch.zeros(0, 1, 16, 4)
+    length = torch.zeros(0, dtype=torch.long)
+    for q, of in ((torch.zeros(0, 2, 4), decode), (torch.zeros(0, 2, 3, 4), decode_several)):
+        assert of(q, k, k, None, length, length, layout=PageLayout()).shape == q.shape
+
+
 def test_teacher_forcing_rejects_more_keys_than_queries():
     q, k, length = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 9, 4), torch.tensor([5])
     with pytest.raises(ValueError, match="as many queries as keys, got 5 queries and 9 keys"):

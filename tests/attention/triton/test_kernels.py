@@ -1258,6 +1258,21 @@ def test_public_operation_uses_exactly_the_requested_implementation():
         check_shipped_cuda(case)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_an_empty_batch_gives_an_empty_result(implementation):
+    case = make_case([100], [2])
+    none = replace(
+        case, q=case.q[:0], table=case.table[:0], length=case.length[:0], top_k=case.top_k[:0]
+    )
+    out = paged_decode(
+        *none.inputs(),
+        layout=case.layout,
+        implementation=implementation,
+        workspace=make_workspace(case),
+    )
+    assert out.shape == none.q.shape and out.dtype == case.q.dtype
+
+
 def check_shipped_cuda(one_row: Case) -> None:
     """Request the CUDA kernel by name, for one row and for forty, and check that the results are
     bitwise equal to those of the shipped configuration.
