@@ -152,8 +152,8 @@ def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) ->
     """Return page numbers ``[B, K, T, N]`` in the order that a growing ``top_k`` would add the
     pages.
 
-    Takes the same arguments as ``select_pages``. Always-kept pages come first, and pages beyond the
-    end of the sequence last.
+    Always-kept pages come first, and pages beyond the end of the sequence last. ``scores_BKTN`` and
+    ``length_BT`` are the same as for ``select_pages``.
     """
     page = torch.arange(scores_BKTN.shape[-1], device=scores_BKTN.device)
     pages_BT1 = page_count(length_BT, layout.page_size)[..., None]
