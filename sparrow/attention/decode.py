@@ -27,6 +27,8 @@ MAX_GROUP = 16
 MAX_COLUMNS = 64  # maximum number of queries that read the same keys, G * T
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
+MOST_EXTRA = 5
+"""Workspaces have room for this many attention programs per SM, in addition to one per item."""
 FP8_CAPABILITY = (8, 9)  # minimum compute capability for e4m3 conversions
 PLAN_ENTRY = 8  # int32s per plan entry; see ``division``
 
@@ -190,8 +192,8 @@ class DecodeWorkspace:
 
         columns = group * tokens
         items = max_batch * kv_heads
-        # maximum number of parts in a launch
-        parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads
+        extra = MOST_EXTRA * device_limits(device).multiprocessors // kv_heads * kv_heads
+        parts = items + extra  # maximum number of parts in a launch
         # Page scores, later overwritten with the ids of the kept pages. Rows are padded to a
         # multiple of 16 to keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)

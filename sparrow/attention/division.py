@@ -42,7 +42,8 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
     """Write the plan to the workspace. It is valid for all layers with these lengths and budgets.
 
     Raises ValueError if the number of extra programs is not a multiple of the number of kv heads,
-    which would leave some programs without a plan entry.
+    which would leave some programs without a plan entry, or if the plan does not fit in the
+    workspace.
     """
     B = len(batch.length_B)
     K = batch.kv_heads
@@ -50,6 +51,12 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
     if division.extra_programs % K:
         raise ValueError(
             f"extra_programs must be a multiple of the {K} kv heads, got {division.extra_programs}"
+        )
+    entries = B + division.extra_programs // K
+    if entries > len(workspace.plan):
+        raise ValueError(
+            f"the plan has {entries} entries, but the workspace has room for "
+            f"{len(workspace.plan)}; launch fewer extra programs, or create a larger workspace"
         )
     plan_kernel[(1,)](
         batch.length_B,

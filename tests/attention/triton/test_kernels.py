@@ -973,6 +973,17 @@ def test_extra_programs_must_be_a_multiple_of_the_kv_heads():
         decode(replace(ONE, extra_programs=20), case.batch(), make_workspace(case))
 
 
+def test_a_plan_that_does_not_fit_in_the_workspace_raises_an_error():
+    case = make_case([100, 40], [2, 1], K=8)
+    shape = (2, 8, case.batch().group, case.batch().head_dim, case.batch().max_pages)
+    workspace = DecodeWorkspace(*shape, DEVICE)
+    room = len(workspace.plan)
+    config = replace(ONE, extra_programs=8 * (room - 1))
+    message = f"the plan has {room + 1} entries, but the workspace has room for {room}"
+    with pytest.raises(ValueError, match=message):
+        decode(config, case.batch(), workspace)
+
+
 @pytest.mark.parametrize("P", [16, 64])
 @pytest.mark.parametrize("target", [5, 6, 20])
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("triton")
 
 from sparrow.attention import DecodeWorkspace
-from sparrow.attention.decode import H200, DeviceLimits
+from sparrow.attention.decode import H200, MOST_EXTRA, DeviceLimits
 from sparrow.attention.triton import tuning as shipped_tables
-from sparrow.attention.triton.variants import ATTEND, FACTORS, MOST_EXTRA, RANK, Variant, fits
+from sparrow.attention.triton.variants import ATTEND, FACTORS, RANK, Variant, fits
 
 A100 = DeviceLimits(108, 163 * 1024)
 
