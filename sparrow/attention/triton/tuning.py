@@ -50,6 +50,7 @@ class _Tiles:
 ONE = _Tiles(1, 128, 3, 128, 2)
 THREE = _Tiles(3, 128, 2, 64, 2)
 FOUR = _Tiles(4, 64, 2, 64, 1)
+ATTEND_WARPS = 4
 MAX_SPLITS = 16
 
 
@@ -79,6 +80,21 @@ def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
     return max(1, room // kv_heads) * kv_heads
 
 
+def rows_per_tile(of_256_bytes: int, head_bytes: int) -> int:
+    """Convert a tile size from 256-byte rows to rows of ``head_bytes`` bytes, clamped to the range
+    that the kernels support.
+    """
+    return max(16, min(128, of_256_bytes * 256 // head_bytes))
+
+
+def registers_per_thread(warps: int, resident: int) -> int:
+    """Return how many registers a thread may use so that ``resident`` programs of ``warps`` warps
+    fit on an SM.
+    """
+    threads = 32 * warps * resident
+    return min(255, 65536 // threads // 8 * 8)
+
+
 @cache
 def choose(
     items: int,
@@ -97,21 +113,21 @@ def choose(
     The result only depends on shapes, so it stays valid when a captured graph is replayed.
     """
     tiles = _tiles(items, limits.multiprocessors)
-    tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
+    tokens = rows_per_tile(tiles.attend_tokens, head_bytes)
     # Tiles are capped at 128 rows. If heads are so narrow that tiles reach the cap, keep more tiles
     # in flight instead.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
-        score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),
+        score_pages=rows_per_tile(tiles.score_pages, head_bytes),
         score_stages=tiles.score_stages * more,
         rank_splits=max(1, min(MAX_SPLITS, limits.multiprocessors // items)),
         rank_warps=4,
         attend_tokens=tokens,
         attend_stages=tiles.attend_stages * more,
         extra_programs=extra_programs(items, kv_heads, limits.multiprocessors),
-        attend_warps=4,
+        attend_warps=ATTEND_WARPS,
         part_tokens=tokens,
-        registers=min(255, 65536 // (128 * tiles.resident) // 8 * 8),
+        registers=registers_per_thread(ATTEND_WARPS, tiles.resident),
         resident_programs=tiles.resident * limits.multiprocessors,
     )
     return _fit(config, head_bytes, queries, query_bytes, limits)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sparrow.attention.decode import DeviceLimits
-from sparrow.attention.triton.tuning import LaunchConfig
+from sparrow.attention.decode import MOST_EXTRA, DeviceLimits
+from sparrow.attention.triton.tuning import LaunchConfig, registers_per_thread, rows_per_tile
 
-MOST_EXTRA = 5  # workspaces have room for this many extra programs per SM
 MOST_SPLITS = 64
 
 
@@ -91,21 +90,20 @@ class Variant:
         """
         config = shipped
         if self.attend is not None:
-            tokens = _rows(self.attend.tokens, head_bytes)
-            threads = 32 * self.attend.warps * self.attend.resident
+            tokens = rows_per_tile(self.attend.tokens, head_bytes)
             config = replace(
                 config,
                 attend_tokens=tokens,
                 attend_stages=self.attend.stages,
                 attend_warps=self.attend.warps,
                 part_tokens=tokens,
-                registers=min(255, 65536 // threads // 8 * 8),
+                registers=registers_per_thread(self.attend.warps, self.attend.resident),
                 resident_programs=self.attend.resident * limits.multiprocessors,
             )
         if self.rank is not None:
             config = replace(
                 config,
-                score_pages=_rows(self.rank.pages, head_bytes),
+                score_pages=rows_per_tile(self.rank.pages, head_bytes),
                 score_stages=self.rank.stages,
                 rank_warps=self.rank.warps,
             )
@@ -126,10 +124,3 @@ def fits(config: LaunchConfig, head_bytes: int, limits: DeviceLimits) -> bool:
     attend = config.attend_stages * config.attend_tokens * 2 * head_bytes
     score = config.score_stages * config.score_pages * head_bytes
     return max(attend, score) <= limits.shared_memory
-
-
-def _rows(of_256_bytes: int, head_bytes: int) -> int:
-    """Convert a tile size from 256-byte rows to rows of ``head_bytes`` bytes, clamped to the range
-    that the kernels support.
-    """
-    return max(16, min(128, of_256_bytes * 256 // head_bytes))
