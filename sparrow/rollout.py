@@ -20,7 +20,8 @@ from sparrow.errors import ConfigError, PromptError
 class Sampling:
     """Sampling parameters.
 
-    Raises ConfigError if ``temperature``, ``top_k`` or ``top_p`` is out of range.
+    Raises ConfigError if ``max_new_tokens``, ``temperature``, ``top_n``, ``top_k`` or ``top_p`` is
+    out of range.
     """
 
     max_new_tokens: int  # longer responses are cut off, with ``finish_reason`` "length"
@@ -39,6 +40,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("top_n", 0)):
+            count = getattr(self, name)
+            if count < least:
+                raise ConfigError(f"{name} is {count}, but must be at least {least}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(
                 f"temperature is {self.temperature}, but must be finite and at least 0"
@@ -55,11 +60,18 @@ class Sampling:
             )
 
     def request_seeds(self, count: int) -> list[int]:
-        """Return a seed for each of ``count`` prompts."""
-        if self.seeds is not None:
-            assert len(self.seeds) == count, f"{len(self.seeds)} seeds for {count} prompts"
-            return list(self.seeds)
-        return [derived_seed(self.seed, i) for i in range(count)]
+        """Return a seed for each of ``count`` prompts.
+
+        Raises ConfigError if ``seeds`` has a different number of seeds.
+        """
+        if self.seeds is None:
+            return [derived_seed(self.seed, i) for i in range(count)]
+        if len(self.seeds) != count:
+            raise ConfigError(
+                f"seeds has {len(self.seeds)} seeds, but there are {count} prompts; pass one seed "
+                "per prompt, or leave seeds out"
+            )
+        return list(self.seeds)
 
     @property
     def truncated(self) -> bool:
@@ -171,4 +183,5 @@ def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
     """Split an array of concatenated responses into one array per response. The first axis of
     ``flat`` covers the tokens of all responses.
     """
-    return np.split(flat, np.cumsum(lengths)[:-1])
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.split(flat, ends)[:-1]

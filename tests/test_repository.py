@@ -42,7 +42,6 @@ ELSEWHERE = {
     "rewards/sandbox/inside/programs.py": "rewards/test_code.py",
     "rewards/sandbox/inside/watch.py": "rewards/sandbox/test_watch.py",
     "rewards/sandbox/inside/wire.py": "rewards/sandbox/test_replies.py",
-    "rollout.py": "train/test_collect.py",
     "run/": "run/test_run.py",
     "tasks/": "tasks/test_tasks.py",
     "tasks/formats.py": "tasks/test_dataset.py",

@@ -1,0 +1,42 @@
+"""Test the plain data types that engines and trainers exchange."""
+
+import numpy as np
+import pytest
+
+from sparrow.errors import ConfigError
+from sparrow.rollout import Sampling, split
+
+
+def test_responses_are_split_by_their_lengths():
+    parts = split(np.arange(5), [2, 0, 3])
+    assert [part.tolist() for part in parts] == [[0, 1], [], [2, 3, 4]]
+
+
+def test_no_responses_are_split_into_no_arrays():
+    assert split(np.zeros((0, 4)), []) == []
+
+
+def test_each_prompt_has_its_own_seed():
+    assert Sampling(8, seeds=[7, 5]).request_seeds(2) == [7, 5]
+    derived = Sampling(8, seed=1).request_seeds(3)
+    assert len(set(derived)) == 3 and derived[:2] == Sampling(8, seed=1).request_seeds(2)
+
+
+def test_a_wrong_number_of_seeds_raises_an_error():
+    with pytest.raises(ConfigError, match="seeds has 1 seeds, but there are 2 prompts; pass one"):
+        Sampling(8, seeds=[7]).request_seeds(2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, but must be at least 1"),
+        ({"top_n": -1}, "top_n is -1, but must be at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan, but must be finite"),
+        ({"top_k": 0}, "top_k is 0, but must be at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0, but must be greater than 0"),
+    ],
+)
+def test_sampling_parameters_out_of_range_raise_an_error(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**{"max_new_tokens": 8, **setting})
