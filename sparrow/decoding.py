@@ -201,7 +201,7 @@ class Decoding(LosslessSettings):
         Args:
             value: one of these:
 
-                - ``"lossless"``;
+                - the name of a mode that needs no settings: ``"lossless"`` or ``"dense"``;
                 - a ``SparsitySchedule``, or anything that names one, for lossy mode. A schedule
                   that reads everything (such as ``"dense"``) gives dense mode;
                 - a mapping, or its JSON, with ``mode`` and that mode's settings: ``schedule`` for
@@ -224,8 +224,8 @@ class Decoding(LosslessSettings):
                 raise ConfigError(
                     f"the sparrow setting {value!r} is not valid JSON: {error}"
                 ) from error
-        if value == "lossless":
-            return cls.lossless()
+        if isinstance(value, str) and value in get_args(Mode):
+            value = {"mode": value}
         if not isinstance(value, Mapping) or "mode" not in value:
             return cls.lossy(value)
         settings = dict(value)
@@ -278,7 +278,12 @@ class Decoding(LosslessSettings):
         return GUESS_LOOKUP_MIN if self.guess_lookup_min is None else self.guess_lookup_min
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types that ``load`` can read back."""
+        """Convert to plain types that ``load`` can read back.
+
+        Raises ConfigError for mode auto, which ``load`` refuses.
+        """
+        if self.mode == "auto":
+            raise ConfigError(AUTO_ELSEWHERE)
         if not self.is_lossless:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         written: dict[str, Any] = {"mode": self.mode, "draft_schedule": self.schedule.to_dict()}

@@ -99,6 +99,12 @@ def test_decoding_settings_survive_a_round_trip_through_json(value, expected):
     )
 
 
+def test_mode_auto_cannot_be_written_as_plain_types():
+    auto = Decoding("auto", SparsitySchedule.fixed(9))
+    with pytest.raises(ConfigError, match="mode 'auto' works only in sparrow train"):
+        auto.to_dict()
+
+
 @pytest.mark.parametrize(
     "options, least",
     [
@@ -117,6 +123,8 @@ def test_history_guesses_beside_a_head_unless_that_is_turned_off(options, least)
     [
         ({"mode": "fast"}, "unknown mode 'fast', expected one of"),
         ({"mode": "lossy"}, "'lossy' needs a schedule"),
+        ("lossy", "'lossy' needs a schedule"),
+        ("auto", "mode 'auto' works only in sparrow train with engine hf"),
         (
             {"mode": "lossless", "schedule": "fixed:9"},
             "'lossless' has no setting 'schedule', expected",
