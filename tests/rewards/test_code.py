@@ -125,6 +125,10 @@ def test_programs_are_judged_by_their_standard_output(verifier):
     assert judge(verifier, good + "\nraise SystemExit(3)", tests) == (("error",), "exit status 3")
     assert judge(verifier, good + "\nraise SystemExit(0)", tests)[0] == ("pass",) * 3
     assert judge(verifier, "while True: pass", tests)[0] == ("timeout",)
+    assert judge(verifier, "import time; time.sleep(60)", tests) == (
+        ("timeout",),
+        "stopped after running and sleeping for 1 s",
+    )
     assert judge(verifier, "bytearray(1 << 40)", tests) == (("memory",), "MemoryError")
 
 

@@ -153,19 +153,19 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
     """
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
+    killed_at_cpu_limit = code == -signal.SIGKILL and cpu_s >= limits["cpu_s"]
     if why:
         outcome = "stopped"
         detail = why
     elif code == 0:
         outcome = "ok"
         detail = ""
-    elif (
-        why is not None
-        or code == -signal.SIGXCPU
-        or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"])
-    ):
+    elif code == -signal.SIGXCPU or killed_at_cpu_limit:
         outcome = "timeout"
         detail = f"stopped after {cpu_s:.1f} s of processor time"
+    elif why is not None:
+        outcome = "timeout"
+        detail = f"stopped after running and sleeping for {limits['wall_s']:g} s"
     elif code < 0 and used.ru_maxrss * 1024 > limits["memory_bytes"] / 2:
         outcome = "memory"
         detail = f"ended by signal {-code}"
