@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,7 +16,7 @@ from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.lossless import plan
 from sparrow.vllm.lossless.chooser import DraftChooser
-from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed
+from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
 from sparrow.vllm.lossless.setup import drafts_alone
 
 LOG_EVERY = 200  # minimum number of cycles between log lines
@@ -24,6 +24,15 @@ Recorded = tuple[int, float, int, int]
 """Number of drafts, draft budget, number of guesses per pass (0 without guesses), and number of
 steps. The budget is a multiple of the draft schedule, or 0 for guesses alone, which read nothing.
 """
+
+
+class _Verified(NamedTuple):
+    """A step in which all sequences verified the same number of drafts."""
+
+    end: float  # when its result arrived, in seconds (``time.perf_counter``)
+    rows: int
+    choice: Choice  # how the drafts were made
+    budget: int  # what the drafts read, as an index into ``DraftChooser.budgets``
 
 
 class LosslessScheduler(AsyncScheduler):
@@ -60,8 +69,7 @@ class LosslessScheduler(AsyncScheduler):
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in numbers}
-        # The previous step's end time, batch size, drafts and budget.
-        self._last: tuple[float, int, Choice, int] | None = None
+        self._last: _Verified | None = None  # the previous step, if its time says anything
         self._logged: tuple[dict[str, Choice], dict[str, float]] | None = None
         self._log_from = 0  # earliest cycle for the next log line
         self._logger = init_logger("vllm.sparrow")
@@ -79,7 +87,7 @@ class LosslessScheduler(AsyncScheduler):
         if self.running:
             self._choose(len(self.running))
         if self._replayed is not None:
-            self._repeat()
+            self._replay_next()
         self.dynamic_sd_lookup = self._tables[self._plan.tokens]
         if self.keeps_choices:
             self._choices.append(self._recorded())
@@ -148,7 +156,7 @@ class LosslessScheduler(AsyncScheduler):
         self._rows = rows
         self._repeated = 0
 
-    def _repeat(self) -> None:
+    def _replay_next(self) -> None:
         """Use the next recorded choice, if any are left."""
         assert self._replayed is not None
         choice = next(self._replayed, None)
@@ -166,30 +174,13 @@ class LosslessScheduler(AsyncScheduler):
         size didn't change from the previous step.
         """
         last = self._last
-        self._last = None
-        now = time.perf_counter()
-        rows = len(scheduled.num_scheduled_tokens)
-        counts = set(scheduled.num_scheduled_tokens.values())
-        if not rows or len(counts) != 1 or not sampled:
-            return
-        drafts = counts.pop() - 1
-        drafted = scheduled.scheduled_spec_decode_tokens
-        if drafts not in self._tables or set(map(len, drafted.values())) - {drafts}:
-            return
-        if drafts and len(drafted) != rows:
-            return
-        verified = plan.verified_by(scheduled, self._plan)
-        budget = verified.budget
-        choice = verified._replace(tokens=drafts).choice
-        if choice not in self.chooser.choices:
-            return
-        self._last = (now, rows, choice, budget)
-        if last is None or last[1] != rows:
+        step = self._last = self._verified(scheduled, sampled)
+        if step is None or last is None or last.rows != step.rows:
             return
         # When steps are host-bound, a dense step right after drafts looks too short, because the
         # drafts let the host run ahead. A dense step right before drafts looks too long, because
         # the host launches the next step, drafts included, before it sees the dense step end.
-        if not drafts and (last[2] or self._plan.tokens):
+        if not step.choice and (last.choice or self._plan.tokens):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
@@ -200,29 +191,56 @@ class LosslessScheduler(AsyncScheduler):
         lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
-        length = sum(lengths) / len(lengths)
+
         tokens = sum(emitted)
         # Each token settles one draft. The exception is the last token of a sequence whose drafts
         # were all accepted.
-        judged = tokens - emitted.count(drafts + 1)
-        is_first = (last[2], last[3] if drafts else budget) != (choice, budget)
+        judged = tokens - emitted.count(drafts_of(step.choice) + 1)
+        # A dense step reads no drafts, so a change of budget before it doesn't matter.
+        same_budget = not step.choice or last.budget == step.budget
         self.chooser.observe(
-            rows,
-            length,
-            choice,
-            now - last[0],
-            tokens - rows,
+            step.rows,
+            sum(lengths) / len(lengths),
+            step.choice,
+            step.end - last.end,
+            tokens - step.rows,
             judged,
-            first=is_first,
-            budget=budget,
+            first=last.choice != step.choice or not same_budget,
+            budget=step.budget,
         )
+        self._log_choices()
+
+    def _verified(self, scheduled: Any, sampled: Any) -> _Verified | None:
+        """Describe a step that has just ended. Return None if its time says nothing about a choice,
+        because sequences had different numbers of drafts or the choice is not one of the chooser's.
+        """
+        end = time.perf_counter()
+        rows = len(scheduled.num_scheduled_tokens)
+        counts = set(scheduled.num_scheduled_tokens.values())
+        if not rows or len(counts) != 1 or not sampled:
+            return None
+        drafts = counts.pop() - 1
+        drafted = scheduled.scheduled_spec_decode_tokens
+        if drafts not in self._tables or set(map(len, drafted.values())) - {drafts}:
+            return None
+        if drafts and len(drafted) != rows:
+            return None
+        verified = plan.verified_by(scheduled, self._plan)
+        choice = verified._replace(tokens=drafts).choice
+        if choice not in self.chooser.choices:
+            return None
+        return _Verified(end, rows, choice, verified.budget)
+
+    def _log_choices(self) -> None:
+        """Log the choices in use, if they have changed and the last log line is old enough."""
         cycles = self.chooser.chosen.total()
-        if cycles >= self._log_from and (in_use := self.chooser.in_use()):
-            self._log_from = cycles + LOG_EVERY
-            budgets = self.chooser.budgets_in_use()
-            if self._logged != (in_use, budgets):
-                self._logged = in_use, budgets
-                read = f"; budgets as multiples of the draft schedule: {budgets}" if budgets else ""
-                self._logger.info(
-                    "numbers of drafts in use, by sequences x tokens: %s%s", in_use, read
-                )
+        in_use = self.chooser.in_use() if cycles >= self._log_from else None
+        if not in_use:
+            return
+        self._log_from = cycles + LOG_EVERY
+        budgets = self.chooser.budgets_in_use()
+        if self._logged == (in_use, budgets):
+            return
+        self._logged = in_use, budgets
+        read = f"; budgets as multiples of the draft schedule: {budgets}" if budgets else ""
+        self._logger.info("numbers of drafts in use, by sequences x tokens: %s%s", in_use, read)
