@@ -20,6 +20,12 @@ from sparrow.vllm.lossless import graphs
 ENGINE_KEY = "sparrow"  # where Sparrow's settings live in vLLM's ``additional_config``
 _CLAIM = "_sparrow_drafts"  # attribute of a ``speculative_config`` that lossless mode uses
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
+ALLOWED_SPECULATION = (
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
+"""Options of vLLM's ``speculative_config`` that users may set in lossless mode."""
 REFUSED_OPTIONS = {
     "structured_outputs": "the grammar would have to read all drafts on the host",
     "logprob_token_ids": "vLLM does not report these log-probs for tokens that it verifies",
@@ -42,11 +48,9 @@ def draft_choices(decoding: Decoding) -> tuple[int, ...]:
     one. If drafting is adaptive, the list also has 0 and about 1/3 and 2/3 of ``draft_tokens``.
     """
     k = decoding.draft_tokens
-    return (
-        tuple(sorted({round(k * part / 3) for part in range(4)}))
-        if decoding.adapt_draft_tokens
-        else (k,)
-    )
+    if not decoding.adapt_draft_tokens:
+        return (k,)
+    return tuple(sorted({round(k * part / 3) for part in range(4)}))
 
 
 def drafts_alone(choices: Iterable[int]) -> int:
@@ -66,68 +70,80 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     versions.check(on_cpu)
     if decoding.guess_head is not None:
         versions.check_head()
-    k = decoding.draft_tokens
-    wanted: dict[str, Any] = {
-        "method": "draft_model" if decoding.guess_head is None else "eagle3",
-        "model": decoding.guess_head or arguments.model,
-        "num_speculative_tokens": k,
-        "draft_sample_method": "probabilistic",
-    }
-    if decoding.guess_head is not None:
         # Programs that update the model's weights don't have the head's weights. The head's weights
         # must therefore survive even a sleep that drops all other weights.
         kept = arguments.sleep_preserve_parameter_names
         arguments.sleep_preserve_parameter_names = [*dict.fromkeys([*kept, "draft.*"])]
+    arguments.speculative_config = _speculative_config(arguments, decoding)
+    if decoding.adapt_draft_tokens:
+        _set_scheduler(arguments)
+    if arguments.async_scheduling is None:
+        arguments.async_scheduling = True
+    if not on_cpu:
+        _set_gpu_options(arguments, decoding)
+
+
+def _speculative_config(arguments: Any, decoding: Decoding) -> dict[str, Any]:
+    """Return the ``speculative_config`` for lossless mode, which keeps the user's options for
+    rejection sampling.
+
+    Raises ConfigError if the user has set any other option, unless it has the same value.
+    """
+    wanted: dict[str, Any] = {
+        "method": "draft_model" if decoding.guess_head is None else "eagle3",
+        "model": decoding.guess_head or arguments.model,
+        "num_speculative_tokens": decoding.draft_tokens,
+        "draft_sample_method": "probabilistic",
+    }
     if decoding.adapt_draft_tokens:
         # vLLM captures graphs for each of these draft lengths, and the scheduler picks one before
         # each step.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
-    asked = arguments.speculative_config
-    allowed = {
-        "rejection_sample_method",
-        "synthetic_acceptance_rates",
-        "synthetic_acceptance_length",
-    }
-    own = {name: value for name, value in (asked or {}).items() if name not in allowed}
+    asked = arguments.speculative_config or {}
+    own = {name: value for name, value in asked.items() if name not in ALLOWED_SPECULATION}
     if own and any(own.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
             f"mode 'lossless' sets vLLM's speculative_config itself, got {asked}; leave "
             "speculative_config out, or start vLLM without Sparrow"
         )
-    method = (asked or {}).get("rejection_sample_method", "standard")
+    method = asked.get("rejection_sample_method", "standard")
     if decoding.drafter_invariant and method != "standard":
         raise ConfigError(
             "drafter_invariant verifies by sampling tokens, not by rejecting drafts, but "
             f"rejection_sample_method is {method!r}; leave out one of the two options"
         )
-    arguments.speculative_config = {**(asked or {}), **wanted}
-    if decoding.adapt_draft_tokens:
-        if arguments.scheduler_cls not in (None, SCHEDULER):
-            raise ConfigError(
-                "mode 'lossless' chooses the number of drafts in vLLM's scheduler, but "
-                f"scheduler_cls is {arguments.scheduler_cls!r}; leave scheduler_cls out, or set "
-                "adapt_draft_tokens to false"
-            )
-        if arguments.async_scheduling is False:
-            raise ConfigError(
-                "async_scheduling=False does not work with an adaptive number of drafts; leave "
-                "async_scheduling out, or set adapt_draft_tokens to false"
-            )
-        arguments.scheduler_cls = SCHEDULER
-    if arguments.async_scheduling is None:
-        arguments.async_scheduling = True
-    if on_cpu:
-        return
+    return {**asked, **wanted}
+
+
+def _set_scheduler(arguments: Any) -> None:
+    """Set the scheduler that chooses the number of drafts. Raises ConfigError if an option
+    conflicts with it.
+    """
+    if arguments.scheduler_cls not in (None, SCHEDULER):
+        raise ConfigError(
+            "mode 'lossless' chooses the number of drafts in vLLM's scheduler, but "
+            f"scheduler_cls is {arguments.scheduler_cls!r}; leave scheduler_cls out, or set "
+            "adapt_draft_tokens to false"
+        )
+    if arguments.async_scheduling is False:
+        raise ConfigError(
+            "async_scheduling=False does not work with an adaptive number of drafts; leave "
+            "async_scheduling out, or set adapt_draft_tokens to false"
+        )
+    arguments.scheduler_cls = SCHEDULER
+
+
+def _set_gpu_options(arguments: Any, decoding: Decoding) -> None:
+    """Set Sparrow's attention backend and the sizes of CUDA graphs, unless the user has chosen
+    others.
+    """
     if arguments.attention_backend is None and "CUSTOM" not in str(arguments.attention_config):
         arguments.attention_backend = "CUSTOM"
-    compilation = arguments.compilation_config
-    sizes = (arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size)
-    theirs = (
-        getattr(compilation, name, None)
-        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    )
-    if not arguments.enforce_eager and not any((*sizes, *theirs)):
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    sizes = [getattr(arguments, name) for name in names]
+    sizes += [getattr(arguments.compilation_config, name, None) for name in names]
+    if not arguments.enforce_eager and not any(sizes):
         rows = arguments.max_num_seqs or graphs.DEFAULT_ROWS
         arguments.cudagraph_capture_sizes = graphs.capture_sizes(rows, draft_choices(decoding))
 
