@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 
@@ -24,6 +25,8 @@ class Limits:
     tasks: int = 128  # maximum number of threads at once
 
     def __post_init__(self) -> None:
-        wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]
+        wrong = [
+            f"{name}={value}" for name, value in asdict(self).items() if not 0 < value < math.inf
+        ]
         if wrong:
-            raise ValueError(f"limits must be positive, got {', '.join(wrong)}")
+            raise ValueError(f"limits must be positive and finite, got {', '.join(wrong)}")

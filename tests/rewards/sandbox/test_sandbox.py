@@ -4,6 +4,7 @@ and leave nothing behind.
 
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -535,10 +536,19 @@ def test_invalid_replies_from_a_sandbox_raise_errors(monkeypatch):
         os.close(read)
 
 
-@pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"wall_s": -1.0}, {"memory_bytes": 0}])
-def test_limits_must_be_positive(limits):
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"cpu_s": 0},
+        {"wall_s": -1.0},
+        {"memory_bytes": 0},
+        {"program_s": math.inf},
+        {"wall_s": math.nan},
+    ],
+)
+def test_limits_must_be_positive_and_finite(limits):
     (name,) = limits
-    with pytest.raises(ValueError, match=f"limits must be positive, got {name}="):
+    with pytest.raises(ValueError, match=f"limits must be positive and finite, got {name}="):
         Limits(**limits)
 
 
