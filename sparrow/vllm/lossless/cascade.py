@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.triton_utils import triton
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from sparrow.decoding import Decoding
 from sparrow.vllm.backend import Step
@@ -63,8 +62,6 @@ class CascadeDrafter(SparseDrafter):
         self._index_RT = torch.full_like(self._slots_R, -1)
         self._place_RT = torch.zeros_like(self._slots_R)
         self.drawn_S = torch.zeros(S, dtype=torch.int64, device=device)
-        # Each token has its own draft index here; without guesses, all rows share one.
-        self._sampler_arguments[f"{self._logits_argument}_col"] = self._place_RT
 
     def load(self, model: Any, weights: DraftWeights | None = None) -> None:
         """See ``SparseDrafter``."""
@@ -188,16 +185,9 @@ class CascadeDrafter(SparseDrafter):
             logits_TV, states = self._pass(
                 step, dict.fromkeys(self._layer_names, SimpleNamespace(sparrow=step))
             )
-        places = self._place_RT[: rows * T]
-        drawn_T = gumbel_sample(
-            logits_TV,
-            self._index_RT[: rows * T],
-            vllm.temperature,
-            vllm.seeds,
-            buffers.positions[: rows * T],
-            apply_temperature=True,
-            use_fp64=vllm.use_fp64_gumbel,
-            **{**self._sampler_arguments, f"{self._logits_argument}_col": places},
+        positions = buffers.positions[: rows * T]
+        drawn_T = self._sample(
+            logits_TV, self._index_RT[: rows * T], positions, self._place_RT[: rows * T]
         )
         kernels.advance_kernel[(rows,)](
             drawn_T,
@@ -214,7 +204,6 @@ class CascadeDrafter(SparseDrafter):
             TP=TP,
             num_warps=1,
         )
-        positions = buffers.positions[: rows * T]
         self.source.follow(
             rows, SparsePass(step, positions, self._slots_R[: rows * T], drawn_T, states)
         )

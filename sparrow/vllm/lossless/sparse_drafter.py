@@ -225,11 +225,6 @@ class SparseDrafter:
         self._graphs: dict[bool, dict[int, torch.cuda.CUDAGraph]] = defaultdict(dict)
         self.captured_over: dict[str, int] = {}
         self._step_index = torch.zeros((), dtype=torch.int64, device=device)
-        self._sampler_arguments: dict[str, Any] = {
-            self._logits_argument: self.logits,
-            f"{self._logits_argument}_col": self._step_index,
-            **({"is_drafting": not self._invariant} if self._vllm_separates_noise else {}),
-        }
         speculator.idx_mapping.fill_(-1)
         self._slots_R = torch.full((speculator.max_num_reqs,), -1, dtype=torch.int64, device=device)
         # Allocated here so that vLLM accounts for it when measuring free memory.
@@ -505,15 +500,8 @@ class SparseDrafter:
             logits_RV = self._logits(
                 step, dict.fromkeys(self._layer_names, SimpleNamespace(sparrow=step))
             )
-        drawn_R = gumbel_sample(
-            logits_RV,
-            self._vllm.idx_mapping[:rows],
-            self._vllm.temperature,
-            self._vllm.seeds,
-            buffers.positions[:rows],
-            apply_temperature=True,
-            use_fp64=self._vllm.use_fp64_gumbel,
-            **self._sampler_arguments,
+        drawn_R = self._sample(
+            logits_RV, self._vllm.idx_mapping[:rows], buffers.positions[:rows], self._step_index
         )
         _advance_kernel[(1,)](
             drawn_R,
@@ -535,6 +523,37 @@ class SparseDrafter:
             TOKENS=self._block_tokens,
             num_warps=4,
         )
+
+    def _sample(
+        self, logits_TV: Tensor, index_T: Tensor, position_T: Tensor, place: Tensor
+    ) -> Tensor:
+        """Draw a token from each row of logits, int64 ``[T]``, and store the logits for
+        verification.
+
+        Args:
+            index_T: for each row, the index of its sequence in the worker, or -1 if its token
+                cannot become a draft.
+            position_T: the position of each row's input token.
+            place: which of the cycle's drafts the token is, counting from 0: a scalar for all rows,
+                or ``[T]``.
+        """
+        arguments: dict[str, Any] = {
+            self._logits_argument: self.logits,
+            f"{self._logits_argument}_col": place,
+        }
+        if self._vllm_separates_noise:
+            arguments["is_drafting"] = not self._invariant
+        drawn_T: Tensor = gumbel_sample(
+            logits_TV,
+            index_T,
+            self._vllm.temperature,
+            self._vllm.seeds,
+            position_T,
+            apply_temperature=True,
+            use_fp64=self._vllm.use_fp64_gumbel,
+            **arguments,
+        )
+        return drawn_T
 
 
 def replay(
