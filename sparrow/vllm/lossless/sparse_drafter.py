@@ -263,15 +263,13 @@ class SparseDrafter:
             x.nbytes for x in (self.logits, self._metered_logits) if x is not None
         )
         runtime.drafting.weights = self.weights
-        # the kernels' block size, which may be smaller than the scheduler's
-        self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[
-            0
-        ]
+        # the kernels' block sizes, which may be smaller than the scheduler's
+        sizes = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)
+        self._block_tokens = sizes[0]
         # vLLM pads the table to more blocks than a sequence can have. Cut off the padding, because
         # the kernels' workspace has no room for it.
-        self._blocks_SM = block_tables.input_block_tables[0][
-            :, : -(-self._vllm.max_model_len // self._block_tokens)
-        ]
+        most_blocks = -(-self._vllm.max_model_len // self._block_tokens)
+        self._blocks_SM = block_tables.input_block_tables[0][:, :most_blocks]
         layers = get_layers_from_vllm_config(self._vllm.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
         self._layer_names = [
             name for name in layers if name not in self._vllm.draft_attn_layer_names
@@ -434,17 +432,14 @@ class SparseDrafter:
         step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
         dense = step._replace(top_k=step.everything)
+
+        def step_of(layer: str) -> Step:
+            is_dense = extract_layer_index(layer) in metered.schedule.dense_layers
+            return dense if is_dense else step
+
+        metadata = {name: SimpleNamespace(sparrow=step_of(name)) for name in self._layer_names}
         with self._runtime.uncounted(metered.table):
-            logits_RV = self._logits(
-                step,
-                {
-                    name: SimpleNamespace(
-                        sparrow=dense if index in metered.schedule.dense_layers else step
-                    )
-                    for name in self._layer_names
-                    for index in [extract_layer_index(name)]
-                },
-            )
+            logits_RV = self._logits(step, metadata)
         metered.take(logits_RV, self._vllm.idx_mapping[:rows])
 
     def _step(self, rows: int) -> Step:

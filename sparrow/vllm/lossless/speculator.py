@@ -155,17 +155,17 @@ class SparseSpeculator(DraftModelSpeculator):
         if prefilling.any():
             is_prefilling = torch.from_numpy(prefilling).to(self.device, non_blocking=True)
         after = Pass(
-            input_batch,
-            is_prefilling,
-            num_sampled,
-            num_rejected,
-            last_sampled.view(-1),
-            next_prefill_tokens[0],
-            temperature,
-            seeds,
-            aux_hidden_states or [],
-            attn_metadata,
-            slot_mappings,
+            batch=input_batch,
+            is_prefilling_B=is_prefilling,
+            sampled_B=num_sampled,
+            rejected_B=num_rejected,
+            newest_S=last_sampled.view(-1),
+            next_prompt_S=next_prefill_tokens[0],
+            temperature_S=temperature,
+            seed_S=seeds,
+            states=aux_hidden_states or [],
+            metadata=attn_metadata,
+            slots=slot_mappings,
         )
         self.drafter.read(after, self.plan.tokens)
         # Dummy runs measure peak memory. They need no drafts, because a draft step takes less
