@@ -342,6 +342,12 @@ def test_program_runs_out_of_time_only_at_its_total_limit(spent_s, left_s):
     assert run.limits.program_s - run.spent_s == left_s
 
 
+@pytest.mark.parametrize("workers", [0, -1])
+def test_a_verifier_needs_at_least_one_worker(workers):
+    with pytest.raises(ValueError, match=f"need workers >= 1, got workers={workers}"):
+        CodeVerifier(workers=workers)
+
+
 def test_an_empty_list_of_tests_does_not_pass(verifier):
     assert not verifier.judge("", {"inputs": [], "outputs": []}).passed
 

@@ -180,6 +180,8 @@ class Judge:
             process.
 
     Thread-safe. No process is kept around between programs.
+
+    Raises ValueError if ``workers`` is less than 1.
     """
 
     def __init__(
@@ -188,9 +190,13 @@ class Judge:
         isolation: Isolation = "auto",
         workers: int | None = None,
     ) -> None:
+        if workers is not None and workers < 1:
+            raise ValueError(
+                f"need workers >= 1, got workers={workers}; leave it out for one per CPU"
+            )
         self.limits = limits or Limits()
         self.isolation = isolation
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = len(os.sched_getaffinity(0)) if workers is None else workers
         self._free = threading.BoundedSemaphore(self.workers)
 
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
