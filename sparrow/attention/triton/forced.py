@@ -16,6 +16,7 @@ from sparrow.attention.decode import device_limits
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import forced_kernels as kernels
 from sparrow.attention.triton import forced_select
+from sparrow.attention.triton.launch import check_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -436,14 +437,11 @@ def _check(
 ) -> None:
     B, H, T, D = q.shape
     P = layout.page_size
-    interpreted = not isinstance(kernels.forward_kernel, triton.JITFunction)
-    if q.device.type == "cpu" and not interpreted:
-        raise ValueError(
-            "the Triton kernels need a GPU, got tensors on the CPU; use implementation='reference'"
-        )
+    check_device(q.device)
     if P & (P - 1) or P > 64:
         raise ValueError(
-            f"there is no kernel for pages of {P} tokens, expected a power of 2 up to 64"
+            f"there is no kernel for pages of {P} tokens, expected a power of 2 up to 64; use "
+            "implementation='reference'"
         )
     if D > MAX_HEAD_DIM or H // k.shape[1] > MAX_GROUP or triton.cdiv(T, P) > MAX_PAGES:
         raise ValueError(

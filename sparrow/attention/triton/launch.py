@@ -32,7 +32,8 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     """Raise ValueError if these kernels don't support the batch."""
     check_for_kernels(batch, workspace)
-    _check_device(batch.k_cache, batch.layout)
+    check_device(batch.k_cache.device)
+    _check_fp8(batch.k_cache, batch.layout)
 
 
 def run(
@@ -184,7 +185,8 @@ def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageL
     k_cache = layers.keys
     landmark_cache = layers.landmarks
     check_cache(k_cache, landmark_cache, layout)
-    _check_device(k_cache, layout)
+    check_device(k_cache.device)
+    _check_fp8(k_cache, layout)
     T = slot_mapping_T.shape[0]
     K = k_cache.shape[1]
     D = k_cache.shape[3]
@@ -267,11 +269,17 @@ def _can_overlap(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _check_device(k_cache: Tensor, layout: PageLayout) -> None:
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if Triton kernels don't run on ``device``. In Triton's interpreter, they
+    also run on a CPU.
+    """
     interpreted = not isinstance(kernels.attend_kernel, triton.JITFunction)
-    if k_cache.device.type == "cpu" and not interpreted:
+    if device.type == "cpu" and not interpreted:
         raise ValueError(
             "the Triton kernels need a GPU, got tensors on the CPU; use implementation='reference'"
         )
+
+
+def _check_fp8(k_cache: Tensor, layout: PageLayout) -> None:
     if lacking := fp8_lacking(k_cache.device, k_cache.dtype, layout.landmark_dtype):
         raise ValueError(lacking)
