@@ -328,8 +328,10 @@ class CachedLayers:
         def kind(layer: tuple[Tensor, ...]) -> tuple[object, ...]:
             return tuple((x.shape, x.stride(), x.dtype, x.device) for x in layer)
 
+        if not caches:
+            raise ValueError("there are no layers, expected the cache of at least one layer")
         kinds = {kind(layer) for layer in caches}
-        if len(kinds) != 1:
+        if len(kinds) > 1:
             raise ValueError(
                 f"all layers must have the same kind of cache, but the {len(caches)} layers "
                 f"have {len(kinds)} different kinds"
@@ -382,7 +384,10 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
         )
     check_landmarks(k_cache, landmark_cache, layout)
     if k_cache.stride(3) != 1 or landmark_cache.stride(3) != 1:
-        raise ValueError("keys and landmarks must be contiguous along the head dim")
+        raise ValueError(
+            "keys and landmarks must be contiguous along the head dim, got strides "
+            f"{k_cache.stride()} and {landmark_cache.stride()}"
+        )
 
 
 def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
@@ -416,7 +421,10 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
             f"keys and values must have the same strides, got {k.stride()} and {v.stride()}"
         )
     if not q.stride(2) == v.stride(3) == out.stride(2) == 1:
-        raise ValueError("q, v and out must be contiguous along the head dim")
+        raise ValueError(
+            "q, v and out must be contiguous along the head dim, got strides "
+            f"{q.stride()}, {v.stride()} and {out.stride()}"
+        )
 
     rows = dict(block_table_BM=batch.block_table_BM, length_B=batch.length_B, top_k_B=batch.top_k_B)
     for name, x in rows.items():

@@ -194,6 +194,8 @@ def test_layers_with_different_cache_layouts_raise_an_error():
     layers = [
         (memory[at : at + 16].view(1, 1, 4, 4), memory[:4].view(1, 1, 1, 4)) for at in (0, 8, 16)
     ]
+    with pytest.raises(ValueError, match="there are no layers, expected the cache of at least one"):
+        CachedLayers([])
     with pytest.raises(ValueError, match="but the 2 layers have 2 different kinds"):
         CachedLayers([layers[0], (layers[0][0], layers[0][1].double())])
     with pytest.raises(ValueError, match=r"\[8, 0\]\] elements apart, expected multiples of 16"):
