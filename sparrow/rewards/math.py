@@ -289,9 +289,8 @@ class MathVerifier:
             self._slots.put(worker)
             return False
 
-        fresh = False  # whether the worker can be reused
-        # whether the worker has given up its slot, so that other threads don't wait for it
-        slow = False
+        is_reusable = False
+        gave_up_slot = False  # so that other threads don't wait for a slow comparison
         try:
             worker = worker or _Worker()
             start = time.monotonic()
@@ -307,11 +306,12 @@ class MathVerifier:
                 except ChildTimeoutError:
                     if time.monotonic() >= start + wall_s + GRACE_S:
                         raise
-                    if not slow and (slow := self._slow.acquire(blocking=False)):
+                    if not gave_up_slot and self._slow.acquire(blocking=False):
+                        gave_up_slot = True
                         self._slots.put(None)
 
             worker.asked += 1
-            fresh = worker.asked < RECYCLE
+            is_reusable = worker.asked < RECYCLE
             if reply.get("lost"):
                 raise ChildTimeoutError("no reply in time")
             return bool(reply["equal"])
@@ -321,26 +321,27 @@ class MathVerifier:
         finally:
             # Close the worker even after an interrupt. Otherwise, its late reply would be read as
             # the reply to the next request.
-            if worker is not None and not fresh:
+            if worker is not None and not is_reusable:
                 worker.close()
-            if not slow:
-                self._slots.put(worker if fresh else None)
+                worker = None
+            if not gave_up_slot:
+                self._slots.put(worker)
             else:
                 self._slow.release()
-                if fresh:
+                if worker is not None:
                     self._return(worker)
 
-    def _return(self, worker: _Worker | None) -> None:
+    def _return(self, worker: _Worker) -> None:
         """Put a worker that gave up its slot into an empty slot. If there is no empty slot, close
         the worker.
         """
         free = self._take_free_slots()
-        if None in free:
+        has_room = None in free
+        if has_room:
             free[free.index(None)] = worker
-            worker = None
         for slot in reversed(free):
             self._slots.put(slot)
-        if worker is not None:
+        if not has_room:
             worker.close()
 
     def _take_free_slots(self) -> list[_Worker | None]:
