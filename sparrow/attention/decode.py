@@ -25,7 +25,7 @@ PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
 MAX_COLUMNS = 64  # maximum number of queries that read the same keys, G * T
-MAX_PAGES = 16384
+MAX_PAGES = 16384  # the most pages that the kernels can rank
 CACHES_IN_8_BITS = (FP8, torch.int8)
 MOST_EXTRA = 5
 """Workspaces have room for this many attention programs per SM, in addition to one per item."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from sparrow.attention.cuda.compile import Kernel
 from sparrow.attention.decode import (
     CACHES_IN_8_BITS,
+    MAX_GROUP,
     QUERY_DTYPES,
     DecodeBatch,
     DecodeWorkspace,
@@ -29,7 +30,6 @@ from sparrow.attention.pages import FP8
 
 PAGE_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
-MAX_GROUP = 16
 # Maximum number of queries (group x new tokens) that read the same pages, by head dim. Registers
 # are the limit, because they hold each query's accumulator.
 MAX_QUERIES = {64: 32, 128: 32, 256: 16}

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sparrow.attention.decode import device_limits
+from sparrow.attention.decode import MAX_GROUP, MAX_PAGES, device_limits
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import forced_kernels as kernels
 from sparrow.attention.triton import forced_select
@@ -20,8 +20,6 @@ from sparrow.attention.triton.launch import check_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_GROUP = 16
-MAX_PAGES = 16384
 SCORE_BYTES = 2**27  # scratch memory for one chunk's page scores, in bytes
 # Tile sizes for heads of 256 bytes. FORWARD_TILES (output) and QUERY_TILES (query gradients) list
 # keys per loop iteration, warps and pipeline stages. KEY_TILES (key and value gradients) lists
