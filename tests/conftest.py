@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -65,6 +66,12 @@ ARCHITECTURES = {
     ),
 }
 
+
+# On a busy machine, any example may exceed a limit on wall-clock time, as may drawing it.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 ONE_THREAD = "PYTEST_XDIST_WORKER" in os.environ
 """With ``-n``, several processes share the machine. Use one thread in each, because more threads

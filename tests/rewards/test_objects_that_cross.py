@@ -145,7 +145,7 @@ HONEST = {
 
 @pytest.fixture(scope="module")
 def verifier():
-    return CodeVerifier(Limits(cpu_s=2, wall_s=2.0, program_s=20))
+    return CodeVerifier(Limits(cpu_s=2, wall_s=6.0, program_s=60))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from sparrow.tasks import verify as verify_module
 from sparrow.tasks.verify import stated, verify_all
 
 SLOW_S = 0.3
+LIMIT_S = 2.0  # long enough for the other verifiers, even on a busy machine
 
 
 def judged(verify, count, **options):
@@ -48,17 +49,17 @@ def test_first_error_is_raised_and_no_new_verification_starts(monkeypatch):
 
 def test_a_hanging_verifier_is_reported_unless_another_verifier_failed():
     def verify(text):
-        time.sleep(30 * SLOW_S * (text == "1"))
+        time.sleep(60 * (text == "1"))
         return float(text)
 
-    with pytest.raises(RewardError, match=r"of problem '1' has not returned within 0\.3 s; fix it"):
-        judged(verify, 3, time_limit=SLOW_S)
+    with pytest.raises(RewardError, match=r"of problem '1' has not returned within 2 s; fix it"):
+        judged(verify, 3, time_limit=LIMIT_S)
 
     def verify_or_fail(text):
         return verify(text) or 1 / 0
 
     with pytest.raises(RewardError, match="of problem '0' raised ZeroDivisionError"):
-        judged(verify_or_fail, 3, time_limit=SLOW_S)
+        judged(verify_or_fail, 3, time_limit=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_a_hanging_verifier_is_reported_unless_another_verifier_failed():
 def test_a_verifier_that_exits_is_reported_immediately(ends):
     began = time.monotonic()
     with pytest.raises((RewardError, GeneratorExit)) as raised:
-        judged(ends, 3, time_limit=60)
-    assert time.monotonic() - began < 10
+        judged(ends, 3, time_limit=600)
+    assert time.monotonic() - began < 60
     if isinstance(raised.value, RewardError):
         assert "of problem '0' raised SystemExit: 3" in str(raised.value)
     with pytest.raises(RewardError, match="the extract function of problem 'p' raised SystemExit"):

@@ -208,9 +208,9 @@ class Threads(Ranks):
 
     def gather(self, phase, work):
         self._slots[self.rank] = work()
-        self._barrier.wait(20)
+        self._barrier.wait(300)
         found = list(self._slots)
-        self._barrier.wait(20)
+        self._barrier.wait(300)
         return found
 
 
@@ -281,7 +281,7 @@ def test_verifiers_run_concurrently():
 
     class Meeting:
         def problem(self, index: int, seed: int = 0) -> Problem:
-            return Problem(str(index), " 1", lambda text: float(meeting.wait(20) >= 0))
+            return Problem(str(index), " 1", lambda text: float(meeting.wait(300) >= 0))
 
     config = TrainConfig(rollout=RolloutConfig(prompts=8, samples=2, max_new_tokens=4))
     place = Threads(0, threading.Barrier(1), [None])

@@ -86,7 +86,7 @@ def launch(scenario: str, folder: Path, count: int = 2) -> list[tuple[int, str]]
         for world in environments(count)
     ]
     try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
+        errors = [process.communicate(timeout=900)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

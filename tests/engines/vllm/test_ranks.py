@@ -51,7 +51,7 @@ def test_two_processes_with_one_engine_each_train_like_one_process(tmp_path):
         for world in environments(2)
     ]
     try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
+        errors = [process.communicate(timeout=900)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

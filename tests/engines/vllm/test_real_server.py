@@ -45,7 +45,7 @@ SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 
 
 @contextlib.contextmanager
-def serving(folder, sparrow, path, *more, patience=180):
+def serving(folder, sparrow, path, *more, patience=600):
     """Start a server for the model in ``folder`` with ``PYTHONPATH`` set to ``path``, and yield its
     address and process.
     """
@@ -100,7 +100,11 @@ def serving(folder, sparrow, path, *more, patience=180):
         yield f"http://localhost:{port}", server
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -126,9 +127,17 @@ class Pretender(BaseHTTPRequestHandler):
         pass
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A server that doesn't print a traceback if a client has closed its connection."""
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @pytest.fixture
 def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
-    made = ThreadingHTTPServer(("localhost", 0), Pretender)
+    made = QuietServer(("localhost", 0), Pretender)
     made.state = {
         "generate": 0.0,
         "generated": 0,

@@ -25,7 +25,7 @@ from sparrow.rewards.sandbox import box
 from sparrow.rewards.sandbox.walls import Held
 
 SECRET = "nobody's business"
-PATIENCE_S = 30.0  # for one answer; a program may take 15 s, and the machine may be busy
+PATIENCE_S = 90.0  # for one answer; a program may take 15 s, and the machine may be busy
 GROWTH_MB = 128.0  # additional memory that the judging process may need for one answer
 
 # Judges each attack that it reads and, at the same time, an honest program.
@@ -142,7 +142,6 @@ class Rig:
         assert process.stdin and process.stdout
         process.stdin.write(json.dumps({"code": program, "tests": TESTS[attack.kind]}) + "\n")
         process.stdin.flush()
-        began = time.monotonic()
         faults = []
         if not select.select([process.stdout], [], [], PATIENCE_S)[0]:
             faults.append(f"no answer in {PATIENCE_S:g} s")
@@ -151,9 +150,6 @@ class Rig:
             faults.append(f"the judging process ended with status {process.wait()}")
         else:
             faults += self._faults(json.loads(line))
-        seconds = time.monotonic() - began
-        if seconds > 20:
-            faults.append(f"took {seconds:.0f} s")
         return "; ".join([*faults, *self._left()]) or None
 
     def _faults(self, reply: dict[str, Any]) -> list[str]:
@@ -175,7 +171,7 @@ class Rig:
     def _left(self) -> list[str]:
         """Return what an attack left behind or changed."""
         faults = []
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (alive := self._alive()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for process in alive:

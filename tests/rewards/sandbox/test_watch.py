@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from attacks import ATTACKS
@@ -17,7 +18,8 @@ from harness import require
 
 from sparrow.errors import RewardError
 from sparrow.rewards import CodeVerifier, Limits, sandbox
-from sparrow.rewards.sandbox import Sandbox, box, files, walls
+from sparrow.rewards.sandbox import Sandbox, box, child, files, walls
+from sparrow.rewards.sandbox.inside import watch as watch_module
 from sparrow.rewards.sandbox.inside.watch import Watch
 from sparrow.rewards.sandbox.walls import Wall
 
@@ -56,38 +58,58 @@ def test_sparse_files_count_only_the_disk_space_they_use(tmp_path):
 
 
 def test_threads_are_counted(tmp_path):
-    stop = threading.Event()
-    threads = [threading.Thread(target=stop.wait) for _ in range(3)]
-    have = len(os.listdir("/proc/self/task"))
-    for thread in threads:
-        thread.start()
-    try:
-        assert Watch(request(tmp_path, tasks=have + 3)).over(os.getpid()) is None
-        assert (
-            Watch(request(tmp_path, tasks=have + 2)).over(os.getpid())
-            == f"made more than {have + 2} tasks"
-        )
-    finally:
-        stop.set()
+    """The threads belong to a separate process, because this one's may start and end at any time."""
+    script = """
+import threading, time
+for _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()
+print("started", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"started\n"
+            assert Watch(request(tmp_path, tasks=4)).over(process.pid) is None
+            over = Watch(request(tmp_path, tasks=3)).over(process.pid)
+            assert over == "made more than 3 tasks"
+        finally:
+            process.kill()
     assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that does not exist
 
 
 def test_slow_file_check_is_not_repeated_immediately(tmp_path, monkeypatch):
+    """A check that takes 0.05 s is repeated after 0.25 s at the earliest."""
     watch = Watch(request(tmp_path))
+    clock = SimpleNamespace(now=1000.0)
     looks = []
-    monkeypatch.setattr(watch, "_files", lambda: looks.append(time.sleep(0.05)))
-    for _ in range(20):
+
+    def look():
+        looks.append(clock.now)
+        clock.now += 0.05
+
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(watch, "_files", look)
+    for _ in range(40):
         watch.over(os.getpid())
-        time.sleep(0.005)
-    assert len(looks) == 1
+        clock.now += 0.01
+    first, second = looks
+    assert first == 1000.0 and 0.24 < second - first < 0.27
 
 
+# These programs wait after their last thread or file, which gives a watcher time to count them. A
+# program over its limit waits until it is stopped.
 THREADS = """
 import threading, time
 threading.stack_size(65536)
-threads = [threading.Thread(target=time.sleep, args=(0.5,)) for _ in range({})]
-for thread in threads: thread.start()
-time.sleep(0.2)
+done = threading.Event()
+threads = [threading.Thread(target=done.wait) for _ in range({})]
+try:
+    for thread in threads: thread.start()
+    time.sleep({})
+finally: done.set()
+"""
+FILES = """
+import time
+for i in range({}): open(str(i), 'w').close()
+time.sleep({})
 """
 
 
@@ -95,14 +117,13 @@ time.sleep(0.2)
 def test_a_programs_tasks_and_files_are_limited(tests, mode):
     tail = "print(1)" if tests is ONE else "def f(x): return x"
     verifier = CodeVerifier(Limits(tasks=20, files=30), mode)
-    assert verifier.judge(THREADS.format(15) + tail, tests).passed
-    over = verifier.judge(THREADS.format(60) + tail, tests)
+    assert verifier.judge(THREADS.format(15, 0.2) + tail, tests).passed
+    over = verifier.judge(THREADS.format(60, 60) + tail, tests)
     assert over.verdicts == ("error",)
     assert over.detail in ("RuntimeError: can't start new thread", "made more than 20 tasks")
-    some = "for i in range({}): open(str(i), 'w').close()\nimport time; time.sleep(0.3)\n"
-    assert verifier.judge(some.format(25) + tail, tests).passed
+    assert verifier.judge(FILES.format(25, 0.3) + tail, tests).passed
     assert (
-        verifier.judge(some.format(60) + tail, tests).detail
+        verifier.judge(FILES.format(60, 60) + tail, tests).detail
         == "made more than 30 files and folders"
     )
 
@@ -191,26 +212,26 @@ def test_a_failed_start_is_retried(monkeypatch, caplog):
     assert len(failures) == 1
 
 
-def test_a_process_group_is_killed_even_if_its_leader_is_dead():
+def test_a_process_group_is_killed_even_if_its_leader_is_dead(monkeypatch):
     """A process that the harness leaves behind is killed with the sandbox."""
+    monkeypatch.setattr(child, "_ENDING_S", 60.0)  # the leader may have to wait for a processor
     script = r"""
 import os, time
 if os.fork(): os._exit(7)
-os.write(1, b"%d\n" % os.getpid()); os.close(1); time.sleep(60)
+os.write(1, b"%d\n" % os.getpid()); os.close(1); time.sleep(600)
 """
     held = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, Limits(), "session")
     held.close()
     sandbox.Child.__init__(held, [sys.executable, "-c", script])
-    left = int(held._read(time.monotonic() + 20) or held._unread)
+    left = int(held._read(time.monotonic() + 60) or held._unread)
     os.kill(left, 0)
     with pytest.raises(sandbox.ChildEndedError, match="ended with status 7"):
-        held.receive(time.monotonic() + 5) if held._unread.clear() is None else None
-    deadline = time.monotonic() + 5
-    while (
-        Path(f"/proc/{left}").exists()
-        and "Z" not in Path(f"/proc/{left}/stat").read_text().split()[2]
-    ):
-        assert time.monotonic() < deadline
+        held.receive(time.monotonic() + 60) if held._unread.clear() is None else None
+    deadline = time.monotonic() + 60
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has been reaped
+        while "Z" not in Path(f"/proc/{left}/stat").read_text().split()[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     held.process.__exit__(None, None, None)
 
 
