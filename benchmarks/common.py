@@ -332,11 +332,11 @@ def rounded(x: Any) -> Any:
     return x
 
 
-def compact(x: Any, indent: str = "") -> str:
-    """Format as JSON with few line breaks: a list or object goes on one line if it fits, or if it
-    contains no other list or object.
+def compact(x: Any) -> str:
+    """Format as JSON with few line breaks and no spaces: a list or object goes on one line if it
+    fits, or if it contains no other list or object.
     """
-    whole = json.dumps(x)
+    whole = one_line(x)
     inner: list[Any] = []
     if isinstance(x, dict):
         inner = list(x.values())
@@ -345,14 +345,18 @@ def compact(x: Any, indent: str = "") -> str:
     if len(whole) <= LINE or not any(isinstance(value, (dict, list)) for value in inner):
         return whole
 
-    deeper = indent + " "
-    parts = [compact(value, deeper) for value in inner]
+    parts = [compact(value) for value in inner]
     opening, closing = "[]"
     if isinstance(x, dict):
         opening, closing = "{}"
-        parts = [f"{json.dumps(key)}: {part}" for key, part in zip(x, parts, strict=True)]
-    body = ",\n".join(deeper + part for part in parts)
-    return f"{opening}\n{body}\n{indent}{closing}"
+        parts = [f"{json.dumps(key)}:{part}" for key, part in zip(x, parts, strict=True)]
+    body = ",\n".join(parts)
+    return f"{opening}\n{body}\n{closing}"
+
+
+def one_line(x: Any) -> str:
+    """Format as JSON on one line, without spaces."""
+    return json.dumps(x, separators=(",", ":"))
 
 
 def speed_ratio(turns: ArrayLike) -> list[float]:
