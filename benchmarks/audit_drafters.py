@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, samplings, separate
-from common import REASONER, machine, write, write_head
+from common import REASONER, machine, read_result, write, write_head
 from vllm_versions import FEW_PAGES
 
 DRAFTS = 3  # EAGLE-3's draft length
@@ -135,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> None:
         "drafters": {},
     }
     if arguments.out.exists():
-        result["drafters"] = json.loads(arguments.out.read_text())["drafters"]
+        result["drafters"] = read_result(arguments.out)["drafters"]
     with tempfile.TemporaryDirectory() as folder:
         asked = (folder, arguments.options, arguments.seeds, arguments.count)
         for drafter, found in audited(ARMS, arguments.drafters, sample, *asked):

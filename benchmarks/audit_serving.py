@@ -36,7 +36,7 @@ from urllib.request import urlopen
 
 import psutil
 from audits import LEVEL, TASK, Sampled, audited, command_line, loaded, samplings, separate
-from common import REASONER, save
+from common import REASONER, read_result, save
 from lora_check import merge, write_adapter
 from same_run import answers, free_port, wait_for
 from vllm_versions import FEW_PAGES
@@ -239,7 +239,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from sparrow.cli import loading
 
     path: Path = arguments.out
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"arms": {}}
+    result: dict[str, Any] = read_result(path) if path.exists() else {"arms": {}}
     result |= {
         "vllm": vllm.__version__,
         "model": "reasoner",

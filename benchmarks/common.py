@@ -282,7 +282,12 @@ def last_error(log: Path, code: int) -> str:
 
 def load(name: str) -> Any:
     """Load a result by file name."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return read_result(RESULTS / f"{name}.json")
+
+
+def read_result(path: Path) -> Any:
+    """Read a file that ``write`` or ``save`` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
@@ -297,7 +302,7 @@ def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[st
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return path, {"shape": shape, "runs": []}
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = read_result(path)
     if result["shape"] != shape:
         raise ValueError(
             f"{path} has runs on {result['shape']}, not {shape}; pass a different --out"

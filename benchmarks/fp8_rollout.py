@@ -15,7 +15,6 @@ prefill of new requests.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from common import RESULTS, parser, save
+from common import RESULTS, parser, read_result, save
 from rollout import LOGPROBS, Bench
 from rollout_trace import PROMPT, SLOTS, most_cached, responses, simulate, states
 
@@ -113,7 +112,7 @@ def main() -> None:
     options.add_argument("--states", type=int, default=12, help="number of steps to time per trace")
     arguments = options.parse_args()
     out = RESULTS / f"fp8_{arguments.shape}.json"  # keeps variants that aren't measured now
-    variants = json.loads(out.read_text())["variants"] if out.exists() else {}
+    variants = read_result(out)["variants"] if out.exists() else {}
     for variant in arguments.variants:
         with ProcessPoolExecutor(
             1, mp_context=get_context("spawn")

@@ -46,7 +46,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import RESULTS, ROOT, parser, qwen3, write
+from common import RESULTS, ROOT, parser, qwen3, read_result, write
 
 ENGINES = ("stock", "lossy", "lossless", "before")
 WARM_UP = 8  # tokens
@@ -342,7 +342,7 @@ def main() -> None:
             "rows": list[dict[str, Any]](),
         }
         print(json.dumps(session), flush=True)
-        result = json.loads(given.out.read_text()) if given.out.exists() else {"sessions": []}
+        result = read_result(given.out) if given.out.exists() else {"sessions": []}
         first = sum(len({row["round"] for row in each["rows"]}) for each in result["sessions"])
         result["sessions"].append(session)
 

@@ -9,7 +9,6 @@ benchmark dies, idle engines end, but one that is measuring goes on until its de
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common import last_error
+from common import last_error, read_result
 
 LEAST_S = 25.0
 """With less time left than this, an engine isn't started: it couldn't time even one point."""
@@ -97,7 +96,7 @@ class EngineProcess:
 
         found: dict[str, Any] = {"points": [], "finished": False}
         if self._written.exists():
-            found = json.loads(self._written.read_text())
+            found = read_result(self._written)
         if code == 0:
             self._log.unlink(missing_ok=True)
         else:

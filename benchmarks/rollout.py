@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SHAPES, parser, qwen3, write
+from common import SHAPES, parser, qwen3, read_result, write
 from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, most_cached, responses, simulate, states
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -317,7 +317,7 @@ def measure(arguments: argparse.Namespace) -> None:
     out, parts = Path(arguments.out), arguments.parts.split(",")
     out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    result: dict[str, Any] = read_result(out) if out.exists() else {}
 
     def save(**more: Any) -> None:
         result.update(more)

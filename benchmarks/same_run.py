@@ -34,7 +34,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
-from common import REASONER, parser, write
+from common import REASONER, parser, read_result, write
 from vllm_train import ENGINE, SPARSE, TRAIN, columns, read
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes"]
@@ -195,9 +195,7 @@ def main() -> None:
         help="runs to do; results for other runs that the file contains are kept",
     )
     arguments = options.parse_args()
-    results: dict[str, Any] = (
-        json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    )
+    results: dict[str, Any] = read_result(arguments.out) if arguments.out.exists() else {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(arguments.runs)) as pool:
         bench = Bench(Path(name))
         futures = {}

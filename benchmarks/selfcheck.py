@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from common import SMALL_VOCAB, parser, save, small_qwen3
+from common import SMALL_VOCAB, parser, read_result, save, small_qwen3
 
 RESPONSE_TOKENS = 24
 RESULT = "result: "
@@ -246,7 +246,7 @@ def measure(out: Path, words: list[str], jobs: int) -> list[str]:
     import vllm
     from vllm_check import random_model
 
-    before = json.loads(out.read_text()) if out.exists() else {"cases": []}
+    before = read_result(out) if out.exists() else {"cases": []}
     by_name = {result["case"]: result for result in before["cases"]}
     wanted = [case for case in CASES if all(word in case.name for word in words)]
     failed = []

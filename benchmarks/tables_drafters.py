@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from break_even import DRAFT_PAGES, GUESSED_DRAFTS, GUESSES, SPARSE_DRAFTS
-from common import RESULTS, SHAPES, Row, load, table
+from common import RESULTS, SHAPES, Row, load, read_result, table
 
 from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, Machine, ModelShape
@@ -55,7 +54,7 @@ CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 def results() -> list[Row]:
     """Return one result per measured shape, smallest shape first."""
     paths = [RESULTS / f"break_even_{shape}.json" for shape in CALLED]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    return [read_result(path) for path in paths if path.exists()]
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -126,7 +125,7 @@ def tokens_per_cycle() -> dict[tuple[str, int], tuple[float, float]]:
     guessed = [
         row["tokens_per_cycle"]
         for path in sorted(RESULTS.glob("cascade_qwen3-*.json"))
-        for run in json.loads(path.read_text())["runs"]
+        for run in read_result(path)["runs"]
         for row in run["engines"]["lossless"]["points"]
         if (row.get("guesses"), row["drafts"]) == (GUESSES, GUESSED_DRAFTS)
     ]

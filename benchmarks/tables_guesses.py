@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import predicted
 from cascade import LOSSLESS_ARMS, PASS_TOKENS
-from common import RESULTS, SHAPES, Row, table
+from common import RESULTS, SHAPES, Row, read_result, table
 from never_slower import Cell
 
 WEIGHTS = {"lossless": "16", "fp8": "8"}
@@ -58,7 +57,7 @@ def runs() -> Iterator[tuple[str, dict[str, Row]]]:
     for shape, name in SHAPES.items():
         path = RESULTS / f"cascade_{shape}.json"
         if path.exists():
-            for run in json.loads(path.read_text())["runs"]:
+            for run in read_result(path)["runs"]:
                 yield name, run["engines"]
 
 
@@ -154,7 +153,7 @@ def real_runs() -> list[dict[str, list[Row]]]:
     path = RESULTS / f"{REAL}.json"
     return [
         {arm: engine["points"] for arm, engine in run["engines"].items() if engine["points"]}
-        for run in json.loads(path.read_text())["runs"]
+        for run in read_result(path)["runs"]
     ]
 
 
@@ -267,7 +266,7 @@ def real_stock_drafters() -> str:
 
 def simulated_drafts(text: tuple[str, float], arm: str) -> str:
     """Format the drafts per pass that an arm's first stage yielded in the simulation."""
-    cells = json.loads((RESULTS / f"{SIMULATION}.json").read_text())["cells"]
+    cells = read_result(RESULTS / f"{SIMULATION}.json")["cells"]
     found = [
         row[SIMULATED[arm]][0]
         for cell in cells

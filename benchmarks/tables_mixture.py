@@ -4,12 +4,11 @@ from ``benchmarks/vllm_versions.py --mixture``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import wraps
 from statistics import mean
 
-from common import EXPERTS, RESULTS, Row, table
+from common import EXPERTS, RESULTS, Row, read_result, table
 from tables_versions import SPEED, gpu, log_probs, verdict
 
 from sparrow import SparsitySchedule
@@ -40,7 +39,7 @@ def runs() -> list[Row]:
     for shape in EXPERTS:
         path = RESULTS / f"mixture_{shape}.json"
         if path.exists():
-            for run in json.loads(path.read_text())["runs"]:
+            for run in read_result(path)["runs"]:
                 found.append(run | {"shape": NAMES[shape], "shape id": shape})
     return [run for run in found if "stock" in run["engines"]]
 
@@ -170,7 +169,7 @@ def exact() -> str:
     path = RESULTS / f"{CHECK}.json"
     if not path.exists():
         return UNMEASURED
-    result = json.loads(path.read_text())
+    result = read_result(path)
     rows = [
         [mode, *log_probs(result.get(mode)), verdict(result.get(f"audit {mode}"))] for mode in SPEED
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from math import exp, log
 from statistics import fmean, stdev
 
 import predicted
-from common import RESULTS, Row, table
+from common import RESULTS, Row, read_result, table
 from never_slower import LOSSY, Cell
 
 from sparrow import SparsitySchedule
@@ -20,7 +19,7 @@ MODES = ("lossless", "lossy")
 def sessions() -> list[Row]:
     """Return the results of every call of the script, smallest shape first."""
     paths = [RESULTS / f"never_slower_{shape}.json" for shape in SHAPES]
-    files = [json.loads(path.read_text()) for path in paths if path.exists()]
+    files = [read_result(path) for path in paths if path.exists()]
     return [session for file in files for session in file["sessions"]]
 
 

@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from common import RESULTS, table
+from common import RESULTS, read_result, table
 
 
 def result(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return read_result(RESULTS / f"{name}.json")
 
 
 def lossless_lora() -> str:

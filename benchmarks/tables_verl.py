@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
-from common import RESULTS, Row, table
+from common import RESULTS, Row, read_result, table
 
 MODES = ("dense", "lossless", "lossy")
 
@@ -14,7 +13,7 @@ MODES = ("dense", "lossless", "lossy")
 def results() -> list[Row]:
     """Return one result per mode that was run."""
     paths = [RESULTS / f"verl_two_gpus_{mode}.json" for mode in MODES]
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    return [read_result(path) for path in paths if path.exists()]
 
 
 def values(result: Row, name: str) -> list[float]:

@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Row, table
+from common import RESULTS, Row, read_result, table
 from packaging.version import Version
 
 FOLDER = RESULTS / "vllm_versions"
@@ -25,7 +24,7 @@ def age(path: Path) -> tuple[Version, str]:
 
 def results(folder: Path) -> list[Row]:
     """Read one result per version and machine, oldest version first."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=age)]
+    return [read_result(path) for path in sorted(folder.glob("*.json"), key=age)]
 
 
 def gpu(result: Row) -> str:

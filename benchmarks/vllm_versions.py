@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import REASONER, last_error, parser, save
+from common import REASONER, last_error, parser, read_result, save
 
 HERE = Path(__file__).parent
 SHAPE = "qwen3-1.7b"
@@ -225,7 +225,7 @@ def part(
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "part.json"
         failure = child([*arguments, "--out", str(written)], log, allowed)
-        found = json.loads(written.read_text()) if written.exists() else {}
+        found = read_result(written) if written.exists() else {}
     result[name] = {**condense(found)}
     if failure is not None:
         result[name]["failed"] = failure
@@ -239,7 +239,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     out = arguments.out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    result: dict[str, Any] = read_result(out) if out.exists() else {}
     result["vllm"] = vllm.__version__
 
     model = ["--mixture"] if arguments.mixture else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ sys.path.extend(
     for folder in ("benchmarks", "studies/text", "studies/common")
 )
 from acceptance import Floats
-from common import parser, save
+from common import parser, read_result, save
 from repeated_heads import repeat_kv_heads
 
 EDGES = (1024, 2048, 4096, 6144, 8192)
@@ -179,7 +178,7 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     """
     if not args.out.exists():
         return {}
-    found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_result(args.out)
     if found["settings"] != settings_of(args):
         raise ValueError(
             f"{args.out} was measured with different settings, {found['settings']}; use the "

@@ -19,7 +19,6 @@ pages, R resamples.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +42,7 @@ from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import ALL_PAGES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from common import REASONER, device, parser, save, table, tracing
+from common import REASONER, device, parser, read_result, save, table, tracing
 
 RESAMPLES, SEED = 400, 7
 TOKEN_BUDGET = 65_536  # padded tokens per forward pass
@@ -449,7 +448,7 @@ def main() -> None:
     options.add_argument("--show", type=Path, help="only print the tables for an existing result")
     arguments = options.parse_args()
     if arguments.show:
-        show(json.loads(arguments.show.read_text()))
+        show(read_result(arguments.show))
     else:
         run(arguments)
 

@@ -53,7 +53,7 @@ from sparrow.train.distill import Adapter, bucket_kl
 from sparrow.train.lora import merged_weights
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from common import save
+from common import read_result, save
 
 BIN_TOKENS = 128
 """Width of position bins, in tokens. Each bin's p5 is also reported."""
@@ -362,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "seconds": 0,
     }
     if args.out.exists():
-        found = json.loads(args.out.read_text())
+        found = read_result(args.out)
         if found["settings"] != result["settings"]:
             raise ValueError(
                 f"{args.out} was made with different settings; pass a new file with --out"
@@ -406,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 assert not actor.load_state_dict(weights, strict=False).unexpected_keys
                 row |= {"on_its_own": study.on_its_own(actor), "drafting": study.drafting(weights)}
             keep(row)
-    return json.loads(args.out.read_text())
+    return read_result(args.out)
 
 
 if __name__ == "__main__":

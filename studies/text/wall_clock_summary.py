@@ -24,7 +24,7 @@ import tyro
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
-from common import save  # noqa: E402
+from common import read_result, save  # noqa: E402
 from stability_statistics import Run, logged_rows  # noqa: E402
 
 PHASES = ("rollout", "score", "update", "sync")
@@ -175,11 +175,7 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
 
 def main(options: Options) -> None:
     """Write the summary, and print its rows."""
-    known = (
-        json.loads(options.earlier.read_text(encoding="utf-8"))
-        if options.earlier
-        else {"models": [], "arms": []}
-    )
+    known = read_result(options.earlier) if options.earlier else {"models": [], "arms": []}
     card = json.loads((options.checkpoint / "card.json").read_text(encoding="utf-8"))
     models = [*known["models"], *([] if card in known["models"] else [card])]
     model = models.index(card)
