@@ -286,8 +286,14 @@ def load(name: str) -> Any:
 
 
 def read_result(path: Path) -> Any:
-    """Read a file that ``write`` or ``save`` wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a file that ``write`` or ``save`` wrote. Tables become lists of rows again."""
+
+    def with_rows(x: dict[str, Any]) -> Any:
+        if x.keys() != {"columns", "data"}:
+            return x
+        return [dict(zip(x["columns"], row, strict=True)) for row in x["data"]]
+
+    return json.loads(path.read_text(encoding="utf-8"), object_hook=with_rows)
 
 
 def earlier_runs(out: Path | None, name: str, shape: str) -> tuple[Path, dict[str, Any]]:
@@ -320,10 +326,12 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, result: Any) -> None:
-    """Write a result as it is, with one row per line and numbers rounded to seven digits."""
+    """Write a result with numbers rounded to seven digits. Long lists of rows with the same fields
+    are written as tables, which ``read_result`` turns into rows again.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = json.loads(json.dumps(result))  # turn keys into strings, and tuples into lists
-    path.write_text(compact(rounded(plain)) + "\n", encoding="utf-8")
+    path.write_text(compact(tabulated(rounded(plain))) + "\n", encoding="utf-8")
 
 
 def rounded(x: Any) -> Any:
@@ -335,6 +343,21 @@ def rounded(x: Any) -> Any:
     if isinstance(x, float) and not x.is_integer():
         return float(f"{x:.7g}")
     return x
+
+
+def tabulated(x: Any) -> Any:
+    """Replace lists of rows that don't fit on one line by tables, ``{"columns": names, "data":
+    [values of each row]}``, if all rows have the same fields and each row's values fit on a line.
+    """
+    if isinstance(x, dict):
+        return {key: tabulated(value) for key, value in x.items()}
+    if not isinstance(x, list) or len(one_line(x)) <= LINE:
+        return x
+    if all(isinstance(row, dict) and list(row) == list(x[0]) for row in x):
+        data = [list(row.values()) for row in x]
+        if len(data) > 1 and all(len(one_line(row)) <= LINE for row in data):
+            return {"columns": list(x[0]), "data": data}
+    return [tabulated(value) for value in x]
 
 
 def compact(x: Any) -> str:

@@ -179,7 +179,7 @@ def run(scripts, tmp_path, monkeypatch):
             together=together,
         )
         script.measure(arguments)
-        return children, json.loads(out.read_text())
+        return children, importlib.import_module("common").read_result(out)
 
     return measured
 

@@ -43,19 +43,38 @@ def test_results_are_written_with_one_row_per_line_and_can_be_read_back(common, 
     rows = [{"batch": i, "ms": [i / 3, 1.0], "chosen": {8: "x" * 120}} for i in range(3)]
     path = tmp_path / "new" / "result.json"
     common.write(path, {"machine": "one", "rows": tuple(rows), "series": list(range(999))})
-    lines = path.read_text().splitlines()
-    assert [line[:11] for line in lines] == [
+    read = common.read_result(path)
+    assert read["rows"][1] == {"batch": 1, "ms": [0.3333333, 1.0], "chosen": {"8": "x" * 120}}
+    assert read["series"] == list(range(999))
+    assert [line[:11] for line in path.read_text().splitlines()] == [
         "{",
         '"machine":"',
-        '"rows":[',
-        *(f'{{"batch":{i},' for i in range(3)),
-        "],",
+        '"rows":{',
+        '"columns":[',
+        '"data":[',
+        "[0,[0.0,1.0",
+        "[1,[0.33333",
+        "[2,[0.66666",
+        "]",
+        "},",
         '"series":[0',
         "}",
     ]
-    read = json.loads(path.read_text())
-    assert read["rows"][1] == {"batch": 1, "ms": [0.3333333, 1.0], "chosen": {"8": "x" * 120}}
-    assert read["series"] == list(range(999))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"a": "x" * 400}],
+        [{"a": "x" * 400}, {"a": "y"}],
+        [{"a": "x" * 200}, {"a": "y" * 200, "b": 1}],
+        [{"a": "x" * 200}, 1],
+        [{"a": 1}, {"a": 2}],
+        [],
+    ],
+)
+def test_single_long_differing_and_few_rows_are_not_written_as_tables(common, rows):
+    assert common.tabulated({"rows": rows}) == {"rows": rows}
 
 
 def test_long_row_is_broken_between_fields(common):
@@ -91,6 +110,15 @@ def test_committed_result_files_are_small(common):
     """
     files = [path for path in common.RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1.5e6
+
+
+def test_committed_results_have_the_form_that_scripts_write(common):
+    """Other programs wrote the stability study, ``tune.json`` and the results of two recipes."""
+    others = {"tune.json", "code_rl.json", "paper_runs.json"}
+    for path in common.RESULTS.rglob("*.json"):
+        if path.parent.name != "stability" and path.name not in others:
+            result = common.tabulated(common.read_result(path))
+            assert path.read_text(encoding="utf-8") == common.compact(result) + "\n", path.name
 
 
 def test_run_is_added_only_to_runs_of_the_same_shape(common, tmp_path):

@@ -1,7 +1,6 @@
 """Test the fit of lossless cycles, and how well the shipped constants predict measurements."""
 
 import importlib
-import json
 from dataclasses import astuple
 from pathlib import Path
 
@@ -70,10 +69,7 @@ def speedups(fit, name):
     """Return, for each fixed number of drafts in a run, the state and the predicted and measured
     speed-up over stock vLLM.
     """
-    stock, lossless = (
-        json.loads((BENCHMARKS / "results" / f"lossless_{name}{end}.json").read_text())
-        for end in ("_stock", "")
-    )
+    stock, lossless = (fit.load(f"lossless_{name}{end}") for end in ("_stock", ""))
     dense, shape = {(p["batch"], p["length"]): p["ms"] for p in stock["points"]}, lossless["shape"]
     stored = lossless["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
     for point in lossless["points"]:

@@ -84,7 +84,7 @@ def test_each_invocation_appends_a_run_with_the_model_size(scripts, tmp_path, mo
             out=out,
         )
         script.measure(arguments)
-    whole, cut = json.loads(out.read_text())["runs"]
+    whole, cut = importlib.import_module("common").read_result(out)["runs"]
     assert (whole["experts"], cut["experts"]) == (128, 32)
     assert whole["layers"] == cut["layers"] == 48
     assert list(whole["engines"]) == ["stock", "lossless", "lossy"]

@@ -86,7 +86,7 @@ def test_failed_part_is_added_to_the_existing_result(scripts, tmp_path):
     out = tmp_path / "0.33.0.json"
     result = {"vllm": "0.33.0"}
     scripts[0].part(result, "lossy", ["-c", "raise ValueError('what')"], dict, out)
-    written = json.loads(out.read_text())
+    written = importlib.import_module("common").read_result(out)
     assert written["lossy"] == {"failed": "ValueError: what"} and written["vllm"] == "0.33.0"
     assert "ValueError: what" in (tmp_path / "0.33.0_lossy.log").read_text()
 

@@ -3,7 +3,6 @@ test that a plan that does not fit raises an error.
 """
 
 import importlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def measured(name, monkeypatch):
     prediction for it.
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    run = json.loads((ROOT / "benchmarks" / "results" / f"grpo_step_{name}.json").read_text())
+    run = importlib.import_module("common").load(f"grpo_step_{name}")
     lengths, schedule = importlib.import_module("fit_roofline").scaled(run)
     gpus = Cluster(H200, run.get("gpus", 1))
     found = plan(

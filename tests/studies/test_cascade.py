@@ -141,7 +141,7 @@ def test_tables_are_made_from_a_file_of_samples(study, samples, tmp_path, monkey
     assert epoch["tokens_per_pass"] == [24 / (2 + 3)] * 3 and epoch["slowest"] == pytest.approx(3)
     assert found["counting", "epoch", 3]["tokens_per_pass"] == [24 / (3 + 4)] * 3
 
-    monkeypatch.setattr(study.tables_cascade, "load", lambda _: json.loads(out.read_text()))
+    monkeypatch.setattr(study.tables_cascade, "load", lambda _: study.common.read_result(out))
     history = study.tables_cascade.TABLES["cascade history"]()
     assert "| counting | 1 | 0.50 | 7 | " in history and "| 4.80 [4.80, 4.80] |" in history
     assert "| passes per cycle of 12 | slowest of 32 |" in history and "| 12.0 | 12.0 |" in history

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FOLDERS = ("benchmarks", "studies/cascade")
-MODULES = ("eagle", "head", "history", "tables_cascade")
+MODULES = ("common", "eagle", "head", "history", "tables_cascade")
 REQUIRED = ("tyro",)
 WORDS = 32
 
@@ -211,7 +211,7 @@ def test_the_head_learns_to_count(study, samples, counting, tmp_path, monkeypatc
     names = json.loads((folder / "config.json").read_text())
     assert names["architectures"] == ["LlamaForCausalLMEagle3"] and names["num_hidden_layers"] == 1
     assert names["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3]
-    monkeypatch.setattr(study.tables_cascade, "load", lambda _: json.loads(out.read_text()))
+    monkeypatch.setattr(study.tables_cascade, "load", lambda _: study.common.read_result(out))
     table = study.tables_cascade.TABLES["cascade head"]()
     assert "| counting | 1 | 0.50 | 3 | 1.00 [1.00, 1.00] | " in table
     mixed = study.tables_cascade.TABLES["cascade head mixed"]()

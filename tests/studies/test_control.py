@@ -16,7 +16,7 @@ from tests.conftest import VOCAB, tiny_model
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
-MODULES = ("corpus", "task", "control", "control_summary", "control_figure", "train")
+MODULES = ("common", "corpus", "task", "control", "control_summary", "control_figure", "train")
 MODULES += ("graph_engine", "many_runs", "tables_text_training")
 PROMPT = '''# file shop/stock.py
 """Stock."""
@@ -457,14 +457,14 @@ def test_the_study_runs_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(
         study.tables_text_training,
         "load",
-        lambda name: json.loads((tmp_path / f"{name}.json").read_text()),
+        lambda name: study.common.read_result(tmp_path / f"{name}.json"),
     )
     study.control_summary.main(
         study.control_summary.Options((tmp_path,), folder, tmp_path / "text_control.json")
     )
     lines = study.tables_text_training.text_control().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["`dense`", "`p50`", "`p93`"]
-    result = json.loads((tmp_path / "text_control.json").read_text())
+    result = study.common.read_result(tmp_path / "text_control.json")
     rows = result["rows"]
     assert (
         result["model"] == {"size": "tiny"} and result["ranking"] == {}

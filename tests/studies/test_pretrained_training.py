@@ -19,6 +19,7 @@ FOLDERS = (
     "studies/pretrained",
 )
 MODULES = (
+    "common",
     "pretrained_figure",
     "tables_pretrained",
     "training_arms",
@@ -277,7 +278,7 @@ def test_only_the_clock_summary_has_times_and_only_the_other_has_lengths(
         study.training_summary.main(
             study.training_summary.Options(runs=tmp_path, out=out, clock=is_clock)
         )
-        runs = json.loads(out.read_text())["runs"]
+        runs = study.common.read_result(out)["runs"]
         assert [run["arm"] for run in runs] == ["dense", "p86"]
         assert all(run["clock"] == [3, 6, 9, 12] for run in runs)
         for name in ("bins", "tokens"):

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "common"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "reasoner"))
 import draft_acceptance
 import drafter_invariance
+from common import read_result
 from graph_engine import GraphEngine
 from stability_statistics import (
     against_dense,
@@ -301,7 +302,7 @@ def test_acceptance_is_one_only_if_drafts_read_everything(checkpoint, tmp_path):
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     small = draft_acceptance.Options(out, models=(checkpoint,), lines=(4,), **few)
     draft_acceptance.main(small)
-    (model,) = json.loads(out.read_text())["models"]
+    (model,) = read_result(out)["models"]
     little, everything = model["rows"]
     assert [row["pages"] for row in (little, everything)] == [1, 20] and model["lines"] == 4
     assert little["lossy"]["read_fraction"] < everything["lossy"]["read_fraction"] == 1
@@ -332,7 +333,7 @@ def test_drafter_invariant_sampling_yields_the_same_tokens_as_dense_decoding(che
     out = tmp_path / "invariance.json"
     few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
     drafter_invariance.main(drafter_invariance.Options(out, model=checkpoint, lines=4, **few))
-    little, everything = json.loads(out.read_text())["rows"]
+    little, everything = read_result(out)["rows"]
     for row in (little, everything):
         assert row["cycles"]["drafter invariant, k = 2"]["as_dense"] == 2
         assert (

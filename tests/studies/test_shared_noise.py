@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import VOCAB, tiny_model
 
-MODULES = ("acceptance", "shared_noise", "tables_text")
+MODULES = ("common", "acceptance", "shared_noise", "tables_text")
 
 
 def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_script_writes_the_file_that_the_table_reads(study, tmp_path, monkeypatc
         str(context + 64),
     ]
     study.shared_noise.main([str(tmp_path), "--out", str(path), *counts])
-    sparse, everything = json.loads(path.read_text())["rows"]
+    sparse, everything = study.common.read_result(path)["rows"]
     kept = sparse["kept"]
     assert kept["at least"] < kept["shared noise"][0] < kept["rejection"][0] < 0.95
     assert sparse["tokens_a_cycle"]["4"]["ratio"][0] < sparse["tokens_a_cycle"]["2"]["ratio"][0] < 1
@@ -113,7 +113,7 @@ def test_script_writes_the_file_that_the_table_reads(study, tmp_path, monkeypatc
     )
 
     monkeypatch.setattr(
-        study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+        study.tables_text, "load", lambda name: study.common.read_result(tmp_path / f"{name}.json")
     )
     lines = study.tables_text.text_shared_noise().splitlines()
     assert (

@@ -18,6 +18,7 @@ from tests.conftest import VOCAB, tiny_model
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
+    "common",
     "corpus",
     "train",
     "drafts",
@@ -302,7 +303,7 @@ def test_script_writes_the_file_that_the_tables_read(study, trained, tmp_path, m
         "0",
     ]
     study.acceptance.main([str(out), "--out", str(path), *counts, *budgets])
-    found = json.loads(path.read_text())
+    found = study.common.read_result(path)
     assert found["model"] == card
     rows = {
         (row["mode"], row["budget"], tuple(row["dense_layers"]), row["reuse"]): row
@@ -320,7 +321,7 @@ def test_script_writes_the_file_that_the_tables_read(study, trained, tmp_path, m
     assert -1 < drafted["correlation"]["tokens"][0] < 1 and 0 < drafted["beta_tail"]["ks"] < 1
 
     monkeypatch.setattr(
-        study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+        study.tables_text, "load", lambda name: study.common.read_result(tmp_path / f"{name}.json")
     )
     lines = study.tables_text.text_acceptance().splitlines()
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
@@ -525,7 +526,7 @@ def test_each_kind_of_rounding_is_measured_alone_and_with_sparse_attention(study
     )  # nothing to compare with
     change, low, high = changes["both", everything]
     assert low <= change <= high < 0 and abs(change - (p5["both", everything] - 1)) < 2e-4
-    assert json.loads((tmp_path / "bits.json").read_text())["model"] == card
+    assert study.common.read_result(tmp_path / "bits.json")["model"] == card
 
 
 def test_bfloat16_actors_lose_acceptance_to_bfloat16_and_to_additional_rounding(study, tmp_path):

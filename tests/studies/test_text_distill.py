@@ -13,7 +13,7 @@ import torch
 from tests.conftest import VOCAB, tiny_model
 
 LOSSES = ("forward", "reverse", "overlap")
-MODULES = ("distill", "task", "tables_text")
+MODULES = ("common", "distill", "task", "tables_text")
 PROMPT, TOKENS, TRAIN, HELD_OUT = 64, 64, 48, 4
 OPTIONS = {
     "prompt": PROMPT,
@@ -171,7 +171,7 @@ def test_responses_are_dense_samples_that_continue_the_prompts(
 
 def test_table_has_one_line_per_result(study, folder, result, monkeypatch):
     monkeypatch.setattr(
-        study.tables_text, "load", lambda name: json.loads((folder / f"{name}.json").read_text())
+        study.tables_text, "load", lambda name: study.common.read_result(folder / f"{name}.json")
     )
     lines = study.tables_text.text_distill().splitlines()
     assert len(lines) == 2 + len(result["rows"])

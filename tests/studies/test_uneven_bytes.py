@@ -11,7 +11,7 @@ import torch
 from sparrow.attention.pages import page_scores, select_pages
 from tests.conftest import VOCAB, tiny_model
 
-MODULES = ("acceptance", "drafts", "uneven_budgets", "uneven_bytes", "tables_text")
+MODULES = ("common", "acceptance", "drafts", "uneven_budgets", "uneven_bytes", "tables_text")
 CONTEXT = 512
 START = torch.tensor([[200, 301], [327, 440]])
 
@@ -319,7 +319,7 @@ def test_script_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatc
             "192",
         ]
     )
-    found = json.loads(path.read_text())
+    found = study.common.read_result(path)
     assert str(tmp_path) not in path.read_text()
     rows = {(row["study"], row["how"], row["budget"]): row for row in found["rows"]}
     assert len(rows) == len(found["rows"]) == 3 + 2 * (4 + 3 + 2 + 2 + 3 + 6)
@@ -330,7 +330,7 @@ def test_script_writes_the_file_that_the_tables_read(study, tmp_path, monkeypatc
     assert found["even_at_target"] and all(len(of["p5_at_half"]) == 3 for of in found["targets"])
 
     monkeypatch.setattr(
-        study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+        study.tables_text, "load", lambda name: study.common.read_result(tmp_path / f"{name}.json")
     )
     tables = {
         name: write()

@@ -16,7 +16,7 @@ from tests.vllm.tiny_vllm import discoverable, on_v2
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = ("vllm.version",)
-MODULES = ("corpus", "task", "wall_clock", "wall_clock_figure", "wall_clock_summary")
+MODULES = ("common", "corpus", "task", "wall_clock", "wall_clock_figure", "wall_clock_summary")
 FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 
 
@@ -134,7 +134,7 @@ def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
     (tmp_path / "card.json").write_text('{"parameters": 5}')
     summary, out = study.wall_clock_summary, tmp_path / "out.json"
     summary.main(summary.Options(tmp_path, tmp_path, out))
-    result = json.loads(out.read_text())
+    result = study.common.read_result(out)
     dense, lossless, lossy = result["rows"]
     assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
     assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {
@@ -162,7 +162,7 @@ def test_summary_numbers_match_a_hand_calculation(study, tmp_path):
         (again / path.name).write_bytes(path.read_bytes())
     (again / "card.json").write_text('{"parameters": 6}')
     summary.main(summary.Options(again, again, again / "out.json", earlier=out))
-    both = json.loads((again / "out.json").read_text())
+    both = study.common.read_result(again / "out.json")
     assert both["models"] == [{"parameters": 5}, {"parameters": 6}]
     assert [(run["arm"], run["model"]) for run in both["arms"]] == [
         (name, model) for name in ("dense", "lossless", "p86") for model in (0, 1)

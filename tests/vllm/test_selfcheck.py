@@ -2,7 +2,7 @@
 self-check must detect. ``selfcheck_cases.py`` covers lossless mode.
 """
 
-import json
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from sparrow.vllm import selfcheck, versions
 from tests.vllm import tiny_vllm as tiny
 
 vllm = pytest.importorskip("vllm")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "vllm_versions"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def worker_of(sparrow):
@@ -238,10 +238,11 @@ def test_the_distance_is_relative_to_the_spread_of_log_probs():
 # --- tested versions ---
 
 
-def test_versions_listed_as_exact_match_the_recorded_results():
-    found = {}
-    for path in RESULTS.glob("*.json"):
-        result = json.loads(path.read_text())
+def test_versions_listed_as_exact_match_the_recorded_results(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    common, found = importlib.import_module("common"), {}
+    for path in (common.RESULTS / "vllm_versions").glob("*.json"):
+        result = common.read_result(path)
         if "lossless" in result and result["lossless"]["graphs"]["within twice the yardstick"]:
             major, minor = Version(result["vllm"]).release[:2]
             torches = Version(result["torch"]).release[:2]
