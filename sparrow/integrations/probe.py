@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 
 from sparrow.engines.base import Counters, total
-from sparrow.engines.vllm.client import tally
+from sparrow.engines.vllm.client import WHOLE_SOFTMAX, tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatch_metrics
@@ -182,7 +182,12 @@ def probe(
     def measure(i: int) -> TokenAcceptance:
         url = urls[i % len(urls)]
         prompt = [int(token) for token in prompts[i]]
-        common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
+        common = {
+            "model": served[url],
+            "temperature": 1.0,
+            "return_tokens_as_token_ids": True,
+            **WHOLE_SOFTMAX,
+        }
 
         # The actor samples a response and lists its most likely tokens.
         sampled = _choice(
@@ -204,8 +209,8 @@ def probe(
         position = schedule.page_end(len(prompt) + np.arange(len(response)))
         return TokenAcceptance(bounds.lower, bounds.upper, position)
 
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        return list(pool.map(measure, range(len(prompts))))
+    with ThreadPoolExecutor(CONNECTIONS) as executor:
+        return list(executor.map(measure, range(len(prompts))))
 
 
 def _of_sample(position: dict[str, float]) -> dict[int, float]:

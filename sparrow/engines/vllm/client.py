@@ -25,6 +25,17 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
 CHUNK_BYTES = 2**30  # approximate size of the files used to pass weights to other processes
+WHOLE_SOFTMAX: Mapping[str, float] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Settings of a completion request that make vLLM sample from the whole softmax. They have to be in
+every request, because a server takes missing ones from the checkpoint's generation_config.json.
+"""
 
 
 class Client(ABC):

@@ -15,7 +15,7 @@ import numpy as np
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.adapter import take_adapter
-from sparrow.engines.vllm.client import rollout
+from sparrow.engines.vllm.client import WHOLE_SOFTMAX, rollout
 from sparrow.engines.vllm.engine import VLLMEngine, options_of
 from sparrow.engines.vllm.server import VLLMServer, finished
 from sparrow.engines.vllm.starting import starting, undone_if_refused
@@ -123,6 +123,7 @@ class StockServer(VLLMServer):
                 "prompt": [int(token) for token in prompt],
                 "max_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
+                **WHOLE_SOFTMAX,
                 "top_k": sampling.top_k or 0,
                 "top_p": sampling.top_p,
                 "seed": seed,

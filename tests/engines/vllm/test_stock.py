@@ -83,6 +83,15 @@ def test_completions_are_converted_to_rollouts(served):
     assert engine.counters() == Counters(0, 0)
 
 
+def test_settings_of_the_checkpoint_do_not_change_the_distribution(served):
+    """A server takes missing settings from the checkpoint's generation_config.json."""
+    connected(served).generate([[1, 2]], Sampling(3, temperature=0.8, top_n=0))
+    (body,) = [body for path, body in served.asked if path == "/v1/completions"]
+    neutral = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    neutral |= {"presence_penalty": 0, "frequency_penalty": 0}
+    assert {name: body.get(name) for name in neutral} == neutral
+
+
 def test_top_lists_cover_only_the_response(served):
     rollouts = [
         Rollout([9, 9], np.array([2, 5]), None, None, None, "length"),
