@@ -3,7 +3,8 @@
 Three signatures are supported, told apart by their parameter names. A row's columns are passed to
 the parameters of the same name, and ``**columns`` receives all of them:
 
-- ``f(response, answer=..., **columns) -> number``: Sparrow's own;
+- ``f(response, answer=..., **columns) -> number``: Sparrow's own. The first parameter may have any
+  name; a column of that name is left out;
 - ``f(completions, prompts=..., **columns) -> [number]``: as in TRL, where every argument is a
   list, here of length one;
 - ``f(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score": number}``:
@@ -38,6 +39,8 @@ class Judge:
     takes: tuple[str, ...]  # parameters passed by name
     needs: tuple[str, ...]  # parameters in ``takes`` without a default
     takes_all: bool  # whether it takes ``**columns``
+    # in Sparrow's style, the parameter that receives the response; it cannot receive a column too
+    response: str | None = None
 
     @classmethod
     def of(cls, function: Any, name: str) -> Judge:
@@ -57,6 +60,7 @@ class Judge:
 
         named = {p.name: p for p in parameters if p.kind in _NAMED}
         style: Style = "sparrow"
+        response = None
         if "solution_str" in named:
             style = "verl"
         elif "completions" in named:
@@ -68,7 +72,7 @@ class Judge:
                 inspect.Parameter.VAR_KEYWORD,
             ):
                 raise ConfigError(f"reward {name!r} has no parameter for the response; {KNOWN}")
-            named.pop(first.name, None)
+            response = first.name if named.pop(first.name, None) else None
 
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         required = [p for p in named.values() if p.default is inspect.Parameter.empty]
@@ -84,7 +88,15 @@ class Judge:
             )
         if style == "sparrow" and not takes_all and "answer" not in named:
             raise ConfigError(f"reward {name!r} has no parameter for the answer; {KNOWN}")
-        return cls(function, name, style, tuple(named), tuple(p.name for p in required), takes_all)
+        return cls(
+            function,
+            name,
+            style,
+            takes=tuple(named),
+            needs=tuple(p.name for p in required),
+            takes_all=takes_all,
+            response=response,
+        )
 
     def missing(self, row: Mapping[str, Any]) -> str | None:
         """Return the first required parameter missing from ``row``, or None."""
@@ -104,6 +116,8 @@ class Judge:
         if not self.takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self.takes}
         if self.style == "sparrow":
+            if self.response is not None:
+                arguments.pop(self.response, None)
             return self.function(response, **arguments)
         result = self.function(**arguments)
         if self.style == "trl":

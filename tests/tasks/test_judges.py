@@ -134,3 +134,15 @@ def test_loading_fails_if_a_required_column_is_missing_from_some_rows():
 def test_rewards_of_the_wrong_type_or_shape_raise_errors(function, message):
     with pytest.raises(RewardError, match=message):
         verify(next(iter(task(function))), "2")
+
+
+def test_column_with_the_name_of_the_response_parameter_is_left_out():
+    def named(response, answer, **columns):
+        return float(response == answer and columns == {"question": "1+1?"})
+
+    def positional(response, /, **columns):
+        return float(columns["response"] == "two")
+
+    row = {"question": "1+1?", "answer": "2", "response": "two"}
+    assert Judge.of(named, "named").verifier("2", "", row, "sums")("2") == 1
+    assert Judge.of(positional, "positional").verifier("2", "", row, "sums")("2") == 1
