@@ -182,10 +182,13 @@ class VLLMServer(Client):
         """Return the number of tokens that the server has read and written since it started.
 
         The result is -1 if the server doesn't respond. It is None if the server doesn't count
-        tokens, for example because it runs with ``--disable-log-stats``.
+        tokens, for example because it runs with ``--disable-log-stats``, or doesn't publish its
+        counts.
         """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
+        except HTTPStatusError as error:
+            return None if error.status == 404 else -1
         except EngineError:
             return -1
         counts = re.findall(

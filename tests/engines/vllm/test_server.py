@@ -38,7 +38,9 @@ class Pretender(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             state["generated"] += state["progress"]
             counted = f'vllm:generation_tokens_total{{engine="0"}} {state["generated"]}\n'
-            self.answer(counted if state["counts"] else "http_requests_total 3.0\n")
+            metrics = {"yes": counted, "no": "http_requests_total 3.0\n", "hidden": "Not Found"}
+            status = 404 if state["counts"] == "hidden" else 200
+            self.answer(metrics[state["counts"]], status)
         else:
             self.answer({"data": [{"max_model_len": 1000}]})
 
@@ -142,7 +144,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "generate": 0.0,
         "generated": 0,
         "progress": 0,
-        "counts": True,
+        "counts": "yes",
         "end": "stop",
         "described": {},
         "calls": [],
@@ -235,14 +237,15 @@ def test_client_waits_for_a_slow_server_that_makes_progress(pretender, monkeypat
 
 
 @pytest.mark.slow
-def test_client_waits_for_a_slow_server_without_counters(pretender, monkeypatch):
-    """With ``--disable-log-stats``, vLLM has no token counters, so a stalled server cannot be
-    distinguished from one that does not count.
+@pytest.mark.parametrize("counts", ["no", "hidden"])
+def test_client_waits_for_a_slow_server_without_counters(pretender, monkeypatch, counts):
+    """With ``--disable-log-stats``, vLLM has no token counters, and a proxy may hide them, so a
+    stalled server cannot be distinguished from one that does not count.
     """
     url, state = pretender
     monkeypatch.setattr(server, "STALL_S", 0.5)
     client = VLLMServer(url, SCHEDULE)
-    state["generate"], state["counts"] = 1.5, False  # three times STALL_S
+    state["generate"], state["counts"] = 1.5, counts  # three times STALL_S
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
