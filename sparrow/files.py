@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,14 +61,22 @@ def write_text(path: Path, text: str) -> None:
 
     Raises ConfigError if the file can't be written.
     """
+    write_parts(path, map(str.encode, [text]))
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> None:
+    """Like ``write_text``, but write the contents one part at a time, so that they needn't fit in
+    memory. The parts may be read from the file that is replaced.
+    """
     with _writing(path):
         if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
-            path.write_text(text, encoding="utf-8")
+            with open(path, "wb") as file:
+                file.writelines(parts)
             return
         partial = path.with_name(path.name + ".partial")
         try:
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(partial, "wb") as file:
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from sparrow.errors import CheckpointError, ConfigError
-from sparrow.files import write_text
+from sparrow.files import write_parts, write_text
 from sparrow.schedule import SparsitySchedule
 
 CONFIG = "config.json"
@@ -282,9 +282,7 @@ class RunDir:
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
             if path.exists():
-                # Damaged lines, which may not even be text, count as logged after ``step``.
-                kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
-                write_text(path, "".join(line.decode() + "\n" for line in kept))
+                write_parts(path, _lines_up_to(path, step))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """Return the step and folder of the newest complete checkpoint, or None."""
@@ -400,6 +398,18 @@ def parse(text: bytes, where: str, remedy: str = "restore it from a copy, or rem
             f"{remedy}"
         )
     return content
+
+
+def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines of a JSON Lines file that were logged up to ``step``. The file is read line
+    by line, because the responses of a whole run may take many gigabytes.
+
+    Damaged lines, which may not even be text, count as logged after ``step``.
+    """
+    with open(path, "rb") as file:
+        for line in file:
+            if _step_of(line) <= step:
+                yield line.rstrip(b"\r\n") + b"\n"
 
 
 def _step_of(line: bytes) -> float:

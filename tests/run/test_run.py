@@ -6,13 +6,14 @@ import json
 import logging
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import asdict
 
 import pytest
 
 from sparrow.errors import ConfigError
 from sparrow.run import LoggedResponse, RunConfig, RunDir, RunLog, TrainerState
-from sparrow.run.directory import RECORDED
+from sparrow.run.directory import RECORDED, ROLLOUTS
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train.config import (
@@ -120,6 +121,18 @@ def test_unrelated_folders_next_to_the_checkpoints_are_ignored(tmp_path):
     run = RunDir(tmp_path, resume=True)
     assert run.steps("checkpoints") == [2, 10]
     assert run.last_checkpoint() == (10, tmp_path / "checkpoints" / "step-10")
+
+
+def test_responses_are_truncated_without_reading_them_all_into_memory(tmp_path):
+    row = json.dumps({"step": 1, "text": "x" * 10_000}) + "\n"
+    path = tmp_path / ROLLOUTS
+    path.write_text(row * 1000 + json.dumps({"step": 2}) + '\n{"step": 1, "te')
+    tracemalloc.start()
+    RunDir(tmp_path, resume=False).truncate(1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.read_text() == row * 1000
+    assert peak < len(row) * 100
 
 
 def test_second_run_in_the_same_directory_is_refused(tmp_path):
