@@ -499,7 +499,12 @@ def _doubts(
     findings: tuple[Finding, ...], seen: float, resolution: float, strictest: float
 ) -> Iterator[str]:
     """Yield reasons not to call the engine exact even though no bias was found."""
-    if seen > resolution:
+    if seen == inf:
+        yield (
+            "no token's rank is known, because the lists of likely tokens are too short; request "
+            "longer lists (--lists), or score with transformers (--scorer hf)"
+        )
+    elif seen > resolution:
         yield (
             f"a bias that moves up to {seen:.2%} of the tokens could have gone undetected, but the "
             f"limit is {resolution:.2%}; sample about {(seen / resolution) ** 2:.1f} times as many "

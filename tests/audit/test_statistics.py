@@ -1,6 +1,7 @@
 """Test the audit's statistics against hand calculations and on samples from known distributions."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -190,6 +191,17 @@ def test_audit_of_too_few_sequences_is_inconclusive():
     verdict = audit(drawn(1, sequences, 500, bias=hotter), drawn(2, sequences, 500))
     assert verdict.status == "cannot tell"
     assert f"{sequences} sequences are too few for a standard error" in verdict.reasons[0]
+
+
+def test_audit_without_any_known_rank_is_inconclusive_and_states_the_remedy():
+    arms = [drawn(seed, 40, 5) for seed in (1, 2)]
+    unknown = np.full(len(arms[0]), np.nan)
+    verdict = audit(
+        *(replace(arm, before=unknown, p=unknown, entropy=unknown, reported=None) for arm in arms)
+    )
+    assert verdict.status == "cannot tell"
+    (reason,) = verdict.reasons
+    assert reason.startswith("no token's rank is known") and "request longer lists" in reason
 
 
 def test_dependence_between_uniform_tokens_is_detected():
