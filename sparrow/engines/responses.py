@@ -29,11 +29,9 @@ class Responses:
         self.cycle_place = torch.full((B, T), -1)
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
-        self.verified: Tensor | None = (
-            # int64 [B], the number of tokens to verify at the start of each response; None unless
-            # the mode is auto
-            None
-        )
+        # int64 [B], the number of tokens to verify at the start of each response; None unless the
+        # mode is auto
+        self.verified: Tensor | None = None
 
     def open(self, limit_B: Tensor) -> Tensor:
         """Return the indices of responses that have neither ended nor reached their limit."""

@@ -31,10 +31,7 @@ class Normalizers:
 
     sequences: int  # Number of sequences with at least one token.
     tokens: int  # Number of tokens in all sequences.
-    max_length: (
-        # Maximum response length in tokens, the constant dr_grpo divides by.
-        int
-    )
+    max_length: int  # Maximum response length in tokens, the constant dr_grpo divides by.
 
     def __post_init__(self) -> None:
         if min(self.sequences, self.tokens, self.max_length) < 1:

@@ -101,9 +101,8 @@ class VLLMEngine(Client):
         self._scheduler: Any = None
         self.connect(vllm_config.model_config.max_model_len)
         if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
-            core: Any = (
-                self.llm.llm_engine.engine_core
-            )  # there is no public access to vLLM's scheduler
+            # there is no public access to vLLM's scheduler
+            core: Any = self.llm.llm_engine.engine_core
             self._scheduler = core.engine_core.scheduler
             self._scheduler.keeps_choices = True
 
