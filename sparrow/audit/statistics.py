@@ -176,8 +176,7 @@ def audit(
             numbers. Without them, rounding differences between engine and scorer count as bias.
         seed: seed for the random numbers U.
     """
-    notes: list[str] = []  # filled in by ``_tests``
-    tests = _tests(tested, dense, np.random.default_rng(seed), notes)
+    tests, notes = _tests(tested, dense, np.random.default_rng(seed))
     raw = [each for each in tests if each.tested.tokens]
     corrected = holm(np.array([each.p_value for each in raw]))
     strictest = level / max(len(raw), 1)
@@ -228,16 +227,23 @@ class _Test:
 
 
 def _tests(
-    tested: Tokens, dense: Tokens | None, rng: np.random.Generator, notes: list[str]
-) -> Iterator[_Test]:
+    tested: Tokens, dense: Tokens | None, rng: np.random.Generator
+) -> tuple[list[_Test], list[str]]:
+    """Run all tests. Return their results, and notes on what couldn't be tested."""
+    tests: list[_Test] = []
+    notes: list[str] = []
     ours = _values(tested, rng)
-    theirs = None if dense is None else _values(dense, rng)
+    dense_means: dict[str, Mean] = {}
+    if dense is not None:
+        theirs = _values(dense, rng)
+        dense_means = {name: _mean(values, dense.sequence) for name, values in theirs.items()}
+
     for name, unit in _NAMES.items():
-        if name not in ours or (theirs is not None and name not in theirs):
+        if name not in ours or (dense is not None and name not in dense_means):
             notes.append(f"{name} (no context occurs twice)")
             continue
-        their = None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
-        yield _compared(name, "all", unit, _mean(ours[name], tested.sequence), their)
+        own = _mean(ours[name], tested.sequence)
+        tests.append(_compared(name, "all", unit, own, dense_means.get(name)))
 
     if tested.place is None:
         notes.append("single positions in the draft cycle (the positions are unknown)")
@@ -249,16 +255,14 @@ def _tests(
                 continue
             for name in _AT_PLACES:
                 # Only the tested arm has positions, so compare with all of the dense arm's tokens.
-                their = (
-                    None if dense is None or theirs is None else _mean(theirs[name], dense.sequence)
-                )
                 own = _mean(np.where(where, ours[name], np.nan), tested.sequence)
-                yield _compared(name, place, _NAMES[name], own, their)
+                tests.append(_compared(name, place, _NAMES[name], own, dense_means.get(name)))
 
     if (reported := _reported(tested, dense)) is not None:
-        yield reported
+        tests.append(reported)
     else:
         notes.append("reported log-probs (none were reported)")
+    return tests, notes
 
 
 _SHARES = ("u1 (likely tokens)", "u2 (both ends)", "u3", "u4")
