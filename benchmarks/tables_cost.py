@@ -250,14 +250,20 @@ def draft_budgets() -> str:
     return table(["shape", "sequences x tokens", *(f"acceptance {a}" for a in acceptances)], rows)
 
 
-MIXTURES = {"qwen3-30b-a3b": 1, "qwen3-next-80b-a3b": 2}
-"""Shapes with experts, and how many GPUs an engine needs for each."""
+MIXTURES = {
+    "qwen3-30b-a3b": 1,
+    "qwen3-next-80b-a3b": 2,
+    "olmo-3-7b": 1,
+    "olmo-3-32b": 1,
+    "gemma-3-27b": 1,
+}
+"""Mixtures of experts and hybrids, and how many GPUs an engine needs for each."""
 MIXTURE_STATES = ((8, 15_000), (32, 15_000), (64, 15_000), (8, 60_000), (32, 60_000))
 MIXTURE_PAGES = 253
 
 
 def mixtures() -> str:
-    """Predict the gain of sparse decoding for a mixture of experts and for a hybrid model."""
+    """Predict the gain of sparse decoding for a mixture of experts and for hybrid models."""
     plain = VLLM_H200.without_lists
     lossy = SparsitySchedule.fixed(MIXTURE_PAGES, dense_layers=())
     rows = []

@@ -16,6 +16,7 @@ from sparrow.cost.roofline import (
     kv_capacity,
     predict,
     response_lengths,
+    sequences_held,
     simulate_rollout,
     train_seconds,
 )

@@ -171,7 +171,8 @@ def fit(
             f"most {MOST_SHARE - state / memory:.2f}"
         )
     cached = engine_shape(shape, cluster)
-    held = roofline.kv_capacity(cached, engine_machine(cluster, reserved))
+    engine = engine_machine(cluster, reserved)
+    held = roofline.kv_capacity(cached, engine)
     if held < longest:
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for "
@@ -180,9 +181,10 @@ def fit(
             f"may be {longest:,} tokens long; raise tensor_parallel, or use more GPUs or "
             "shorter responses"
         )
-    kv = held * cached.kv_width * cached.kv_bytes / cluster.tensor_parallel
+    kv = int(cached.cached_tokens(held)) * cached.layer_width * cached.kv_bytes
     weights = parameters * shape.weight_bytes / cluster.tensor_parallel
-    return Memory(state, gradients, activations, weights, kv, held // longest)
+    responses = roofline.sequences_held(cached, engine, longest)
+    return Memory(state, gradients, activations, weights, kv / cluster.tensor_parallel, responses)
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:

@@ -85,6 +85,8 @@ def break_even(
         output=0,
         experts=None,
         attention_layers=None,
+        window_layers=(),
+        window=0,
         state_bytes=0.0,
     )
     # a cycle is only scheduled once, and ``dense_s`` already includes that time

@@ -8,6 +8,7 @@ Shapes: B sequences.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -108,8 +109,8 @@ def decode_step(
 
     A step reads the weights (or computes with them, if that takes longer), the KV of dense layers,
     the kept pages of sparse layers, and the landmarks of sequences that are not read in full.
-    Linear-attention layers read and write their state. KV writes, activations and logits are
-    covered by the overheads.
+    Layers with a window read at most their window, and linear-attention layers read and write their
+    state. KV writes, activations and logits are covered by the overheads.
 
     Raises ValueError if there are no sequences, or a sequence has no tokens. Raises ConfigError if
     the schedule is for a different model.
@@ -125,12 +126,13 @@ def decode_step(
 
     read = schedule.tokens_read(length)
     partial = read < length
-    sparse_layers = max(0, shape.kv_layers - len(set(schedule.dense_layers)))
+    kept_dense = set(schedule.dense_layers) - set(shape.window_layers)
+    sparse_layers = max(0, shape.full_layers - len(kept_dense))
     sparse_layers *= bool(partial.any())
     bandwidth = machine.read_bytes_s * overheads.read_fraction
     key_bytes = shape.cached_heads * shape.head_dim * shape.kv_bytes
-    dense_layers = shape.kv_layers - sparse_layers
-    kv = 2 * key_bytes * float(dense_layers * length.sum() + sparse_layers * read.sum())
+    dense_tokens = shape.cached_tokens(length).sum() - sparse_layers * length.sum()
+    kv = 2 * key_bytes * float(dense_tokens + sparse_layers * read.sum())
     landmark_bytes = key_bytes
     if schedule.landmark_dtype != "auto":
         landmark_bytes = shape.cached_heads * shape.head_dim
@@ -193,11 +195,29 @@ def response_lengths(
     )
 
 
-def kv_capacity(shape: ModelShape, machine: Machine) -> int:
-    """Compute how many tokens of KV cache fit in memory next to the weights."""
+def kv_room(shape: ModelShape, machine: Machine) -> int:
+    """Compute how many tokens fit in memory next to the weights, added up over layers as in
+    ``ModelShape.cached_tokens``.
+    """
     weight_bytes = (shape.weights + shape.embedding) * shape.weight_bytes
     free = MEMORY_FRACTION * machine.memory_bytes - weight_bytes
-    return max(0, int(free // (shape.kv_width * shape.kv_bytes)))
+    return max(0, int(free // (shape.layer_width * shape.kv_bytes)))
+
+
+def kv_capacity(shape: ModelShape, machine: Machine) -> int:
+    """Compute how many tokens of KV cache fit in memory next to the weights. If some layers have a
+    window, this is the length of the longest sequence that fits.
+    """
+    room = kv_room(shape, machine)
+    within = room // shape.kv_layers
+    if within < shape.window:
+        return within
+    return (room - len(shape.window_layers) * shape.window) // shape.full_layers
+
+
+def sequences_held(shape: ModelShape, machine: Machine, length: int) -> int:
+    """Compute how many sequences of ``length`` tokens fit in memory next to the weights."""
+    return kv_room(shape, machine) // int(shape.cached_tokens(length))
 
 
 def simulate_rollout(
@@ -229,6 +249,11 @@ def simulate_rollout(
             f"token, got {final.tolist()[:8]}"
         )
     capacity = kv_capacity(shape, machine)
+    room = kv_room(shape, machine)
+
+    def needed(lengths: NDArray[np.int64]) -> int:
+        return int(shape.cached_tokens(lengths).sum())
+
     if prompt + final.max() > capacity:
         need = (
             f"{prompt + final.max()} tokens do not fit alongside {shape.name} on one {machine.name}"
@@ -250,14 +275,19 @@ def simulate_rollout(
 
     while waiting or left.size:
         while waiting and left.size < max_batch:
-            if left.size and length.sum() + waiting[0][0] + CHUNK * (left.size + 1) > capacity:
+            if left.size and needed(np.append(length, waiting[0][0]) + CHUNK) > room:
                 break
             cached, more = waiting.popleft()
             length = np.append(length, cached)
             left = np.append(left, more)
             prefilled += cached
 
-        advance = int(min(left.min(), CHUNK, (capacity - length.sum()) // left.size))
+        most = int(min(left.min(), CHUNK))
+        if needed(length + most) <= room:
+            advance = most
+        else:
+            shorter = range(1, most)
+            advance = bisect_right(shorter, room, key=lambda more: needed(length + more))
         if advance < 1:
             waiting.appendleft((int(length[-1]), int(left[-1])))
             length = length[:-1]
@@ -289,14 +319,18 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
 
     Log-probs take one forward pass. An update costs as much as four: one forward pass, one to
     recompute activations, and a backward pass that counts as two. FLOPs are counted for the weights
-    and for causal attention, i.e. half of the T x T matrix.
+    and for causal attention, i.e. half of the T x T matrix, or less in layers with a window.
 
     Args:
         totals: sequence lengths in tokens, prompt plus response.
     """
     total = np.asarray(totals, dtype=np.float64)
-    attention = shape.kv_width * shape.heads / shape.cached_heads
-    forward = float(2 * shape.active_weights * total.sum() + attention * (total**2).sum())
+    seen = np.minimum(total, shape.window)
+    # twice the number of pairs of a token and one that it attends to, over all layers
+    pairs = shape.full_layers * (total**2).sum()
+    pairs += len(shape.window_layers) * (seen * (2 * total - seen)).sum()
+    attention = 2 * shape.heads * shape.head_dim * pairs
+    forward = float(2 * shape.active_weights * total.sum() + attention)
     return forward / (SCORE_MFU * machine.flops), 4 * forward / (UPDATE_MFU * machine.flops)
 
 

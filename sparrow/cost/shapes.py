@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from sparrow.errors import ConfigError, UnsupportedModel
 
-DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3", "olmo3", "gemma3_text", "cohere2")
 MIXTURE_TYPES = ("mixtral", "qwen3_moe", "glm4_moe")
 MODEL_TYPES = DENSE_TYPES + MIXTURE_TYPES
+# in a config without layer_types, every n-th layer of these models has full attention
+PERIODS = {"olmo3": 4, "gemma3_text": 6, "cohere2": 4}
+# models in which some layers may have a window
+WINDOW_TYPES = ("mistral", "qwen2", "qwen3", *PERIODS)
+TIED_TYPES = ("gemma3_text", "cohere2")  # embeddings are tied if the config doesn't say
+NORMS = {"gemma3_text": 4, "cohere2": 1}  # norms per layer, if not 2
 SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -73,11 +82,28 @@ class ModelShape:
     experts: Experts | None = None
     # number of layers with a KV cache; None if all layers have one
     attention_layers: int | None = None
+    # indices of the layers that only attend to the last ``window`` tokens, and only cache those
+    window_layers: tuple[int, ...] = ()
+    window: int = 0
     # linear attention state in bytes per sequence, read and written in every step
     state_bytes: float = 0.0
     # how many of an engine's GPUs cache the same KV head; above 1 if a tensor-parallel engine has
     # more GPUs than the model has KV heads
     kv_copies: int = 1
+
+    def __post_init__(self) -> None:
+        known = set(self.window_layers) & set(range(self.layers))
+        if len(known) < len(self.window_layers) or (self.window > 0) != bool(known):
+            raise ConfigError(
+                f"window_layers of {self.name} must be different layers in 0..{self.layers - 1}, "
+                "and window at least 1, or both must be left out; got "
+                f"{self.window_layers} and {self.window}"
+            )
+        if self.full_layers < 1:
+            raise ConfigError(
+                f"no layer of {self.name} has full attention, so sparse decoding could not save "
+                "anything"
+            )
 
     @property
     def cached_heads(self) -> int:
@@ -90,14 +116,38 @@ class ModelShape:
         return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
+    def full_layers(self) -> int:
+        """Number of layers with full attention. Only these can decode sparsely."""
+        return self.kv_layers - len(self.window_layers)
+
+    @property
     def is_hybrid(self) -> bool:
-        """True if some layers have linear attention. Lossless mode doesn't support such models."""
-        return self.state_bytes > 0
+        """True if some layers don't have full attention: their attention is linear or has a window.
+        Lossless mode doesn't support such models.
+        """
+        return self.full_layers < self.layers
+
+    @property
+    def layer_width(self) -> int:
+        """Number of cached elements per token in a layer, counting keys and values."""
+        return 2 * self.cached_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Number of cached elements per token, counting keys and values in all layers."""
-        return 2 * self.kv_layers * self.cached_heads * self.head_dim
+        """Number of elements that a new token adds to the cache, counting keys and values in all
+        layers. For layers with a window, ``cached_tokens`` also counts what leaves the cache.
+        """
+        return self.kv_layers * self.layer_width
+
+    def cached_tokens(self, lengths: ArrayLike) -> NDArray[np.int64]:
+        """Return how many tokens sequences of ``lengths`` (any shape) cache, added up over layers.
+
+        Layers with a window cache at most ``window`` tokens, as in vLLM's hybrid KV cache manager.
+        The chunk that such a layer also holds during prefill is ignored.
+        """
+        length = np.asarray(lengths, dtype=np.int64)
+        held = len(self.window_layers) * np.minimum(length, self.window)
+        return np.asarray(self.full_layers * length + held)
 
     @property
     def active_weights(self) -> int:
@@ -115,8 +165,8 @@ class ModelShape:
         Args:
             config: the contents of a ``config.json``, its path, or the folder that contains it.
 
-        Raises UnsupportedModel if the model has an unsupported architecture, a sliding window or
-        quantized weights. Raises ConfigError if the file does not exist or is not a model config,
+        Raises UnsupportedModel if the model has an unsupported architecture, a sliding window in
+        every layer, or quantized weights. Raises ConfigError if the file does not exist or is not a model config,
         or if a field is missing or invalid.
         """
         if not isinstance(config, Mapping):
@@ -128,6 +178,8 @@ class ModelShape:
         head = vocab * hidden
         attention = _attention_weights(config, heads, kv_heads, head_dim)
         mlps, experts = _mlp_weights(config)
+        is_tied = config.get("tie_word_embeddings", config["model_type"] in TIED_TYPES)
+        window_layers = _window_layers(config)
         return cls(
             str(config.get("_name_or_path") or config["model_type"]),
             layers,
@@ -135,10 +187,12 @@ class ModelShape:
             kv_heads,
             head_dim,
             layers * attention + mlps + hidden + head,
-            0 if config.get("tie_word_embeddings") else head,
+            0 if is_tied else head,
             context=config.get("max_position_embeddings"),
             output=head,
             experts=experts,
+            window_layers=window_layers,
+            window=config["sliding_window"] if window_layers else 0,
         )
 
 
@@ -164,39 +218,84 @@ def _check(config: Mapping[str, Any]) -> None:
     """Check that parameters can be counted for this config. Raises the same errors as
     ``ModelShape.from_config``.
     """
-    get = config.get
-    kind = get("model_type")
-    is_mistral = kind == "mistral"  # these models have a sliding window by default
-    windowed = get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral)
-    windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
-    quantized = bool(get("quantization_config"))
-    if kind not in MODEL_TYPES or windowed or quantized:
+    kind = config.get("model_type")
+    quantized = bool(config.get("quantization_config"))
+    supported = kind in MODEL_TYPES and not quantized
+    if supported:
+        _check_sizes(config)
+    windows = len(_window_layers(config)) if supported else 0
+    windowed = bool(windows) and (
+        windows == config["num_hidden_layers"] or kind not in WINDOW_TYPES
+    )
+    if not supported or windowed:
         raise UnsupportedModel(
-            f"the cost model supports {', '.join(MODEL_TYPES)} without sliding windows or "
-            f"quantization, got model_type {kind!r}, {windowed=}, {quantized=}; describe this "
-            "model with your own ModelShape"
+            f"the cost model supports {', '.join(MODEL_TYPES)} without quantization, and sliding "
+            f"windows only in some layers of {', '.join(WINDOW_TYPES)}, got model_type {kind!r}, "
+            f"{windowed=}, {quantized=}; describe this model with your own ModelShape"
         )
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    """Check that sizes are complete and valid. Raises ConfigError if not."""
     required = SIZES + _expert_sizes(config)
+    if config["model_type"] == "gemma3_text":
+        required += ("head_dim",)
     for key in (*required, "num_key_value_heads", "head_dim"):
-        value = get(key)
+        value = config.get(key)
         if key in required and value is None:
             raise ConfigError(f"the model config has no {key!r}; pass a complete config.json")
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not is_whole or value < 1):
+        if value is not None and not _is_size(value):
             raise ConfigError(
                 f"the model config's {key!r} is {value!r}, but must be an integer of at least 1"
             )
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _window_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the indices of the layers with a sliding window.
+
+    Raises ConfigError if ``layer_types`` does not describe every layer, or the window is missing.
+    """
+    get = config.get
+    kind = config["model_type"]
+    layers = range(config["num_hidden_layers"])
+    is_mistral = kind == "mistral"  # these models have a sliding window by default
+    found: tuple[int, ...] = ()
+    if types := get("layer_types"):
+        if len(types) != len(layers) or not {*types} <= {"full_attention", "sliding_attention"}:
+            raise ConfigError(
+                f"the model config's 'layer_types' must be full_attention or sliding_attention for "
+                f"each of {len(layers)} layers, got {types}"
+            )
+        found = tuple(i for i in layers if types[i] == "sliding_attention")
+    elif kind in PERIODS:
+        period = get("sliding_window_pattern") or get("_sliding_window_pattern") or PERIODS[kind]
+        found = _all_but_every(period, len(layers))
+    elif get("sliding_window", is_mistral) and get("use_sliding_window", is_mistral):
+        first = 0 if is_mistral else get("max_window_layers", 28)
+        return tuple(layers[first:])
+    if found and not _is_size(window := get("sliding_window")):
+        raise ConfigError(
+            f"the model config's 'sliding_window' is {window!r}, but layers with a window need an "
+            "integer of at least 1"
+        )
+    return found
+
+
 def _attention_weights(config: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int) -> int:
-    """Count the parameters of a layer's attention and two norms."""
+    """Count the parameters of a layer's attention and norms."""
     hidden = config["hidden_size"]
     kind = config["model_type"]
     qkv = (heads + 2 * kv_heads) * head_dim
-    weights = hidden * (qkv + heads * head_dim + 2)
+    weights = hidden * (qkv + heads * head_dim + NORMS.get(kind, 2))
     if kind == "qwen2":
         weights += qkv  # biases of the query, key and value projections
-    if kind in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
+    if kind == "olmo3":
+        weights += (heads + kv_heads) * head_dim  # query and key norms over all heads
+    elif kind in ("qwen3", "qwen3_moe", "gemma3_text") or config.get("use_qk_norm"):
         weights += 2 * head_dim
     if config.get("attention_bias"):
         weights += qkv
@@ -244,6 +343,11 @@ def _mlp_weights(config: Mapping[str, Any]) -> tuple[int, Experts | None]:
     return total, experts
 
 
+def _all_but_every(period: int, layers: int) -> tuple[int, ...]:
+    """Return the indices of all layers but every ``period``-th."""
+    return tuple(i for i in range(layers) if (i + 1) % period)
+
+
 SHAPES = {
     "qwen3-1.7b": ModelShape(
         "Qwen3-1.7B", 28, 16, 8, 128, 1_720_574_976, context=40960, output=311_164_928
@@ -283,5 +387,43 @@ SHAPES = {
         attention_layers=12,
         # 36 layers with 32 states of 128 x 128 in float32, and 3 inputs of 8,192 channels in bf16
         state_bytes=36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192),
+    ),
+    "olmo-3-7b": ModelShape(
+        "Olmo-3-7B",
+        32,
+        32,
+        32,
+        128,
+        6_887_272_448,
+        410_738_688,
+        context=65536,
+        output=410_738_688,
+        window_layers=_all_but_every(4, 32),
+        window=4096,
+    ),
+    "olmo-3-32b": ModelShape(
+        "Olmo-3-32B",
+        64,
+        40,
+        8,
+        128,
+        31_720_098_816,
+        513_423_360,
+        context=65536,
+        output=513_423_360,
+        window_layers=_all_but_every(4, 64),
+        window=4096,
+    ),
+    "gemma-3-27b": ModelShape(
+        "Gemma-3-27B",
+        62,
+        32,
+        16,
+        128,
+        27_009_346_304,
+        context=131_072,
+        output=1_409_630_208,
+        window_layers=_all_but_every(6, 62),
+        window=1024,
     ),
 }

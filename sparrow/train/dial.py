@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from math import inf, isinf, isnan
 from typing import Any, Literal
 
-from sparrow.cost import Machine, ModelShape, decode_step, kv_capacity
+from sparrow.cost import Machine, ModelShape, decode_step, sequences_held
 from sparrow.cost.lossless import Drafting, lossless_step
 from sparrow.mismatch import BinMismatch, Tau
 from sparrow.mismatch.bootstrap import plain
@@ -222,7 +222,7 @@ def price(
     """
 
     def of(length: int, acceptance: float) -> tuple[float, float]:
-        lengths = [length] * max(1, min(batch, kv_capacity(shape, machine) // length))
+        lengths = [length] * max(1, min(batch, sequences_held(shape, machine, length)))
         lossless_s = min(
             lossless_step(shape, machine, lengths, Drafting(k, schedule, acceptance)).seconds
             for k in range(draft_tokens + 1)

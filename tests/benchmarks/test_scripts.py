@@ -77,10 +77,10 @@ def test_every_script_prints_its_help(helps, name):
     assert code == 0 and first in output, output[-2000:]
 
 
-WITH_A_CACHE_IN_ALL_LAYERS = [name for name in SHAPES if SHAPES[name].attention_layers is None]
+WITH_FULL_ATTENTION = [name for name in SHAPES if not SHAPES[name].is_hybrid]
 
 
-@pytest.mark.parametrize("name", WITH_A_CACHE_IN_ALL_LAYERS)
+@pytest.mark.parametrize("name", WITH_FULL_ATTENTION)
 def test_measured_shapes_match_the_cost_model(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from common import qwen3

@@ -206,5 +206,5 @@ def test_each_row_recommends_the_fastest_mode():
 def test_lossless_decoding_is_not_predicted_for_unsupported_models(capsys):
     main(["cost", "--model", "qwen3-next-80b-a3b", "--schedule", "fixed:256", "--gpu", "b200"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "lossless mode does not support linear attention" in printed
+    assert "lossless mode needs full attention in every layer" in printed
     assert "lossless rollout" not in printed and "drafts" not in printed

@@ -127,10 +127,15 @@ def test_parameter_counts_match_transformers(kind, tied):
         ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
         ({"model_type": "mistral", "sliding_window": 4096}, "windowed=True"),
         (
-            {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True},
+            {
+                "model_type": "qwen2",
+                "sliding_window": 4096,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+            },
             "windowed=True",
         ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "windowed=True"),
+        ({"layer_types": ["sliding_attention"] * 40, "sliding_window": 9}, "windowed=True"),
         ({"quantization_config": {"bits": 4}}, "quantized=True"),
     ],
 )

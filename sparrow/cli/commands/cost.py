@@ -24,7 +24,8 @@ class Cost(Command):
     """
 
     # The model: qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-30b-a3b, qwen3-next-80b-a3b,
-    # reasoner, smollm2, the name of a model on the hub, or the path of a config.json.
+    # olmo-3-7b, olmo-3-32b, gemma-3-27b, reasoner, smollm2, the name of a model on the hub, or the
+    # path of a config.json.
     model: str
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The kind of GPU.
