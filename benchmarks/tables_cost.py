@@ -24,6 +24,7 @@ from sparrow.cost import (
     drafters,
     predict,
     response_lengths,
+    sequences_held,
 )
 from sparrow.cost import SHAPES as SHAPES_OF
 from sparrow.cost.cluster import Cluster, engine_machine, plan
@@ -263,7 +264,9 @@ MIXTURE_PAGES = 253
 
 
 def mixtures() -> str:
-    """Predict the gain of sparse decoding for a mixture of experts and for hybrid models."""
+    """Predict the gain of sparse decoding for a mixture of experts and for hybrid models, for the
+    batches that fit in memory.
+    """
     plain = VLLM_H200.without_lists
     lossy = SparsitySchedule.fixed(MIXTURE_PAGES, dense_layers=())
     rows = []
@@ -271,6 +274,8 @@ def mixtures() -> str:
         shape = SHAPES_OF[name]
         machine = engine_machine(Cluster(MACHINES["h200"], gpus, gpus))
         for batch, length in MIXTURE_STATES:
+            if batch > sequences_held(shape, machine, length):
+                continue
             lengths = [length] * batch
             dense = decode_step(shape, machine, lengths, None, plain)
             sparse = decode_step(shape, machine, lengths, lossy, plain)

@@ -166,8 +166,8 @@ class ModelShape:
             config: the contents of a ``config.json``, its path, or the folder that contains it.
 
         Raises UnsupportedModel if the model has an unsupported architecture, a sliding window in
-        every layer, or quantized weights. Raises ConfigError if the file does not exist or is not a model config,
-        or if a field is missing or invalid.
+        every layer, or quantized weights. Raises ConfigError if the file does not exist or is not a
+        model config, or if a field is missing or invalid.
         """
         if not isinstance(config, Mapping):
             config = _read(Path(config))
