@@ -36,7 +36,7 @@ from sparrow.vllm.kv_cache import (
     tail_of_blocks,
     with_tail,
 )
-from sparrow.vllm.runtime import Runtime, find
+from sparrow.vllm.runtime import Runtime, attached, find
 
 if TYPE_CHECKING:
     VLLMClass = Any  # stands in for the vLLM class a mixin is combined with
@@ -136,24 +136,26 @@ class CacheViews(NamedTuple):
 
 class SparseBuilder(VLLMClass):
     """Mixin for a vLLM metadata builder. It splits each batch into decode rows and prefill rows.
+    vLLM creates one builder per group of layers. In a group without full attention, the builder
+    behaves like vLLM's own.
 
-    Raises UnsupportedModel if a hybrid model's attention layers need more than one builder.
+    Raises UnsupportedModel if the full-attention layers need more than one builder in lossy mode.
     """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.runtime = find(vllm_config)
-        layers = vllm_config.compilation_config.static_forward_context
-        ours = [layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl)]
-        every = [x for x in layers.values() if isinstance(getattr(x, "impl", None), SparseImpl)]
-        if vllm_config.model_config.is_hybrid and len(ours) < len(every):
+        layers = attached(vllm_config)
+        ours = [layers[name] for name in layer_names if name in layers]
+        self.runtime = find(vllm_config) if ours else None
+        if self.runtime is not None and not self.runtime.is_lossless and len(ours) < len(layers):
             # Each group has a builder of its own, and each builder would count the step's rows.
             raise UnsupportedModel(
-                f"vLLM splits the hybrid model's {len(every)} layers with attention into groups of "
+                f"vLLM splits the model's {len(layers)} layers with full attention into groups of "
                 f"{len(ours)}, each with its own KV blocks, but Sparrow supports only one such "
-                "group; choose a different model, or start vLLM without a schedule"
+                "group; set disable_hybrid_kv_cache_manager=True if the other layers have a "
+                "sliding window, choose a different model, or start vLLM without a schedule"
             )
         for layer in ours:
             layer.impl.forget_cache()
@@ -291,11 +293,15 @@ def _rows(common: Any, first: int, last: int) -> Any:
 
 
 class SparseImpl(VLLMClass):
-    """Mixin for a vLLM attention implementation. It adds landmarks and sparse decode steps."""
+    """Mixin for a vLLM attention implementation. It adds landmarks and sparse decode steps to layers
+    that are attached to a runtime. Other layers behave like vLLM's own.
+    """
 
     kernels: attention.Choice  # decode kernels, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
+    # True for layers that are vLLM's own in a hybrid model; they are never attached to a runtime
+    has_window = False
     # True for sparse layers; in lossless mode or with an 8-bit cache, true for all layers
     has_landmarks = False
     # True for the layers of a head that guesses: they read everything, and have no landmarks
@@ -313,7 +319,12 @@ class SparseImpl(VLLMClass):
         asked = signature(super().__init__).bind(*args, **kwargs)
         asked.apply_defaults()
         config.check_layer(asked.arguments)
-        is_lossless = config.requested_lossless(get_current_vllm_config()) is not None
+        vllm_config = get_current_vllm_config()
+        decoding = config.requested(vllm_config)
+        self.has_window = asked.arguments["sliding_window"] is not None
+        if self.has_window and decoding is not None:
+            config.check_hybrid(vllm_config, decoding, config.WINDOWS)
+        is_lossless = decoding is not None and decoding.is_lossless
         if asked.arguments["kv_cache_dtype"] in STORED and not is_lossless:
             asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's attention reads a 16-bit copy
         super().__init__(*asked.args, **asked.kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, UnsupportedModel, refuse
@@ -135,7 +135,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    name = getattr(model, "architecture", None) or model.model
+    name = _name_of(model)
     _refuse(
         name,
         (model.use_mla, "multi-head latent attention"),
@@ -143,8 +143,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
     )
-    if model.is_hybrid:
-        _check_hybrid(name, cache, decoding)
+    if (others := _others(model)) is not None:
+        check_hybrid(vllm_config, decoding, others)
     spec = vllm_config.speculative_config
     is_lossless = decoding.is_lossless
     dtype = cache.cache_dtype
@@ -207,22 +207,52 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     )
 
 
-def _check_hybrid(name: str, cache: Any, decoding: Decoding) -> None:
-    """Refuse settings that do not work with a hybrid model, which has a state instead of a KV cache
-    in some layers.
+class Others(NamedTuple):
+    """The layers of a hybrid model that do not have full attention. They are vLLM's own: Sparrow
+    neither changes nor counts them.
+    """
+
+    what: str
+    why_not_lossless: str
+
+
+STATES = Others(
+    "a state instead of a KV cache in some layers",
+    "a rejected draft cannot be removed from a state",
+)
+WINDOWS = Others(
+    "a sliding window in some layers", "draft steps use the same KV blocks in every layer"
+)
+
+
+def _others(model: Any) -> Others | None:
+    """Return what a hybrid model has instead of full attention, or None if its config doesn't
+    mention any such layers.
+    """
+    if model.is_hybrid:
+        return STATES
+    text = getattr(model, "hf_text_config", None)
+    has_windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    return WINDOWS if has_windows and getattr(text, "sliding_window", None) else None
+
+
+def check_hybrid(vllm_config: Any, decoding: Decoding, others: Others) -> None:
+    """Refuse settings that do not work with a hybrid model, where only some layers have full
+    attention.
 
     Raises ConfigError if a setting has to be changed, or if vLLM is too old.
     """
     versions.check_hybrid()
+    name = _name_of(vllm_config.model_config)
+    cache = vllm_config.cache_config
     cases = (
         (
             decoding.is_lossless,
-            "mode 'lossless', because a rejected draft cannot be removed from a state; "
-            "set mode 'lossy'",
+            f"mode 'lossless', because {others.why_not_lossless}; set mode 'lossy'",
         ),
         (
             bool(decoding.schedule.head_budgets),
-            "head_budgets, whose mean would include layers without attention; "
+            "head_budgets, whose mean would include layers without full attention; "
             "leave head_budgets out",
         ),
         (
@@ -236,12 +266,16 @@ def _check_hybrid(name: str, cache: Any, decoding: Decoding) -> None:
             "without their landmarks; leave prefix_match_unit out",
         ),
     )
-    refuse(ConfigError, cases, f"{name} is a hybrid model, for which Sparrow does not support ")
+    refuse(ConfigError, cases, f"{name} has {others.what}, for which Sparrow does not support ")
+
+
+def _name_of(model: Any) -> str:
+    return getattr(model, "architecture", None) or model.model
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:
     """Refuse any attention layer that doesn't compute plain softmax attention over the whole
-    sequence.
+    sequence or a sliding window.
 
     Args:
         asked: the arguments of vLLM's attention implementation.
@@ -249,12 +283,10 @@ def check_layer(asked: Mapping[str, Any]) -> None:
     Raises UnsupportedModel if Sparrow does not support the layer.
     """
     dtype = asked["kv_cache_dtype"]
-    window = asked["sliding_window"]
     kind = asked["attn_type"]
     _refuse(
         "an attention layer",
         (dtype not in KV_CACHE_DTYPES, f"a KV cache in {dtype!r}"),
-        (window is not None, f"a sliding window of {window} tokens"),
         (kind != "decoder", f"attention of the type {getattr(kind, 'value', kind)!r}"),
         (asked["alibi_slopes"] is not None, "ALiBi"),
         (bool(asked["logits_soft_cap"]), f"soft-capped logits ({asked['logits_soft_cap']})"),

@@ -12,7 +12,7 @@ from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
 from sparrow.vllm.lossless.setup import DRAFTS_PER_PASS, passes_of
-from sparrow.vllm.runtime import Runtime, find
+from sparrow.vllm.runtime import Runtime, attached, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
 """Expert kernels that keep the weights in the layout they are loaded in."""
@@ -252,8 +252,8 @@ def check(vllm_config: Any) -> None:
     """If an engine has a schedule, check that every layer follows it, and log how the engine
     decodes.
 
-    Raises UnsupportedModel if an attention layer runs another backend, or ConfigError if the
-    speculator in lossless mode is not Sparrow's.
+    Raises UnsupportedModel if an attention layer runs another backend, or if every attention layer
+    has a sliding window. Raises ConfigError if the speculator in lossless mode is not Sparrow's.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -261,12 +261,14 @@ def check(vllm_config: Any) -> None:
 
     if config.requested(vllm_config) is None:
         return
+    ours = attached(vllm_config)
     layers = vllm_config.compilation_config.static_forward_context
     for name, layer in layers.items():
         if (
             isinstance(layer, AttentionLayerBase)
             and not isinstance(layer, MambaBase)
-            and getattr(getattr(layer, "impl", None), "runtime", None) is None
+            and not getattr(getattr(layer, "impl", None), "has_window", False)
+            and name not in ours
         ):
             backend = layer.get_attn_backend()
             raise UnsupportedModel(
@@ -276,6 +278,12 @@ def check(vllm_config: Any) -> None:
             )
     runtime = find(vllm_config)
     if runtime is None:
+        if any(getattr(getattr(x, "impl", None), "has_window", False) for x in layers.values()):
+            raise UnsupportedModel(
+                "all attention layers in this worker have a sliding window, but Sparrow only "
+                "selects pages in layers with full attention; choose another model, lower "
+                "pipeline_parallel_size if it is greater than 1, or start vLLM without a schedule"
+            )
         return
     # A child of vLLM's own logger, so that vLLM's handlers and VLLM_LOGGING_LEVEL apply.
     logger = init_logger("vllm.sparrow")

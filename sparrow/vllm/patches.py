@@ -343,7 +343,8 @@ def _with_landmarks(stock: Any) -> Any:
         from sparrow.vllm.backend import SparseImpl, attach
 
         spec = stock(self, vllm_config)
-        return attach(self, spec, vllm_config) if isinstance(self.impl, SparseImpl) else spec
+        is_ours = isinstance(self.impl, SparseImpl) and not self.impl.has_window
+        return attach(self, spec, vllm_config) if is_ours else spec
 
     return get_kv_cache_spec
 

@@ -390,10 +390,21 @@ def _acceptance_report(acceptance: Any) -> dict[str, Any]:
     }
 
 
+def attached(vllm_config: Any) -> dict[str, Any]:
+    """Return this worker's layers that decode with Sparrow, by name. They all have full attention.
+    In a hybrid model, the others are vLLM's own.
+    """
+    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if getattr(getattr(layer, "impl", None), "runtime", None) is not None
+    }
+
+
 def find(vllm_config: Any) -> Runtime | None:
     """Return the runtime shared by this worker's attention layers, or None if no layer decodes with
     Sparrow.
     """
-    layers: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
-    runtimes = (getattr(getattr(layer, "impl", None), "runtime", None) for layer in layers.values())
-    return next((runtime for runtime in runtimes if runtime is not None), None)
+    layers = attached(vllm_config).values()
+    return next((layer.impl.runtime for layer in layers), None)

@@ -32,6 +32,7 @@ from sparrow.vllm import versions
 from sparrow.vllm.kv_cache import tail_of_blocks
 from sparrow.vllm.lossless import setup
 from sparrow.vllm.lossless.drafter import Drafter
+from sparrow.vllm.runtime import attached
 
 PAGES_BY_SCORE = 2
 RANKED_PAGES = 6
@@ -341,13 +342,7 @@ def layers_of(vllm_config: Any) -> list[Any]:
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
-    every = vllm_config.compilation_config.static_forward_context.values()
-    ours = [
-        layer
-        for layer in every
-        if getattr(getattr(layer, "impl", None), "runtime", None) is not None
-        and not layer.impl.is_of_head
-    ]
+    ours = [layer for layer in attached(vllm_config).values() if not layer.impl.is_of_head]
     return sorted(ours, key=lambda layer: extract_layer_index(layer.layer_name))
 
 

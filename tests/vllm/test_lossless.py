@@ -1,5 +1,5 @@
-"""Run the test cases of lossless mode and of hybrid models on vLLM's V2 model runner, with Triton's
-interpreter.
+"""Run the test cases of lossless mode, hybrid models and models with windows on vLLM's V2 model
+runner, with Triton's interpreter.
 """
 
 from pathlib import Path
@@ -29,6 +29,7 @@ PARTS = {
     "head_distribution": ("head_cases.py", "distribution"),
     "selfcheck": ("selfcheck_cases.py", ""),
     "hybrid": ("hybrid_cases.py", ""),
+    "windows": ("windows_cases.py", ""),
 }
 
 

@@ -576,7 +576,7 @@ def test_unsupported_configurations_raise_errors(wrong, message):
         (
             Decoding.lossy(SCHEDULE.replace(head_budgets=((1, 1, 1, 1),) * 4)),
             {},
-            "head_budgets, whose mean would include layers without attention; leave",
+            "head_budgets, whose mean would include layers without full attention; leave",
         ),
         (
             Decoding.lossy(SCHEDULE),
@@ -600,7 +600,9 @@ def test_error_names_the_setting_that_does_not_work_with_a_hybrid_model(
         for changes in ({}, cache)
     )
     config.check_supported(works, Decoding.lossy(SCHEDULE), on_cpu=True)
-    with pytest.raises(ConfigError, match=f"Some is a hybrid model, .* not support .*{message}"):
+    with pytest.raises(
+        ConfigError, match=f"Some has a state .* layers, .* not support .*{message}"
+    ):
         config.check_supported(fails, decoding, on_cpu=True)
     monkeypatch.setattr("vllm.__version__", "0.31.0")
     with pytest.raises(ConfigError, match=r"hybrid models need vLLM 0\.32 or later, got 0\.31\.0"):
@@ -810,7 +812,6 @@ def test_unsupported_head_sizes_raise_an_error_only_on_a_gpu():
     "wrong, message",
     [
         (dict(kv_cache_dtype="fp8_e5m2"), "a KV cache in 'fp8_e5m2'"),
-        (dict(sliding_window=128), "a sliding window of 128"),
         (dict(attn_type="encoder_decoder"), "'encoder_decoder'"),
         (dict(alibi_slopes=[0.5]), "ALiBi"),
         (dict(logits_soft_cap=30.0), "soft-capped logits"),
@@ -829,6 +830,7 @@ def test_layers_with_unsupported_attention_raise_errors(wrong, message):
         kv_sharing_target_layer_name=None,
     )
     config.check_layer(plain)
+    config.check_layer(plain | dict(sliding_window=128))
     with pytest.raises(UnsupportedModel, match=message):
         config.check_layer(plain | wrong)
 
