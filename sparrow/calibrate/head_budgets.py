@@ -93,10 +93,12 @@ def find(
         listener: called with the pass name at the start of every pass.
 
     Raises ConfigError if the layout has no sparse layer or already has budgets, if ``top_k`` is
-    less than ``UNITS``, or if no layer costs any acceptance when it is sparse. Also raises
+    less than ``UNITS``, if the model has layers without full attention, or if no layer costs any
+    acceptance when it is sparse. Also raises
     ConfigError if the budgets found don't raise p5 at ``top_k``, e.g. because a layer's cost isn't
     proportional to its unread mass.
     """
+    engine.check_head_budgets()
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
     if layout.head_budgets or not sparse or top_k < UNITS:

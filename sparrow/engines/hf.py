@@ -45,7 +45,7 @@ from sparrow.model.history import History
 from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
 from sparrow.model.standing import standing
-from sparrow.model.state import actor_of, attention_layers
+from sparrow.model.state import actor_of, attention_layers, check_head_budgets, layer_kinds
 from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, derived_seed, split
 from sparrow.schedule import SparsitySchedule
@@ -94,10 +94,10 @@ class HFEngine(Engine, Scorer, Ranker):
         self.token_budget = token_budget
         config = model.config.get_text_config()
         self._attention_layers = attention_layers(config)
-        if self.decoding.verifies and len(self._attention_layers) < config.num_hidden_layers:
+        if self.decoding.verifies and "linear_attention" in layer_kinds(config):
             raise UnsupportedModel(
                 f"{type(model).__name__} has linear-attention layers, whose state cannot be restored "
-                "after a rejected draft; use mode dense or lossy, or a model with attention in every layer"
+                "after a rejected draft; use mode dense or lossy, or a model without them"
             )
         if self.decoding.draft_weights != "auto":
             raise ConfigError(
@@ -298,11 +298,15 @@ class HFEngine(Engine, Scorer, Ranker):
 
         return torch.stack([three_rows(seed) for seed in seeds], 1)
 
+    def check_head_budgets(self) -> None:
+        """Raise ConfigError if a schedule for this model can't have head budgets."""
+        check_head_budgets(self.model)
+
     def unread(
         self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
     ) -> NDArray[np.float64]:
-        """For each layer and kv head, measure the share of the dense policy's attention mass that
-        falls outside an actor's pages.
+        """For each full-attention layer and kv head, measure the share of the dense policy's
+        attention mass that falls outside an actor's pages.
 
         The result is ``[layers, kv heads, len(pages)]``. Each entry of ``pages`` is the number of
         pages that an actor keeps by score. ``layout`` says how tokens are split into pages. The

@@ -35,7 +35,14 @@ from sparrow.model.generation import (
     watch_generate,
 )
 from sparrow.model.scoring import evaluating
-from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of, attention_layers
+from sparrow.model.state import (
+    NAME,
+    Actor,
+    ScheduleTable,
+    actor_of,
+    attention_layers,
+    check_head_budgets,
+)
 from sparrow.schedule import SparsitySchedule
 
 __all__ = [
@@ -147,14 +154,16 @@ def _forced(
     """Compute teacher-forced attention ``[B, H, T, D]``, or return None if the layer is dense."""
     forcing.layers[module.layer_idx] += 1
     forcing.modules.append(module)
+    actor = forcing.actor
+    if module.layer_idx not in actor.attention_layers:
+        return None
     if forcing.windows is not None:
         forcing.windows.check(module, mask)
     if forcing.watch is not None:
         forcing.watch(module.layer_idx, query, key, scaling)
 
-    actor = forcing.actor
     rows = forcing.rows(mask, query, key)
-    if module.layer_idx in actor.schedule.dense_layers:
+    if module.layer_idx not in actor.sparse_layers:
         return None
     if kwargs.get("dropout"):
         raise ConfigError(
@@ -209,14 +218,16 @@ def _decoded(
     mask: Tensor | None,
     scaling: float | None,
 ) -> Tensor | None:
-    """Compute a sparse decode step ``[B, H, T, D]``, or return None if the step is dense."""
+    """Compute a sparse decode step ``[B, H, T, D]``, or return None if the step or the layer is
+    dense.
+    """
     actor: Actor | None = getattr(module, NAME, None)
     if actor is None:
         raise ConfigError(
             "the model decodes with attn_implementation='sparrow' but has no schedule; "
             "call sparrow.model.actor.set_schedule(model, schedule) first"
         )
-    if actor.dense or module.layer_idx in actor.schedule.dense_layers:
+    if actor.dense or module.layer_idx not in actor.sparse_layers:
         return None
 
     actor.sparse_calls += 1
@@ -247,9 +258,13 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     Routing gives the model its own copies of its configs, since other models may share the
     originals. If the model is refused, it's left unchanged.
 
-    Raises UnsupportedModel if the attention can't be routed, or isn't full causal self-attention in
-    every layer. (The hybrid models in ``routing.HYBRIDS`` may have linear layers, which are left
-    alone.) Raises ConfigError if the schedule doesn't fit the model.
+    Layers that the config calls full attention follow the schedule. Sliding-window layers, and
+    the linear layers of the hybrid models in ``routing.HYBRIDS``, keep computing what the model
+    defines.
+
+    Raises UnsupportedModel if the attention can't be routed, no layer has full attention, or a
+    layer that should have it doesn't compute full causal self-attention. Raises ConfigError if the
+    schedule doesn't fit the model.
     """
     _check_model(model)
     _check_schedule(schedule, model)
@@ -306,11 +321,7 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
     kv_heads = 0
     # Only head budgets need the number of heads, and not every config has it.
     if schedule.head_budgets:
-        if len(attention_layers(config)) < config.num_hidden_layers:
-            raise ConfigError(
-                f"{type(model).__name__} has layers without attention, but the mean of "
-                "head_budgets would include these layers; use a schedule without head_budgets"
-            )
+        check_head_budgets(model)
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)
 
@@ -327,9 +338,9 @@ def _route(
     """Route the attention, then check on a few tokens that Sparrow's output matches the model's
     own.
 
-    Raises UnsupportedModel if the outputs differ, a layer doesn't call Sparrow's attention exactly
-    once, or a layer has a sliding window. Sliding windows are not checked if ``windowed`` already
-    reports one.
+    Raises UnsupportedModel if the outputs differ, or a full-attention layer doesn't call Sparrow's
+    attention exactly once or has a sliding window. Sliding windows are not checked if ``windowed``
+    already reports one.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -342,6 +353,9 @@ def _route(
     if config._attn_implementation == NAME:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     own_attention = config._attn_implementation
+    selecting = attention_layers(config)
+    if windowed is not None:  # its advice would give every layer full attention
+        selecting = set(range(config.num_hidden_layers))
 
     calls: Counter[int] = Counter()
     modules: list[nn.Module] = []
@@ -378,18 +392,20 @@ def _route(
             calls = forcing.layers
             modules = forcing.modules
 
-    if missing := attention_layers(config) - set(calls):
+    if missing := selecting - set(calls):
         raise UnsupportedModel(
             f"{name} does not route layers {sorted(missing)} through the transformers attention "
             "interface, so they cannot be decoded sparsely; choose a model whose attention passes "
             "its kwargs to a function from ALL_ATTENTION_FUNCTIONS"
         )
-    if often := [i for i, count in calls.items() if count > 1]:
+    if often := [i for i, count in calls.items() if count > 1 and i in selecting]:
         raise UnsupportedModel(
             f"{name} computes attention {calls[often[0]]} times in layer {often[0]}, but Sparrow "
             "selects pages once per layer; choose a model whose layers compute attention once"
         )
     own.check_same(dense, modules, name, "Sparrow's dense output")
+    # In this pass, window layers had smaller windows than their own.
+    modules = [module for module in modules if module.layer_idx in selecting]
     own.check_same(covering, modules, name, "Sparrow's output with every page")
 
 
@@ -412,10 +428,10 @@ def teacher_forced(
     """Inside the context, forward passes of ``model`` compute what step-by-step sparse decoding
     would have computed.
 
-    From ``prompt_lengths[b]`` on, each position reads exactly the pages that a decode step would
-    select there, while the prompt attends densely. The result is differentiable, and backward may
-    run after the context has ended. Compiled models run uncompiled inside the context, because
-    compiled code would carry one context's state over into the next.
+    From ``prompt_lengths[b]`` on, each position of a full-attention layer reads exactly the pages
+    that a decode step would select there, while the prompt attends densely. The result is
+    differentiable, and backward may run after the context has ended. Compiled models run uncompiled
+    inside the context, because compiled code would carry one context's state over into the next.
 
     Args:
         model: a model that ``set_schedule`` was called on.
@@ -431,8 +447,8 @@ def teacher_forced(
 
     Raises ConfigError if the model has no schedule, the mask isn't causal (for example because
     sequences are packed), or the prompt lengths don't fit. Lengths must be one whole number per
-    row, at most the row's length. On exit, raises ConfigError if some layers weren't part of any
-    pass.
+    row, at most the row's length. On exit, raises ConfigError if some full-attention layers weren't
+    part of any pass.
     """
     _check_model(model)
     actor = actor_of(model)
@@ -444,7 +460,7 @@ def teacher_forced(
     with _forcing(model, prompt_lengths, schedule, implementation, tokens) as forcing:
         yield forcing
 
-    if missing := attention_layers(actor.config) - set(forcing.layers):
+    if missing := actor.attention_layers - set(forcing.layers):
         raise ConfigError(
             f"no pass through layers {sorted(missing)} was teacher-forced; "
             "inside the context, call the model that set_schedule was called on, not a copy of "

@@ -40,8 +40,8 @@ HALF_TOLERANCE = 3e-2
 # Use at most this many tokens to compare a model with and without a config change.
 TRIED_TOKENS = 64
 
-# Supported hybrids. Besides full attention, they have gated delta nets, which only need a mask for
-# the prompt.
+# Models whose linear layers may be left alone. These are gated delta nets, which only need a mask
+# for the prompt.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -60,8 +60,9 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Check the config for full causal self-attention in every layer (in a hybrid model, in every
-    attention layer).
+    """Check the config for full causal self-attention in some layers, and for nothing in the other
+    layers but kinds that may be left alone: sliding windows or, in a hybrid model, linear
+    attention.
 
     Returns None, or an error that suggests a config change. The caller should raise this error only
     if nothing else is wrong with the model, because otherwise the change wouldn't help.
@@ -85,8 +86,10 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     if not kinds and window and getattr(config, "use_sliding_window", True):
         kinds = {"sliding_attention"}
         change = {"sliding_window": None}
-    hybrid = getattr(config, "model_type", None) in HYBRIDS and "full_attention" in kinds
-    kinds -= {"full_attention", "linear_attention"} if hybrid else {"full_attention"}
+    if "full_attention" in kinds:
+        kinds -= {"full_attention", "sliding_attention"}
+        if getattr(config, "model_type", None) in HYBRIDS:
+            kinds -= {"linear_attention"}
     if not kinds:
         return None
 
@@ -144,13 +147,15 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
 
 class Windows:
-    """Masks created for sliding-window layers while a model is checked, and their window sizes."""
+    """Masks created for sliding-window layers while a model is checked, and their window sizes.
+    Layers that the config calls full attention must not use them.
+    """
 
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int]] = []
 
     def check(self, module: nn.Module, mask: Tensor | None) -> None:
-        """Raise UnsupportedModel if ``mask`` is one of these masks."""
+        """Raise UnsupportedModel if the full-attention layer ``module`` uses one of these masks."""
         for windowed, size in self.made:
             if mask is windowed:
                 raise UnsupportedModel(

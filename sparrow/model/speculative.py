@@ -45,6 +45,7 @@ from sparrow.attention.pages import tokens_at
 from sparrow.errors import TrainingDiverged
 from sparrow.model.actor import dense_steps, steps_of_several
 from sparrow.model.history import History
+from sparrow.model.state import layer_kinds
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ class CachedSequences:
     def __init__(self, model: PreTrainedModel, start: Tensor) -> None:
         self.model = model
         self.start = start
-        self.cache = DynamicCache(config=model.config)
+        # A cache that drops what has left the window can't be rolled back past a draft.
+        windowed = "sliding_attention" in layer_kinds(model.config.get_text_config())
+        self.cache = DynamicCache(config=None if windowed else model.config)
         self._last_position = model.config.get_text_config().max_position_embeddings - 1
         # transformers 5.24 renamed this argument, and warns about the old name.
         named = "cache" in inspect.signature(model.forward).parameters

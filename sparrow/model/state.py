@@ -9,23 +9,42 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparrow.attention import PageLayout
+from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
 # name of the attention implementation, and of the module attribute that holds the ``Actor``
 NAME = "sparrow"
 
 
-def attention_layers(config: PreTrainedConfig) -> set[int]:
-    """Return the indices of the layers with a KV cache: all of them or, in a hybrid model, the full
-    attention layers.
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Return each layer's kind, as transformers names it. By default, layers have full
+    attention.
     """
     kinds = getattr(config, "layer_types", None)
-    return {
-        i for i in range(config.num_hidden_layers) if not kinds or kinds[i] != "linear_attention"
-    }
+    layers: int = config.num_hidden_layers
+    return list(kinds or ["full_attention"] * layers)[:layers]
+
+
+def attention_layers(config: PreTrainedConfig) -> set[int]:
+    """Return the indices of the full-attention layers, the only ones that select pages. All other
+    layers always compute what they would compute without Sparrow.
+    """
+    return {i for i, kind in enumerate(layer_kinds(config)) if kind == "full_attention"}
+
+
+def check_head_budgets(model: PreTrainedModel) -> None:
+    """Raise ConfigError if ``model`` has layers that never select pages, which would distort the
+    mean of head budgets.
+    """
+    config = model.config.get_text_config()
+    if len(attention_layers(config)) < config.num_hidden_layers:
+        raise ConfigError(
+            f"{type(model).__name__} has layers without full attention, but the mean of "
+            "head_budgets would include these layers; use a schedule without head_budgets"
+        )
 
 
 class ScheduleTable:
@@ -70,6 +89,8 @@ class Actor:
     own_attention: str  # the model's original attention implementation
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
+    attention_layers: set[int] = field(init=False)
+    sparse_layers: set[int] = field(init=False)  # attention layers that follow the schedule
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps attend to all tokens right now
     # whether a pass over several tokens with a cache currently counts as one decode step
@@ -80,6 +101,8 @@ class Actor:
     def __post_init__(self) -> None:
         self.layout = PageLayout(**self.schedule.page_layout)
         self.table = ScheduleTable(self.schedule)
+        self.attention_layers = attention_layers(self.config)
+        self.sparse_layers = self.attention_layers - set(self.schedule.dense_layers)
 
     @property
     def routed(self) -> bool:

@@ -2,7 +2,7 @@
 sparse actor wouldn't read.
 
 Shapes: T tokens, R measured positions, H query heads, K kv heads, G = H / K, D head dim, P page
-size, N pages, U page counts, L layers.
+size, N pages, U page counts, L full-attention layers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_order
 from sparrow.model.actor import teacher_forced
+from sparrow.model.state import attention_layers
 from sparrow.schedule import SparsitySchedule
 
 # number of positions to process at once; their attention weights must fit in memory
@@ -30,13 +31,13 @@ def unread(
     layout: PageLayout,
     pages_U: Sequence[int],
 ) -> Tensor:
-    """Compute the ``unread_mass`` of every layer in one dense pass over a sequence. The result is
-    ``[L, K, U]``.
+    """Compute the ``unread_mass`` of every full-attention layer in one dense pass over a sequence.
+    The result is ``[L, K, U]``.
 
     Args:
-        model: a model that ``set_schedule`` was called on, with attention in every layer.
+        model: a model that ``set_schedule`` was called on.
     """
-    layers = range(model.config.get_text_config().num_hidden_layers)
+    layers = sorted(attention_layers(model.config.get_text_config()))
     found: dict[int, Tensor] = {}
 
     def watch(layer: int, query: Tensor, key: Tensor, scaling: float | None) -> None:

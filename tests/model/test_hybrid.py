@@ -99,7 +99,8 @@ def test_unsupported_hybrid_features_raise_an_error():
     ):
         set_schedule(build("qwen3_5", ["linear_attention"] * 4), SPARSE)
     with pytest.raises(
-        ConfigError, match=r"Qwen3_5ForCausalLM has layers without attention, but .* head_budgets"
+        ConfigError,
+        match=r"Qwen3_5ForCausalLM has layers without full attention, but .* head_budgets",
     ):
         set_schedule(build("qwen3_5"), SPARSE.replace(head_budgets=((1, 1),) * 4))
     other = build("qwen3_5")

@@ -272,7 +272,7 @@ def advised(build_with):
 
 
 def test_setting_suggested_for_models_with_sliding_windows_works():
-    windows = ["sliding_attention", "full_attention"]
+    windows = ["sliding_attention"] * 2
     cases = [
         (MistralForCausalLM, MistralConfig, {"sliding_window": 64}, "sliding_window=None"),
         (
@@ -304,7 +304,7 @@ def test_setting_suggested_for_models_with_sliding_windows_works():
     ids=["cohere2", "exaone4", "gemma3", "afmoe"],
 )
 def test_suggested_settings_never_change_the_output(model_class, config_class, options):
-    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}
     model = build(model_class, config_class, **options, **windows)
     original = decoded(model)
     with pytest.raises(UnsupportedModel, match=r"window 64.*choose a model") as refusal:

@@ -23,6 +23,7 @@ from sparrow.schedule import SparsitySchedule
 pytestmark = pytest.mark.slow
 
 T, PROMPT = 34, 22
+WINDOW = 8
 LARGEST = 2_000_000  # number of parameters; larger models take too long
 
 # different configs use different names for the same field
@@ -59,6 +60,7 @@ NAMES = {
     "head_dim": ("head_dim", "kv_channels"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "chosen": ("num_experts_per_tok", "moe_topk", "moe_k", "num_selected_experts"),
+    "window": ("sliding_window",),
     "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
     "init": ("initializer_range", "init_std"),
 }
@@ -83,6 +85,7 @@ def tiny(kind: str):
         "head_dim": head_dim,
         "experts": 4,
         "chosen": 2,
+        "window": WINDOW,
         "context": 128,
         "init": 0.3,
     }
@@ -104,8 +107,10 @@ def tiny(kind: str):
             for k, v in values.items()
             if getattr(default, k, None) is not None and default.attribute_map.get(k) not in alias
         }
-        if getattr(default, "layer_types", None):
-            known["layer_types"] = None
+        if kinds := getattr(default, "layer_types", None):
+            mixed = {*kinds} == {"sliding_attention", "full_attention"}
+            cycle = ["full_attention", "sliding_attention", "full_attention"]
+            known["layer_types"] = cycle[: values["num_hidden_layers"]] if mixed else None
         config, model_class = config_class(**known), getattr(transformers, TYPES[kind])
         with torch.device("meta"):
             if sum(p.numel() for p in model_class(config).parameters()) > LARGEST:
@@ -119,18 +124,20 @@ def tiny(kind: str):
         return None
 
 
-def reference(schedule: SparsitySchedule):
-    """Create an attention function for one full sequence whose first ``PROMPT`` tokens are
-    dense.
+def reference(schedule: SparsitySchedule, kinds: list[str] | None):
+    """Create an attention function for one full sequence whose first ``PROMPT`` tokens are dense.
+    Layers of the kind ``sliding_attention`` follow the model's own mask.
     """
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
         H, K, P = query.shape[1], key.shape[1], schedule.page_size
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         kept_HTT = torch.ones(H, query.shape[2], query.shape[2], dtype=torch.bool).tril()
-        for t in range(
-            PROMPT, query.shape[2] if module.layer_idx not in schedule.dense_layers else 0
-        ):
+        windowed = bool(kinds) and kinds[module.layer_idx] == "sliding_attention"
+        if windowed:
+            kept_HTT = attention_mask[0].expand_as(kept_HTT)
+        dense = windowed or module.layer_idx in schedule.dense_layers
+        for t in range(PROMPT, 0 if dense else query.shape[2]):
             pages = [range(i, min(i + P, t + 1)) for i in range(0, t + 1, P)]
             last = max(len(pages) - schedule.recent_pages, 0)
             for k in range(K):
@@ -210,7 +217,8 @@ def check(model, kind):
     torch.testing.assert_close(
         stepwise(model, rows, pad), forced, rtol=0, atol=1e-4, msg="sparse, step by step"
     )
-    AttentionInterface.register("by_hand", reference(sparse))
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    AttentionInterface.register("by_hand", reference(sparse, kinds))
     AttentionMaskInterface.register("by_hand", sdpa_mask)
     model.set_attn_implementation("by_hand")
     torch.testing.assert_close(
