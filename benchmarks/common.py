@@ -192,6 +192,30 @@ def small_hybrid() -> Any:
     )
 
 
+def small_windowed() -> Any:
+    """Return the config of a small six-layer EXAONE 4, for checks with random weights. Every third
+    layer has full attention, and the others have a window that is shorter than most prompts.
+    """
+    from transformers import Exaone4Config
+
+    return Exaone4Config(
+        vocab_size=SMALL_VOCAB,
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=512,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        initializer_range=0.03,
+        architectures=["Exaone4ForCausalLM"],
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+
+
 def write_head(model: Mapping[str, Any], folder: Path) -> Path:
     """Write a random EAGLE-3 head for a model with this ``config.json``, and return the folder."""
     import torch

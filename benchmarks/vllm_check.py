@@ -1,10 +1,11 @@
 """Check on a GPU, in low precision, that Sparrow in vLLM computes what it should.
 
-    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] [--mixture | --hybrid]
-        --out equal.json
+    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1]
+        [--mixture | --hybrid | --windowed] --out equal.json
 
 Models are random and written to a temporary folder, so nothing is downloaded. ``--mixture`` checks
-a mixture of experts, and ``--hybrid`` a mixture with linear attention in most layers.
+a mixture of experts, ``--hybrid`` a mixture with linear attention in most layers, and
+``--windowed`` a model with a sliding window in most layers.
 
 The tolerance is measured rather than assumed. Transformers in float32 provides the truth, either
 dense or with the same pages selected at every position. In 16 bits, every kernel rounds, so even
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SMALL_VOCAB, parser, save, small_hybrid, small_qwen3
+from common import SMALL_VOCAB, parser, save, small_hybrid, small_qwen3, small_windowed
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -54,8 +55,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
 }
 """Other ways to run an engine, with their vLLM options."""
-HYBRID_BLOCKS = 48
-"""For preemption in a hybrid model, whose blocks are larger."""
+PREEMPTION_BLOCKS = {"hybrid": 48, "windowed": 640}
+"""KV blocks for preemption in models with several groups of layers. In a hybrid, blocks are larger.
+With windows, a prompt needs blocks in every group of layers.
+"""
 
 
 def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
@@ -84,11 +87,20 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def config_of(kind: str | None) -> Any:
+    """Return the config of the model to check. None means a dense Qwen3."""
+    if kind == "hybrid":
+        return small_hybrid()
+    if kind == "windowed":
+        return small_windowed()
+    return small_qwen3(kind == "mixture")
+
+
 def random_model(
     folder: Path, dtype: str, config: PretrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
-    """Write and return a random Qwen3 or Qwen3-Next with attention so peaked that it matters which
-    pages are left out.
+    """Write and return a random Qwen3, Qwen3-Next or EXAONE 4 with attention so peaked that it
+    matters which pages are left out.
     """
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -165,8 +177,14 @@ def main() -> None:
     command.add_argument("--dtype", default="bfloat16")
     command.add_argument("--tensor-parallel", type=int, default=1)
     kind = command.add_mutually_exclusive_group()
-    kind.add_argument("--mixture", action="store_true", help="check a mixture of experts")
-    kind.add_argument("--hybrid", action="store_true", help="check a hybrid model")
+    for name, what in (
+        ("mixture", "a mixture of experts"),
+        ("hybrid", "a hybrid model"),
+        ("windowed", "a model with sliding windows"),
+    ):
+        kind.add_argument(
+            f"--{name}", dest="kind", action="store_const", const=name, help=f"check {what}"
+        )
     command.add_argument(
         "--against",
         type=Path,
@@ -176,7 +194,7 @@ def main() -> None:
     note = notes(arguments.out, dtype=arguments.dtype)
     shared = options(arguments.dtype, tensor_parallel_size=arguments.tensor_parallel)
 
-    config = small_hybrid() if arguments.hybrid else small_qwen3(arguments.mixture)
+    config = config_of(arguments.kind)
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
         model, new_weights = (
@@ -264,9 +282,8 @@ def main() -> None:
         variants = VARIANTS | {
             "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})
         }
-        if arguments.hybrid:
-            larger = dict(num_gpu_blocks_override=HYBRID_BLOCKS)
-            variants["preemption"] = variants["preemption"] | larger
+        if blocks := PREEMPTION_BLOCKS.get(arguments.kind):
+            variants["preemption"] = variants["preemption"] | dict(num_gpu_blocks_override=blocks)
         for label, more in variants.items():
             if arguments.tensor_parallel > 1 and label != "eager":
                 continue
