@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 
 from sparrow.engines.base import Counters, total
-from sparrow.engines.vllm.client import WHOLE_SOFTMAX, tally
+from sparrow.engines.vllm.client import WHOLE_SOFTMAX, check_end, tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatch_metrics
@@ -175,7 +175,8 @@ def probe(
         max_new_tokens: the maximum response length, in tokens.
         top_n: length of both lists; vLLM's default limit is 20.
 
-    Raises ConfigError if a server does not answer, or refuses a request.
+    Raises ConfigError if a server does not answer, or refuses a request. Raises EngineError if a
+    response is incomplete, for example because it was aborted.
     """
     served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 
@@ -194,6 +195,7 @@ def probe(
             url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n}
         )
         logprobs = sampled["logprobs"]
+        check_end(len(logprobs["tokens"]), sampled["finish_reason"])
         response = [_token(text) for text in logprobs["tokens"]]
         actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
 
@@ -201,6 +203,7 @@ def probe(
         scored = _choice(
             url, common | {"prompt": prompt + response, "max_tokens": 1, "prompt_logprobs": top_n}
         )
+        check_end(0, scored["finish_reason"])
         policy = [_of_prompt(position) for position in scored["prompt_logprobs"][len(prompt) :]]
 
         p_ids, p = _lists(policy, top_n)
@@ -228,7 +231,7 @@ def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarra
     lacks the sampled token, vLLM appends that token. The result leaves out this extra entry.
     """
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
-    pairs = np.array(best, dtype=np.float64)
+    pairs = np.array(best, dtype=np.float64).reshape(len(best), top_n, 2)
     return pairs[..., 0].astype(np.int64), pairs[..., 1]
 
 

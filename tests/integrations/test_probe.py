@@ -1,6 +1,8 @@
-"""Test the probe with a real server in lossless mode; ``test_real_server.py`` tests it with a lossy
-server.
+"""Test the probe with a real server in lossless mode, and with responses that are empty or aborted;
+``test_real_server.py`` tests it with a lossy server.
 """
+
+import math
 
 import pytest
 
@@ -12,14 +14,12 @@ pytest.importorskip(
 )
 
 from sparrow.decoding import Decoding
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, EngineError
 from sparrow.integrations import probe
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB
 from tests.engines.vllm.test_real_server import serving
 from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
-
-pytestmark = pytest.mark.slow
 
 DRAFTS = SparsitySchedule(top_k=(6,), bin_tokens=100, recent_pages=1, dense_layers=())
 ASKED = prompts(150, 33, 170, seed=5)
@@ -34,6 +34,7 @@ def url(tmp_path_factory):
         yield address
 
 
+@pytest.mark.slow
 def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
     # A server that does not accept these calls gives the same result.
     assert probe._rpc(f"{url}/nowhere", "sparrow_describe") is None
@@ -68,6 +69,7 @@ def test_draft_counts_from_sparrow_and_vllm_are_logged(url, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_acceptance_tail_of_a_lossless_server_is_logged_as_the_ceiling(url):
     watched = probe.Probe([url])
     found = watched.measured(ASKED, max_new_tokens=40, top_n=VOCAB)
@@ -76,3 +78,44 @@ def test_acceptance_tail_of_a_lossless_server_is_logged_as_the_ceiling(url):
         ceiling, upper = (found[f"sparrow/p5/{length}/{name}"] for name in ("ceiling", "upper"))
         assert 1 - 1e-4 < ceiling <= upper <= 1
     assert watched.counted() == {}
+
+
+def answers(sampled_end, scored_end, tokens):
+    """Return a stand-in for ``_request``. The server samples ``tokens``; both list them with
+    probability 1/2.
+    """
+
+    def request(url, body=None):
+        if body is None:
+            return {"data": [{"id": "served"}]}
+        if "prompt_logprobs" in body:
+            scored = [{str(token): {"logprob": math.log(0.5)}} for token in body["prompt"]]
+            return {"choices": [{"finish_reason": scored_end, "prompt_logprobs": scored}]}
+        names = [f"token_id:{token}" for token in tokens]
+        lists = [{name: math.log(0.5)} for name in names]
+        logprobs = {"tokens": names, "top_logprobs": lists}
+        return {"choices": [{"finish_reason": sampled_end, "logprobs": logprobs}]}
+
+    return request
+
+
+def probed():
+    (found,) = probe.probe(["http://served"], [[1, 2]], DRAFTS, max_new_tokens=8, top_n=1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ends", "tokens"),
+    [(("abort", "length"), [5]), (("abort", "length"), []), (("stop", "abort"), [5])],
+)
+def test_aborted_response_is_not_measured(monkeypatch, ends, tokens):
+    monkeypatch.setattr(probe, "_request", answers(*ends, tokens))
+    with pytest.raises(EngineError, match=r"vLLM ended a response after \d tokens with 'abort'"):
+        probed()
+
+
+def test_empty_response_has_no_acceptances(monkeypatch):
+    monkeypatch.setattr(probe, "_request", answers("stop", "length", [5, 6]))
+    assert len(probed().lower) == 2
+    monkeypatch.setattr(probe, "_request", answers("stop", "length", []))
+    assert len(probed().lower) == 0

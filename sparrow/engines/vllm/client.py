@@ -226,16 +226,9 @@ def rollout(
     """Build a rollout from ids and log-probs ``[T, 1 + n]``. Each row has the sampled token first,
     then the most likely tokens, best first.
 
-    Raises EngineError if a response didn't end with an end-of-sequence token or at the length
-    limit, for example because it was aborted.
+    Raises EngineError if the response is incomplete; see ``check_end``.
     """
-    if end not in ("stop", "length"):
-        raise EngineError(
-            f"vLLM ended a response after {len(tokens)} tokens with {end!r} instead of 'stop' "
-            "or 'length', so the response is not a sample from the actor; continue with "
-            "--resume, and while a run is in progress, do not abort its requests and do not "
-            "pause or stop vLLM"
-        )
+    check_end(len(tokens), end)
     return Rollout(
         prompt_ids=prompt,
         response_ids=np.asarray(tokens, dtype=np.int64),
@@ -244,3 +237,18 @@ def rollout(
         top_logprobs=logprobs[:, 1:],
         finish_reason=end,
     )
+
+
+def check_end(length: int, end: Any) -> None:
+    """Check that a response of ``length`` tokens ended with an end-of-sequence token or at the
+    length limit.
+
+    Raises EngineError if it didn't, for example because it was aborted.
+    """
+    if end not in ("stop", "length"):
+        raise EngineError(
+            f"vLLM ended a response after {length} tokens with {end!r} instead of 'stop' or "
+            "'length', so the response is not a sample from the actor; do not abort requests or "
+            "pause or stop vLLM while responses are sampled (a training run that was cut off "
+            "continues with --resume)"
+        )

@@ -230,13 +230,17 @@ def check_discoverable() -> None:
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
     """Build a rollout from vLLM's completion. Each list in the completion has the sampled token
-    first, then the most likely tokens, best first.
+    then the most likely tokens, best first.
+
+    Raises EngineError if the response is incomplete; see ``check_end``.
     """
     T = len(completion.token_ids)
-    ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
-    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32).reshape(T, -1)[
-        :, : top_n + 1
-    ]
+    # A response that was aborted before its first token has no lists.
+    width = len(completion.logprobs.token_ids) // T if T else top_n + 1
+    ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, width)
+    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32).reshape(T, width)
+    ids = ids[:, : top_n + 1]
+    logprobs = logprobs[:, : top_n + 1]
     return rollout(prompt, completion.token_ids, ids, logprobs, completion.finish_reason)
 
 

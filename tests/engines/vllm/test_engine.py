@@ -12,12 +12,15 @@ pytest.importorskip("vllm.version")
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
 
 from sparrow import SparsitySchedule
 from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
+from sparrow.engines.vllm.engine import rollout_of
 from sparrow.engines.vllm.stock import StockEngine
-from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.rollout import Sampling
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.tiny_vllm import (
@@ -517,3 +520,9 @@ def test_different_backend_under_the_same_name_is_detected(folder):
         slot.clear_override()
         plugin.register()
         _cached_get_attn_backend.cache_clear()
+
+
+def test_response_aborted_before_its_first_token_is_reported():
+    aborted = CompletionOutput(0, "", [], None, FlatLogprobs(), finish_reason="abort")
+    with pytest.raises(EngineError, match="vLLM ended a response after 0 tokens with 'abort'"):
+        rollout_of([1, 2], aborted, 5)
