@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from sparrow.decoding import Decoding
@@ -67,11 +68,8 @@ def measured(
         )
 
     sampling = Sampling(max_new_tokens, temperature, top_n, seed)
-    engine = HFEngine(model, decoding, eos_ids(model, tokenizer))
-    try:
+    with closing(HFEngine(model, decoding, eos_ids(model, tokenizer))) as engine:
         found = measure(engine, engine, prompts, sampling, decoding.schedule)
-    finally:
-        engine.close()
     report = pool(found, decoding.schedule.bin_tokens, seed)
     ceiling = Ceiling()
     if decoding.schedule.is_dense:

@@ -85,54 +85,53 @@ class Calibrate(WithLists):
         tau = Tau.chosen(self.target, self.relative_target)
         out = files.check_file(self.out)
         work = files.check_folder(out.with_name(out.name + ".work"))
-        engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
-        made_by = {
-            "model": self.model,
-            "weights": weights_digest(scorer.model),
-            "engine": self.engine,
-            "precision": self.precision,
-        }
-        prompts_of = self.prompts or self.task or " ".join(self.dataset)
-        source: dict[str, Any] = {
-            "model": self.model,
-            "prompts": prompts_of,
-            "temperature": self.temperature,
-        }
-        sampling = Sampling(
-            self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
-        )
-        if self.head_budgets:
-            middle = sorted(self.budgets)[len(self.budgets) // 2]
-            layout = head_budgets.find(
+        with self.load_sampler(Decoding.lossy(layout)) as (engine, scorer, prompts):
+            made_by = {
+                "model": self.model,
+                "weights": weights_digest(scorer.model),
+                "engine": self.engine,
+                "precision": self.precision,
+            }
+            prompts_of = self.prompts or self.task or " ".join(self.dataset)
+            source: dict[str, Any] = {
+                "model": self.model,
+                "prompts": prompts_of,
+                "temperature": self.temperature,
+            }
+            sampling = Sampling(
+                self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
+            )
+            if self.head_budgets:
+                middle = sorted(self.budgets)[len(self.budgets) // 2]
+                layout = head_budgets.find(
+                    scorer,
+                    prompts[:PILOT],
+                    sampling,
+                    work,
+                    layout,
+                    self.head_budgets,
+                    middle,
+                    made_by,
+                    note,
+                )
+                source["head_budgets"] = layout.provenance["head_budgets"]
+            calibration = calibrate_engine(
+                engine,
                 scorer,
-                prompts[:PILOT],
+                prompts,
                 sampling,
                 work,
-                layout,
-                self.head_budgets,
-                middle,
-                made_by,
-                note,
+                budgets=self.budgets,
+                target=tau.value,
+                relative=tau.relative,
+                lengthen=self.top_n is None,
+                made_by=made_by,
+                layout=layout,
+                refine=self.refine,
+                on_policy=self.on_policy,
+                provenance={**source, "date": date.today().isoformat(), "version": __version__},
+                listener=note,
             )
-            source["head_budgets"] = layout.provenance["head_budgets"]
-        calibration = calibrate_engine(
-            engine,
-            scorer,
-            prompts,
-            sampling,
-            work,
-            budgets=self.budgets,
-            target=tau.value,
-            relative=tau.relative,
-            lengthen=self.top_n is None,
-            made_by=made_by,
-            layout=layout,
-            refine=self.refine,
-            on_policy=self.on_policy,
-            provenance={**source, "date": date.today().isoformat(), "version": __version__},
-            listener=note,
-        )
-        engine.close()
         print_calibration(calibration, tau, out)
         files.write_text(out, calibration.schedule.to_json())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -86,37 +87,46 @@ class Eval(DecodingOptions, Sampled):
             for name in self.benchmark
         }
         note(f"starting the engine {self.engine}")
-        engine = load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
-        made_by = {
-            "model": self.model,
-            "weights": weights_digest(model),
-            "engine": self.engine,
-            "precision": self.precision,
-            "reward": self.reward,
-        }
-        for name, problems in benchmarks.items():
-            for label, schedule in schedules.items():
-                note(f"{name}, {label}")
-                engine.set_schedule(schedule)
-                source: dict[str, Any] = {
-                    **made_by,
-                    "schedule": {**schedule.to_dict(), "provenance": None},
-                }
-                if decoding.is_lossless:
-                    source |= {
-                        "draft_tokens": decoding.draft_tokens,
-                        "adapt": decoding.adapt_draft_tokens,
+        with closing(
+            load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
+        ) as engine:
+            made_by = {
+                "model": self.model,
+                "weights": weights_digest(model),
+                "engine": self.engine,
+                "precision": self.precision,
+                "reward": self.reward,
+            }
+            for name, problems in benchmarks.items():
+                for label, schedule in schedules.items():
+                    note(f"{name}, {label}")
+                    engine.set_schedule(schedule)
+                    source: dict[str, Any] = {
+                        **made_by,
+                        "schedule": {**schedule.to_dict(), "provenance": None},
                     }
-                    if decoding.drafter_invariant:
-                        source["drafter_invariant"] = True
-                    if decoding.draft_weights != "auto":
-                        source["draft_weights"] = decoding.draft_weights
-                results.append(
-                    run_benchmark(
-                        engine, tokenizer, problems, sampling, self.k, folder, name, label, source
+                    if decoding.is_lossless:
+                        source |= {
+                            "draft_tokens": decoding.draft_tokens,
+                            "adapt": decoding.adapt_draft_tokens,
+                        }
+                        if decoding.drafter_invariant:
+                            source["drafter_invariant"] = True
+                        if decoding.draft_weights != "auto":
+                            source["draft_weights"] = decoding.draft_weights
+                    results.append(
+                        run_benchmark(
+                            engine,
+                            tokenizer,
+                            problems,
+                            sampling,
+                            self.k,
+                            folder,
+                            name,
+                            label,
+                            source,
+                        )
                     )
-                )
-        engine.close()
         files.write_text(folder / "results.md", table := markdown_table(results))
         print(table, end="")
 

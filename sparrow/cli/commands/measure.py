@@ -66,51 +66,50 @@ class Measure(DecodingOptions, WithLists):
         tau = Tau.chosen(self.tau, self.relative_tau)
         if self.out:
             files.check_file(self.out)
-        engine, scorer, prompts = self.load_sampler(decoding)
         sampling = Sampling(
             self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed
         )
         longer: Sampling | None = sampling
         dense_up_to = float("inf") if decoding.mode == "lossless" else schedule.dense_up_to
         ceiling = Ceiling()
-        note(f"sampling and scoring {len(prompts)} responses")
-        while longer:
-            sampling = longer
-            found = compare(engine, scorer, prompts, sampling, schedule)
-            counters = engine.counters()
-            drafts = counters.to_dict().get("drafts")
-            mismatch = pool(found.acceptances, schedule.bin_tokens, self.seed)
-            if isinf(dense_up_to):
-                ceiling.measure(mismatch)
-                mismatch = ceiling.on(mismatch)
-            extra = {
-                "dense_up_to": None if isinf(dense_up_to) else dense_up_to,
-                "top_n": sampling.top_n,
-                "off_policy": {
-                    "mean": float(found.off_policy.mean()),
-                    "max": float(found.off_policy.max()),
-                },
-                **({"drafts": drafts} if drafts else {}),
-            }
-            sparse = [b for b in mismatch.bins if b.end > dense_up_to]
+        with self.load_sampler(decoding) as (engine, scorer, prompts):
+            note(f"sampling and scoring {len(prompts)} responses")
+            while longer:
+                sampling = longer
+                found = compare(engine, scorer, prompts, sampling, schedule)
+                counters = engine.counters()
+                drafts = counters.to_dict().get("drafts")
+                mismatch = pool(found.acceptances, schedule.bin_tokens, self.seed)
+                if isinf(dense_up_to):
+                    ceiling.measure(mismatch)
+                    mismatch = ceiling.on(mismatch)
+                extra = {
+                    "dense_up_to": None if isinf(dense_up_to) else dense_up_to,
+                    "top_n": sampling.top_n,
+                    "off_policy": {
+                        "mean": float(found.off_policy.mean()),
+                        "max": float(found.off_policy.max()),
+                    },
+                    **({"drafts": drafts} if drafts else {}),
+                }
+                sparse = [b for b in mismatch.bins if b.end > dense_up_to]
+                if sparse:
+                    print_mismatch(mismatch, tau, sampling.top_n, dense_up_to)
+                else:
+                    print_own_samples(mismatch, found.off_policy)
+                print(f"share of the KV cache read: {counters.read_fraction:.1%}")
+                if counters.rows:
+                    print(f"tokens decoded with every page: {counters.dense_fraction:.1%}")
+                if drafts:
+                    print_drafts(drafts)
+                self._write(mismatch.to_dict() | extra)
+                longer = None if self.top_n else lengthened(sampling, sparse, tau.value)
             if sparse:
-                print_mismatch(mismatch, tau, sampling.top_n, dense_up_to)
-            else:
-                print_own_samples(mismatch, found.off_policy)
-            print(f"share of the KV cache read: {counters.read_fraction:.1%}")
-            if counters.rows:
-                print(f"tokens decoded with every page: {counters.dense_fraction:.1%}")
-            if drafts:
-                print_drafts(drafts)
-            self._write(mismatch.to_dict() | extra)
-            longer = None if self.top_n else lengthened(sampling, sparse, tau.value)
-        if sparse:
-            note("sampling densely to measure the ceiling of p5")
-            mismatch = measure_ceiling(engine, scorer, prompts, sampling, schedule).on(mismatch)
-            sparse = [b for b in mismatch.bins if b.end > dense_up_to]
-            print_ceiling(sparse)
-            self._write(mismatch.to_dict() | extra)
-        engine.close()
+                note("sampling densely to measure the ceiling of p5")
+                mismatch = measure_ceiling(engine, scorer, prompts, sampling, schedule).on(mismatch)
+                sparse = [b for b in mismatch.bins if b.end > dense_up_to]
+                print_ceiling(sparse)
+                self._write(mismatch.to_dict() | extra)
         if open_question := left_open(sparse, tau, sampling.top_n, "--top-n") or tau.out_of_reach(
             sparse
         ):

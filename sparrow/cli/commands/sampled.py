@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -96,8 +98,13 @@ class WithLists(FromPrompts):
     # distributions.
     top_n: Count | None = None
 
-    def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
-        """Load the engine to sample with, a transformers scorer, and the prompts as token ids."""
+    @contextmanager
+    def load_sampler(
+        self, decoding: Decoding
+    ) -> Iterator[tuple[Engine, HFEngine, list[list[int]]]]:
+        """Context with the engine to sample with, a transformers scorer, and the prompts as token
+        ids. The engine is closed at the end, even if something failed.
+        """
         from sparrow.cli import loading
         from sparrow.cli.terminal import note
 
@@ -106,5 +113,8 @@ class WithLists(FromPrompts):
         scorer = loading.load_scorer(*loaded)
         note(f"starting the engine {self.engine}")
         if parse_engine(self.engine).kind.shares_model:
-            return scorer, scorer, prompts
-        return loading.load_engine(self.engine, self.model, *loaded), scorer, prompts
+            engine: Engine = scorer
+        else:
+            engine = loading.load_engine(self.engine, self.model, *loaded)
+        with closing(engine):
+            yield engine, scorer, prompts

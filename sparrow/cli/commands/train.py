@@ -6,6 +6,7 @@ import copy
 import os
 import re
 import signal
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +84,7 @@ class Train(TrainOptions):
             chat=self.chat,
         )
         tell(f"starting the engine {self.engine}")
-        engine = self._start_engine(model, tokenizer, decoding)
-        try:
+        with closing(self._start_engine(model, tokenizer, decoding)) as engine:
             Trainer(
                 self,
                 model,
@@ -97,8 +97,6 @@ class Train(TrainOptions):
                 self._dial(model, decoding),
                 benchmarks,
             ).train()
-        finally:
-            engine.close()
         # If the run is not distributed, any process group belongs to the caller.
         if PartialState().distributed_type is not DistributedType.NO:
             PartialState().destroy_process_group()

@@ -230,7 +230,7 @@ def check_discoverable() -> None:
 
 def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
     """Build a rollout from vLLM's completion. Each list in the completion has the sampled token
-    then the most likely tokens, best first.
+    first, then the most likely tokens, best first.
 
     Raises EngineError if the response is incomplete; see ``check_end``.
     """

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sparrow.cli.entry import main, parse
+from sparrow.errors import EngineError
 from sparrow.run import RunConfig
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import fails
@@ -571,6 +572,24 @@ def test_interrupted_command_prints_how_to_resume(checkpoint, tmp_path, capsys, 
     )
     (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
     assert f"sparrow train --resume --run-dir {run}' continues" in demo.interrupted()
+
+
+@pytest.mark.parametrize(
+    "command", [MEASURE, [*CALIBRATE, "--out", "OUT"], [*EVAL, "--out", "OUT", "--limit", "2"]]
+)
+def test_engine_is_closed_if_sampling_fails(command, tmp_path, capsys, monkeypatch):
+    from sparrow.engines.hf import HFEngine
+
+    closed = []
+
+    def failed(*args):
+        raise EngineError("the engine died")
+
+    monkeypatch.setattr(HFEngine, "generate", failed)
+    monkeypatch.setattr(HFEngine, "close", lambda engine: closed.append(engine))
+    arguments = [each.replace("OUT", str(tmp_path / "out")) for each in command]
+    assert "the engine died" in fails(capsys, *arguments, "--max-new-tokens", "8")
+    assert len(closed) == 1
 
 
 # --- resuming a run ---
