@@ -220,16 +220,18 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
     """Draw the share of the cache that is read at each length. If a run's schedule changed, draw
     one line for the start of the run and one for the last step.
     """
-    tables = {
-        table: (f"at the {when}{_of_run(logs, i)}", DASHES[i])
+    lines = [
+        (table, f"at the {when}{_of_run(logs, i)}", DASHES[i])
         for i, log in enumerate(logs)
-        for table, when in ((log.schedules[0], "start"), (log.schedules[-1], "last step"))
-    }
+        for table, when in {log.schedules[0]: "start", log.schedules[-1]: "last step"}.items()
+    ]
     longest = max(
-        [len(s.top_k) * s.bin_tokens for s in tables] + [log.bins()[-1].end for log in logs]
+        [len(table.top_k) * table.bin_tokens for table, _, _ in lines]
+        + [log.bins()[-1].end for log in logs]
     )
     lengths = np.unique(np.linspace(1, longest, 600).astype(np.int64))
-    for (table, (label, dash)), color in zip(tables.items(), theme.SERIES, strict=False):
+    # Each line has its own colour, so that both runs are visible where they read the same share.
+    for (table, label, dash), color in zip(lines, theme.SERIES, strict=False):
         ax.plot(
             lengths,
             100 * table.tokens_read(lengths) / lengths,
@@ -241,7 +243,7 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
     ax.set_ylim(0, 105)
     ax.set_xlabel("tokens in the sequence")
     ax.set_ylabel("share read, %")
-    if len(tables) > 1:
+    if len(lines) > 1:
         ax.legend()
 
 

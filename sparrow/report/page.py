@@ -34,9 +34,12 @@ def write_report(
         The path of the page: ``index.html``, or ``against-NAME.html``, where NAME is the second
         run.
 
-    Raises ConfigError if a folder is not a run directory, a run has no finished step, a file is
-    damaged, the two runs have different length bins, or a step is not in the log.
+    Raises ConfigError if there are more than two runs, a folder is not a run directory, a run has
+    no finished step, a file is damaged, the two runs have different length bins, or a step is not
+    in the log.
     """
+    if not 1 <= len(run_dirs) <= len(RUNS):
+        raise ConfigError(f"a report shows one or two runs, got {len(run_dirs)}; pass one or two")
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
     if len(widths) > 1:

@@ -879,6 +879,12 @@ def test_runs_with_different_length_bins_are_not_compared(run, tmp_path):
         write_report(run, wide)
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_report_on_any_other_number_of_runs_is_refused(run, count):
+    with pytest.raises(ConfigError, match=f"a report shows one or two runs, got {count}"):
+        write_report(*[run] * count)
+
+
 def test_rolling_mean_matches_a_hand_calculation():
     values = np.array([1, 2, nan, 4, 9])
     np.testing.assert_allclose(curves._rolling_mean(values, 3), [1.5, 1.5, 3, 6.5, 6.5])
@@ -892,6 +898,23 @@ def test_schedule_figure_matches_a_hand_calculation():
     )
     assert (now[200], start[200]) == (45, 25)  # top_k + sink 1 + recent 2 of 20 pages
     assert now[30] == 100
+
+
+def test_schedule_figure_labels_both_runs_if_they_start_under_the_same_schedule():
+    narrow, wide = (SCHEDULE.replace(top_k=(pages,)) for pages in (2, 6))
+    rows = step_row(1), step_row(2)
+    moved = log_of(*rows, schedules=(narrow, wide))
+    fixed = log_of(*rows, schedules=(narrow, narrow))
+    lines = drawn(figures.draw_schedule, moved, fixed).lines
+    assert [line.get_label() for line in lines] == [
+        "at the start, run A",
+        "at the last step, run A",
+        "at the last step, run B",
+    ]
+    start, _, other = lines
+    assert start.get_ydata().tolist() == other.get_ydata().tolist()
+    assert (start.get_linestyle(), other.get_linestyle()) == ("-", "--")
+    assert start.get_color() != other.get_color()
 
 
 def test_changed_schedule_is_plotted_by_step_and_alarms_are_counted():
