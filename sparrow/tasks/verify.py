@@ -22,6 +22,7 @@ VERIFYING = 64
 """Number of responses to verify at once. CPU-bound verifiers queue in pools of their own, so a bad
 program only delays its own verdict.
 """
+CONTINUE = "continue (sparrow train: with --resume, sparrow eval: with the same command)"
 
 
 def verify_all(
@@ -61,8 +62,8 @@ def verify_all(
                 oldest = min(set(range(len(texts))) - rewards.keys(), default=0)
                 raise RewardError(
                     f"the verifier of problem {problems[oldest].id!r} has not returned within "
-                    f"{time_limit:g} s; fix it, or raise "
-                    "the limit (reward.time_limit), and resume the run"
+                    f"{time_limit:g} s; fix it, or raise the limit if this is a training run "
+                    f"(reward.time_limit), and {CONTINUE}"
                 ) from None
     if failed:
         raise failed[min(failed)]
@@ -81,7 +82,7 @@ def verify(problem: Problem, text: str) -> float:
     except RewardError:
         raise
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
+        raise RewardError(f"{verifier} raised {place(error)}; fix it and {CONTINUE}") from error
 
     number = math.nan
     if not isinstance(reward, str | bytes | bytearray):  # float() would parse text as a number
@@ -89,12 +90,12 @@ def verify(problem: Problem, text: str) -> float:
             number = float(reward)
     if not math.isfinite(number):
         raise RewardError(
-            f"{verifier} returned {reward!r}, expected a finite number; fix it and resume the run"
+            f"{verifier} returned {reward!r}, expected a finite number; fix it and {CONTINUE}"
         )
     if abs(number) > LARGEST_REWARD:
         raise RewardError(
             f"{verifier} returned {reward!r}, but the absolute value of a reward must be at most "
-            f"{LARGEST_REWARD:g} (rewards are usually in 0..1); scale it and resume the run"
+            f"{LARGEST_REWARD:g} (rewards are usually in 0..1); scale it and {CONTINUE}"
         )
     return number
 
@@ -108,5 +109,6 @@ def stated(problem: Problem, text: str) -> bool:
         return problem.extract is not None and problem.extract(text) is not None
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"the extract function of problem {problem.id!r} raised {place(error)}; fix it and resume the run"
+            f"the extract function of problem {problem.id!r} raised {place(error)}; fix it and "
+            f"{CONTINUE}"
         ) from error

@@ -52,7 +52,11 @@ def test_a_hanging_verifier_is_reported_unless_another_verifier_failed():
         time.sleep(60 * (text == "1"))
         return float(text)
 
-    with pytest.raises(RewardError, match=r"of problem '1' has not returned within 2 s; fix it"):
+    with pytest.raises(
+        RewardError,
+        match=r"of problem '1' has not returned within 2 s; fix it, or raise the limit if this is a "
+        r"training run \(reward.time_limit\), and continue",
+    ):
         judged(verify, 3, time_limit=LIMIT_S)
 
     def verify_or_fail(text):
@@ -60,6 +64,15 @@ def test_a_hanging_verifier_is_reported_unless_another_verifier_failed():
 
     with pytest.raises(RewardError, match="of problem '0' raised ZeroDivisionError"):
         judged(verify_or_fail, 3, time_limit=LIMIT_S)
+
+
+@pytest.mark.parametrize("returned", ["seven", 1e7])
+def test_errors_say_how_to_continue_training_and_evaluation(returned):
+    with pytest.raises(
+        RewardError,
+        match=r"it and continue \(sparrow train: with --resume, sparrow eval: with the same command\)",
+    ):
+        judged(lambda text: returned, 1)
 
 
 @pytest.mark.parametrize(

@@ -521,7 +521,7 @@ def test_custom_reward_can_be_specified_by_module_and_function(own, checkpoint, 
         ("--dataset ROWS --reward OWN:wrong", "returned None, expected a finite number"),
         (
             "--dataset ROWS --reward OWN:raises",
-            "raised IndexError: list index out of range ( ... OWN.py, line 34, in raises); fix it and resume",
+            "raised IndexError: list index out of range ( ... OWN.py, line 34, in raises); fix it and continue",
         ),
         (
             "--task trace:lines=4 --reward OWN:judge",
