@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -48,6 +47,8 @@ from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import load_model
 from sparrow.engines.vllm import VLLMEngine
+from sparrow.engines.vllm.client import WITHOUT_SPARROW
+from sparrow.engines.vllm.engine import InProcessClient, has_memory
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import OptimizerConfig, RolloutConfig, TrainConfig
@@ -125,30 +126,12 @@ def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
     return wide
 
 
-class StockEngine(VLLMEngine):
+class StockEngine(InProcessClient):
     """Unmodified vLLM, with its own attention and lists. It has no schedule and counts nothing."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as in VLLMEngine
-        from vllm import LLM
-        from vllm.platforms import current_platform
-
         plugin.register()  # only needed for loading new weights
-        self._has_memory, self._asleep, self._in_process = (
-            not current_platform.is_cpu(),
-            False,
-            True,
-        )
-        self.llm = LLM(
-            model=model,
-            enable_sleep_mode=self._has_memory,
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,
-            **options,
-        )
-        self.context = self.llm.llm_engine.vllm_config.model_config.max_model_len
-        self.schedule, self._described, self._is_lossless = SparsitySchedule.dense(), [{}], False
-        self._adapter = None
+        super().__init__(model, {"enable_sleep_mode": has_memory(), **options}, {}, WITHOUT_SPARROW)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """No-op: stock vLLM has no schedule."""
@@ -165,7 +148,7 @@ def token_bytes(model: PreTrainedModel) -> int:
 
 def start_engine(
     options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
-) -> VLLMEngine:
+) -> InProcessClient:
     """Start vLLM with the model in ``folder``. The cache has room for all responses of a step, each
     with the maximum length of ``most`` tokens.
     """
@@ -201,7 +184,7 @@ def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, 
 
 
 def profile(
-    engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
+    engine: InProcessClient, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> dict[str, float]:
     """Profile the middle of a rollout, in ms per token of each sequence. ``clock_ms`` is measured
     over some engine steps, and the kernel times over the same number of later steps. In the rest of

@@ -36,21 +36,27 @@ WHOLE_SOFTMAX: Mapping[str, float] = {
 """Settings of a completion request that make vLLM sample from the whole softmax. They have to be in
 every request, because a server takes missing ones from the checkpoint's generation_config.json.
 """
+WITHOUT_SPARROW: Sequence[Mapping[str, Any]] = (
+    {"mode": "dense", "schedule": SparsitySchedule.dense().to_dict()},
+)
+"""Describes the workers of a vLLM instance that runs without Sparrow."""
 
 
 class Client(ABC):
-    """An ``Engine`` (see ``sparrow.engines.base``) that controls one vLLM instance's workers. The
-    instance must have been started with a schedule.
+    """An ``Engine`` (see ``sparrow.engines.base``) that controls one vLLM instance's workers.
+
+    A subclass first sets its own attributes, so that ``rpc`` and ``counters`` work, and then calls
+    this class's ``__init__``.
+
+    Args:
+        context: the maximum sequence length, in tokens.
+        described: each worker's description. If it is None, the workers are asked for it, so the
+            instance must have been started with a schedule.
     """
 
-    schedule: SparsitySchedule
-
-    def connect(self, context: int) -> None:
-        """Ask the workers for their schedule and mode. ``context`` is the maximum sequence length,
-        in tokens.
-        """
+    def __init__(self, context: int, described: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.context = context
-        self._described = self.rpc("sparrow_describe")
+        self._described = self.rpc("sparrow_describe") if described is None else described
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         self._is_lossless = self._described[0]["mode"] == "lossless"
         self.counters()  # drop the counts of vLLM's own warm-up steps

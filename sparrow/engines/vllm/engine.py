@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,80 +31,45 @@ from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, patches, plugin
 
 
-class VLLMEngine(Client):
-    """An engine that samples with vLLM. vLLM's scheduler runs in this process, and so does the
-    model if there is only one device.
+class InProcessClient(Client):
+    """An engine that samples with vLLM, with or without Sparrow. vLLM's scheduler runs in this
+    process, and so does the model if there is only one device.
 
     Args:
         model: checkpoint folder or Hugging Face name.
-        schedule: a lossy actor's schedule, or a ``Decoding``; ``set_schedule`` can change the page
-            counts later, but not the page layout.
-        options: more arguments for ``vllm.LLM``, such as ``tensor_parallel_size``,
-            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
-            There is also ``adapter``, the folder of a LoRA adapter to use for all requests.
+        options: arguments for ``vllm.LLM``. There is also ``adapter``, the folder of a LoRA adapter
+            to use for all requests.
+        variables: environment variables to set, or to unset if None, while vLLM starts.
+        described: see ``Client``.
 
-    Raises ConfigError or UnsupportedModel if vLLM is missing, is too old or cannot decode this
-    model under a schedule. Raises EngineError if vLLM does not start, for example because there
-    isn't enough memory.
+    Raises EngineError if vLLM does not start, for example because there isn't enough memory.
     """
 
-    def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
-        try:
-            from vllm import LLM
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise ConfigError(
-                f"the vLLM engine needs vLLM ({error}); run pip install -e '.[vllm]' in a clone "
-                "of the repository"
-            ) from error
-        self._adapter = take_adapter(options)
-        plugin.register()
-        patches.apply(patches.LISTS)
-        model_processes = options.get("tensor_parallel_size", 1) * options.get(
-            "pipeline_parallel_size", 1
-        )
-        training_processes = int(os.environ.get("WORLD_SIZE", 1))
-        if model_processes > 1 < training_processes:
-            raise ConfigError(
-                f"each of the {training_processes} training processes runs an engine on a single "
-                f"device, but the options set {model_processes} devices per engine; run this model "
-                "with vllm serve, and pass the server's address"
-            )
-        if model_processes > 1:
-            check_discoverable()
-        self._has_memory = not current_platform.is_cpu()
-        self._asleep = False
-        additional = {
-            **options.pop("additional_config", {}),
-            config.KEY: Decoding.load(schedule).to_dict(),
-        }
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        variables: Mapping[str, str | None],
+        described: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        from vllm import LLM
+
         defaults: dict[str, Any] = dict(
-            attention_backend="CUSTOM",
-            additional_config=additional,
-            enable_sleep_mode=self._has_memory,
             logprobs_mode="processed_logprobs",  # i.e. at the sampling temperature
             max_logprobs=-1,
-            # With several training processes, vLLM must get its rank from the launcher's
-            # environment, and must keep away from the other processes' engines.
-            distributed_executor_backend="external_launcher" if training_processes > 1 else None,
-            skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
+        arguments = {**defaults, **options}
+        self._adapter = take_adapter(arguments)
+        self._has_memory = has_memory()
+        self._asleep = False
         # vLLM reads this variable when it creates an engine. The scheduler must run in this process
         # so that tensors can be passed without copying.
-        in_process = config.variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        in_process = config.variables({**variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         with starting(), undone_if_refused(), in_process:
-            self.llm = LLM(model=model, **{**defaults, **options})
+            self.llm = LLM(model=model, **arguments)
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        # vLLM's scheduler; None unless vLLM chooses the draft length and there is only one training
-        # process
-        self._scheduler: Any = None
-        self.connect(vllm_config.model_config.max_model_len)
-        if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
-            # there is no public access to vLLM's scheduler
-            core: Any = self.llm.llm_engine.engine_core
-            self._scheduler = core.engine_core.scheduler
-            self._scheduler.keeps_choices = True
+        super().__init__(vllm_config.model_config.max_model_len, described)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         from vllm import SamplingParams
@@ -131,21 +96,6 @@ class VLLMEngine(Client):
             )
         pairs = zip(prompts, outputs, strict=True)
         return [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
-
-    def counters(self) -> Counters:
-        counters = super().counters()
-        if self._scheduler is None:
-            return counters
-        return replace(counters, choices=tuple(self._scheduler.take_choices()))
-
-    def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
-        """See ``DraftReplayer.replay``."""
-        if self._scheduler is None:
-            raise ConfigError(
-                "this vLLM engine has a fixed number of drafts, so it cannot replay recorded "
-                "choices; start it with adapt_draft_tokens=true"
-            )
-        self._scheduler.replay(choices)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``. If the model is in this process, weights don't go through
@@ -210,6 +160,96 @@ class VLLMEngine(Client):
             # but the next engine would still try to capture its graphs there.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
+
+
+class VLLMEngine(InProcessClient):
+    """An engine that samples with vLLM. vLLM's scheduler runs in this process, and so does the
+    model if there is only one device.
+
+    Args:
+        model: checkpoint folder or Hugging Face name.
+        schedule: a lossy actor's schedule, or a ``Decoding``; ``set_schedule`` can change the page
+            counts later, but not the page layout.
+        options: more arguments for ``vllm.LLM``, such as ``tensor_parallel_size``,
+            ``gpu_memory_utilization``, ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
+            There is also ``adapter``, the folder of a LoRA adapter to use for all requests.
+
+    Raises ConfigError or UnsupportedModel if vLLM is missing, is too old or cannot decode this
+    model under a schedule. Raises EngineError if vLLM does not start, for example because there
+    isn't enough memory.
+    """
+
+    def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
+        check_installed("vLLM")
+        plugin.register()
+        patches.apply(patches.LISTS)
+        model_processes = options.get("tensor_parallel_size", 1) * options.get(
+            "pipeline_parallel_size", 1
+        )
+        training_processes = int(os.environ.get("WORLD_SIZE", 1))
+        if model_processes > 1 < training_processes:
+            raise ConfigError(
+                f"each of the {training_processes} training processes runs an engine on a single "
+                f"device, but the options set {model_processes} devices per engine; run this model "
+                "with vllm serve, and pass the server's address"
+            )
+        if model_processes > 1:
+            check_discoverable()
+        additional = {
+            **options.pop("additional_config", {}),
+            config.KEY: Decoding.load(schedule).to_dict(),
+        }
+        defaults: dict[str, Any] = dict(
+            attention_backend="CUSTOM",
+            additional_config=additional,
+            enable_sleep_mode=has_memory(),
+            # With several training processes, vLLM must get its rank from the launcher's
+            # environment, and must keep away from the other processes' engines.
+            distributed_executor_backend="external_launcher" if training_processes > 1 else None,
+            skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
+        )
+        # vLLM's scheduler; None unless vLLM chooses the draft length and there is only one training
+        # process
+        self._scheduler: Any = None
+        super().__init__(model, {**defaults, **options}, variables={})
+        if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
+            # there is no public access to vLLM's scheduler
+            core: Any = self.llm.llm_engine.engine_core
+            self._scheduler = core.engine_core.scheduler
+            self._scheduler.keeps_choices = True
+
+    def counters(self) -> Counters:
+        counters = super().counters()
+        if self._scheduler is None:
+            return counters
+        return replace(counters, choices=tuple(self._scheduler.take_choices()))
+
+    def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
+        """See ``DraftReplayer.replay``."""
+        if self._scheduler is None:
+            raise ConfigError(
+                "this vLLM engine has a fixed number of drafts, so it cannot replay recorded "
+                "choices; start it with adapt_draft_tokens=true"
+            )
+        self._scheduler.replay(choices)
+
+
+def check_installed(engine: str) -> None:
+    """Raise ConfigError if vLLM, which the engine named ``engine`` needs, is not installed."""
+    try:
+        import vllm.platforms  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the {engine} engine needs vLLM ({error}); run pip install -e '.[vllm]' in a clone "
+            "of the repository"
+        ) from error
+
+
+def has_memory() -> bool:
+    """Return whether vLLM's device has memory of its own, i.e. is not a CPU."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
 
 
 def check_discoverable() -> None:

@@ -11,10 +11,10 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 import numpy as np
@@ -43,92 +43,27 @@ limit.
 """
 
 
-class VLLMServer(Client):
-    """An engine that samples from a running vLLM server on this machine.
-
-    See docs/vllm.md ("Sparrow's own trainer") for how to start the server.
+class HTTPClient(Client):
+    """An engine that samples from a running vLLM server, with or without Sparrow.
 
     Args:
         url: the server's address, such as ``http://localhost:8000``.
-        schedule: a lossy actor's schedule, or a ``Decoding``. A server with other page counts
-            switches to this schedule right away. The mode must match the server's. Every other
-            lossless setting that differs from its default must also match, because a running server
-            can't change these settings.
-        controls: whether this client sets the server's schedule and weights. If processes share a
-            server, exactly one of them should set this.
+        controls: whether this client sets the server's schedule and weights.
+        described: see ``Client``.
 
-    Raises EngineError if no server answers. Raises ConfigError if the server does not run Sparrow,
-    runs in another mode or with other lossless settings, or cannot be controlled.
+    Raises EngineError if no server answers. Raises ConfigError if workers have to be asked for
+    their description, but the server does not run Sparrow.
     """
 
-    _prompts_path = "/inference/v1/generate"
+    _prompts_path: ClassVar[str]
 
     def __init__(
-        self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True
+        self, url: str, controls: bool, described: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._url = url.rstrip("/")
         self._controls = controls
-        self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
-        decoding = Decoding.load(schedule)
-        mode = self._described[0]["mode"]
-        if decoding.is_lossless != self._is_lossless:
-            raise ConfigError(
-                f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and "
-                "cannot change its mode; start it with "
-                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or use mode '
-                f"{mode!r}"
-            )
-        if self._is_lossless:
-            self._check_settings(decoding)
-        if decoding.schedule != self.schedule:
-            self.set_schedule(decoding.schedule)
-
-    def _check_settings(self, decoding: Decoding) -> None:
-        """Check that the server has the same value for each lossless setting that differs from its
-        default.
-
-        Raises ConfigError if a value differs.
-        """
-        for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
-            default = getattr(Decoding.lossless(), name)
-            theirs = self._described[0].get(name, default)
-            value = decoding.to_dict().get(name, default)
-            if value not in (default, theirs):
-                raise ConfigError(
-                    f"the server at {self._url} has {name} {theirs!r}, not "
-                    f"{value!r}, and cannot change it; start the server with that "
-                    f"{name} in --additional-config, or set {name} to {theirs!r}"
-                )
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``.
-
-        Raises EngineError if the server died, refused a prompt, or generated nothing for
-        ``STALL_S`` seconds.
-        """
-        self.check(prompts, sampling)
-        # The server puts the sampled token first, then cuts the list to the requested length.
-        common: dict[str, Any] = dict(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            logprobs=sampling.top_n + 1,
-            detokenize=False,
-            top_k=sampling.top_k or 0,
-            top_p=sampling.top_p,
-        )
-        bodies: list[dict[str, Any]] = [
-            {
-                "token_ids": [int(token) for token in prompt],
-                "sampling_params": {**common, "seed": seed},
-            }
-            for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
-        ]
-        with self._reached():
-            choices = finished(self._choices(bodies))
-        return [
-            _rollout(prompt, choice, sampling.top_n)
-            for prompt, choice in zip(prompts, choices, strict=True)
-        ]
+        self._served = json.loads(self._request("GET", "/v1/models"))["data"][0]
+        super().__init__(self._served["max_model_len"], described)
 
     async def _choices(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         # Every prompt has its own connection. A busy server can close a connection that seems idle
@@ -261,6 +196,92 @@ class VLLMServer(Client):
                 f"no vLLM server answers at {self._url} ({str(error) or type(error).__name__}); "
                 "start one (a training run that was cut off continues with --resume)"
             ) from error
+
+
+class VLLMServer(HTTPClient):
+    """An engine that samples from a running vLLM server on this machine.
+
+    See docs/vllm.md ("Sparrow's own trainer") for how to start the server.
+
+    Args:
+        url: the server's address, such as ``http://localhost:8000``.
+        schedule: a lossy actor's schedule, or a ``Decoding``. A server with other page counts
+            switches to this schedule right away. The mode must match the server's. Every other
+            lossless setting that differs from its default must also match, because a running server
+            can't change these settings.
+        controls: whether this client sets the server's schedule and weights. If processes share a
+            server, exactly one of them should set this.
+
+    Raises EngineError if no server answers. Raises ConfigError if the server does not run Sparrow,
+    runs in another mode or with other lossless settings, or cannot be controlled.
+    """
+
+    _prompts_path = "/inference/v1/generate"
+
+    def __init__(
+        self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True
+    ) -> None:
+        super().__init__(url, controls)
+        decoding = Decoding.load(schedule)
+        mode = self._described[0]["mode"]
+        if decoding.is_lossless != self._is_lossless:
+            raise ConfigError(
+                f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and "
+                "cannot change its mode; start it with "
+                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or use mode '
+                f"{mode!r}"
+            )
+        if self._is_lossless:
+            self._check_settings(decoding)
+        if decoding.schedule != self.schedule:
+            self.set_schedule(decoding.schedule)
+
+    def _check_settings(self, decoding: Decoding) -> None:
+        """Check that the server has the same value for each lossless setting that differs from its
+        default.
+
+        Raises ConfigError if a value differs.
+        """
+        for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
+            default = getattr(Decoding.lossless(), name)
+            theirs = self._described[0].get(name, default)
+            value = decoding.to_dict().get(name, default)
+            if value not in (default, theirs):
+                raise ConfigError(
+                    f"the server at {self._url} has {name} {theirs!r}, not "
+                    f"{value!r}, and cannot change it; start the server with that "
+                    f"{name} in --additional-config, or set {name} to {theirs!r}"
+                )
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        """See ``Engine.generate``.
+
+        Raises EngineError if the server died, refused a prompt, or generated nothing for
+        ``STALL_S`` seconds.
+        """
+        self.check(prompts, sampling)
+        # The server puts the sampled token first, then cuts the list to the requested length.
+        common: dict[str, Any] = dict(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            logprobs=sampling.top_n + 1,
+            detokenize=False,
+            top_k=sampling.top_k or 0,
+            top_p=sampling.top_p,
+        )
+        bodies: list[dict[str, Any]] = [
+            {
+                "token_ids": [int(token) for token in prompt],
+                "sampling_params": {**common, "seed": seed},
+            }
+            for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
+        ]
+        with self._reached():
+            choices = finished(self._choices(bodies))
+        return [
+            _rollout(prompt, choice, sampling.top_n)
+            for prompt, choice in zip(prompts, choices, strict=True)
+        ]
 
 
 def _content(answer: httpx.Response) -> bytes:

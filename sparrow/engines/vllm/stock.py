@@ -6,7 +6,6 @@ Shapes: T response tokens, n top-n list entries.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,18 +13,16 @@ import numpy as np
 
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
-from sparrow.engines.vllm.adapter import take_adapter
-from sparrow.engines.vllm.client import WHOLE_SOFTMAX, rollout
-from sparrow.engines.vllm.engine import VLLMEngine, options_of
-from sparrow.engines.vllm.server import VLLMServer, finished
-from sparrow.engines.vllm.starting import starting, undone_if_refused
+from sparrow.engines.vllm.client import WHOLE_SOFTMAX, WITHOUT_SPARROW, rollout
+from sparrow.engines.vllm.engine import InProcessClient, check_installed, options_of
+from sparrow.engines.vllm.server import HTTPClient, finished
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config
 
 
-class StockEngine(VLLMEngine):
+class StockEngine(InProcessClient):
     """An engine that samples with vLLM in this process, without Sparrow. ``options`` are the user's
     options for ``vllm.LLM``. The options may include ``adapter``, as for ``VLLMEngine``.
 
@@ -33,32 +30,13 @@ class StockEngine(VLLMEngine):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        try:
-            from vllm import LLM
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise ConfigError(
-                f"the stock engine needs vLLM ({error}); run pip install -e '.[vllm]' in a clone "
-                "of the repository"
-            ) from error
-        self._adapter = take_adapter(options)
-        defaults: dict[str, Any] = dict(logprobs_mode="processed_logprobs", max_logprobs=-1)
+        check_installed("stock")
         # vLLM loads Sparrow's plugin here too. Unset the variables that would activate the plugin.
         plain = {
             config.MODE_ENVIRONMENT: None,
             config.ENVIRONMENT: None,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        with starting(), undone_if_refused(), config.variables(plain):
-            self.llm = LLM(model=model, **{**defaults, **options})
-        vllm_config = self.llm.llm_engine.vllm_config
-        self.context = vllm_config.model_config.max_model_len
-        self.schedule = SparsitySchedule.dense()
-        self._has_memory = not current_platform.is_cpu()
-        self._in_process = vllm_config.parallel_config.world_size == 1
-        self._asleep = False
-        self._is_lossless = False
-        self._described = []
+        super().__init__(model, options, plain, WITHOUT_SPARROW)
 
     def counters(self) -> Counters:
         """Return all zeros, since stock vLLM doesn't have Sparrow's counters."""
@@ -89,7 +67,7 @@ class StockEngine(VLLMEngine):
         return found
 
 
-class StockServer(VLLMServer):
+class StockServer(HTTPClient):
     """An engine that samples from a running vLLM server without Sparrow. Prompts are sent as token
     ids.
 
@@ -99,14 +77,7 @@ class StockServer(VLLMServer):
     _prompts_path = "/v1/completions"
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-        self._controls = False
-        served = json.loads(self._request("GET", "/v1/models"))["data"][0]
-        self._model = served["id"]
-        self.context = served["max_model_len"]
-        self.schedule = SparsitySchedule.dense()
-        self._is_lossless = False
-        self._described = []
+        super().__init__(url, controls=False, described=WITHOUT_SPARROW)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Always raises ConfigError, because stock vLLM can't follow a schedule."""
@@ -119,7 +90,7 @@ class StockServer(VLLMServer):
         self.check(prompts, sampling)
         bodies: list[dict[str, Any]] = [
             {
-                "model": self._model,
+                "model": self._served["id"],
                 "prompt": [int(token) for token in prompt],
                 "max_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
@@ -145,7 +116,7 @@ class StockServer(VLLMServer):
         """
         bodies: list[dict[str, Any]] = [
             {
-                "model": self._model,
+                "model": self._served["id"],
                 "prompt": _whole(each),
                 "max_tokens": 1,
                 "prompt_logprobs": n,
