@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from sparrow.train.config import TrainConfig
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import (
+    Normalizers,
     check_finite,
     count_normalizers,
     merge_metrics,
@@ -43,6 +45,17 @@ if TYPE_CHECKING:
     from sparrow.train.lora import PolicyLora
 
 Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """What the policy learns from in one training step."""
+
+    experience: Experience
+    assessment: Assessment
+    advantages_B: Tensor
+    trains_BT: Tensor  # bool, true on the tokens that the policy loss sums over
+    weight_BT: Tensor  # each token's weight in the policy loss, from the correction
 
 
 class Learner:
@@ -257,101 +270,39 @@ class Learner:
         Raises TrainingDiverged if a loss or gradient is not finite, or a log ratio exceeds
         ``loss.max_log_ratio``. In that case, the optimiser step is not taken.
         """
-        config = self.config
-        device = self.accelerator.device
         advantages_B, advantage_metrics = compute_advantages(
-            config.advantage,
+            self.config.advantage,
             torch.from_numpy(experience.rewards),
             torch.from_numpy(experience.groups),
         )
-        trains_BT = assessment.mask_BT.clone()
-        if config.reward.overlong == "mask":
-            trains_BT[torch.from_numpy(experience.truncated)] = False
+        trains_BT = self._trained_tokens(experience, assessment)
         correction = self._correct(assessment, trains_BT, step)
+        lesson = _Lesson(experience, assessment, advantages_B, trains_BT, correction.weight_BT)
 
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
-        steps = []
-        for rows in self._minibatches(len(experience.rollouts), step):
-            groups = self.ranks.micro_batches(
-                rows, experience.lengths, config.optimizer.token_budget
-            )
-            # Normalise each loss by the number of tokens it sums over. The KL sums over all tokens,
-            # and the policy loss only over tokens of the responses being trained on.
-            policy_normalizers, all_normalizers = (
-                count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
-                for mask_BT in (trains_BT, assessment.mask_BT)
-            )
+        steps = [
+            self._optimizer_step(lesson, rows)
+            for rows in self._minibatches(len(experience.rollouts), step)
+        ]
 
-            parts = []
-            for i, (indices, counts) in enumerate(groups):
-                # With FSDP, reduce gradients after every pass: unsharded gradients for all layers
-                # wouldn't fit in memory.
-                reduces = i == len(groups) - 1 or self.ranks.is_sharded
-                with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
-                    scores = self.scorer(
-                        experience.batch(indices, device), config.rollout.temperature
-                    )
-                    longest = int(assessment.mask_BT[indices].sum(1).max())
-                    old_BT, mask_BT, trained_BT, weight_BT = (
-                        x[indices, :longest].to(device)
-                        for x in (
-                            assessment.logp_BT,
-                            assessment.mask_BT,
-                            trains_BT,
-                            correction.weight_BT,
-                        )
-                    )
-                    logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
-                    loss, metrics = policy_loss(
-                        logp_BT,
-                        old_BT,
-                        advantages_B[indices].to(device),
-                        trained_BT,
-                        weight_BT,
-                        config.loss,
-                        policy_normalizers,
-                    )
-                    if assessment.ref_logp_BT is not None:
-                        ref_BT = assessment.ref_logp_BT[indices, :longest].to(device)
-                        kl_loss, kl_metrics = reference_loss(
-                            logp_BT, ref_BT, mask_BT, config.loss, all_normalizers
-                        )
-                        loss = loss + kl_loss
-                        metrics = merge_metrics([metrics, kl_metrics])
-                    # Data parallelism averages gradients over processes, but the normalisers
-                    # already count all processes' tokens.
-                    self.accelerator.backward(loss * (self.ranks.count * counts))
-                if counts:
-                    parts.append(metrics)
-
-            norm = self.accelerator.clip_grad_norm_(
-                self.scorer.parameters(), config.optimizer.max_grad_norm
-            )
-            parts_of_all: list[list[dict[str, float]]] = self.ranks.gather(
-                "update", partial(list, parts)
-            )
-            merged = merge_metrics(itertools.chain(*parts_of_all))
-            merged |= {"grad_norm": float(norm)}
-            check_finite(merged, config.loss.max_log_ratio)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            steps.append(merged)
-
-        loss_metrics = {}
-        for name in steps[0]:
-            over_steps = np.max if name.endswith("_max") else np.mean
-            loss_metrics[name] = float(over_steps([metrics[name] for metrics in steps]))
-        step_metrics: Metrics = {
+        metrics: Metrics = {
             "advantage": advantage_metrics,
             "correction": correction.metrics,
-            "loss": loss_metrics,
+            "loss": _over_steps(steps),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
         if self.distiller:
-            step_metrics["distill"] = self.distiller.update(
+            metrics["distill"] = self.distiller.update(
                 experience, assessment, advantages_B, trains_BT
             )
-        return step_metrics
+        return metrics
+
+    def _trained_tokens(self, experience: Experience, assessment: Assessment) -> Tensor:
+        """Return the mask of the tokens that the policy loss sums over."""
+        trains_BT = assessment.mask_BT.clone()
+        if self.config.reward.overlong == "mask":
+            trains_BT[torch.from_numpy(experience.truncated)] = False
+        return trains_BT
 
     def _correct(self, assessment: Assessment, trains_BT: Tensor, step: int) -> Correction:
         """Compute the correction for the tokens being trained on. If there are none, compute it for
@@ -377,6 +328,99 @@ class Learner:
         if count > 1:
             order = np.random.default_rng([self.config.seed, step]).permutation(size).tolist()
         return [order[i::count] for i in range(count)]
+
+    def _optimizer_step(self, lesson: _Lesson, rows: list[int]) -> dict[str, float]:
+        """Take one optimiser step on the responses ``rows``, and return its metrics."""
+        config = self.config
+        groups = self.ranks.micro_batches(
+            rows, lesson.experience.lengths, config.optimizer.token_budget
+        )
+        # Normalise each loss by the number of tokens it sums over. The KL sums over all tokens, and
+        # the policy loss only over tokens of the responses being trained on.
+        policy_normalizers, all_normalizers = (
+            count_normalizers(mask_BT[rows], config.rollout.max_new_tokens)
+            for mask_BT in (lesson.trains_BT, lesson.assessment.mask_BT)
+        )
+
+        parts = []
+        for i, (indices, counts) in enumerate(groups):
+            # With FSDP, reduce gradients after every pass: unsharded gradients for all layers
+            # wouldn't fit in memory.
+            reduces = i == len(groups) - 1 or self.ranks.is_sharded
+            with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
+                loss, metrics = self._micro_batch_loss(
+                    lesson, indices, policy_normalizers, all_normalizers
+                )
+                # Data parallelism averages gradients over processes, but the normalisers already
+                # count all processes' tokens.
+                self.accelerator.backward(loss * (self.ranks.count * counts))
+            if counts:
+                parts.append(metrics)
+
+        norm = self.accelerator.clip_grad_norm_(
+            self.scorer.parameters(), config.optimizer.max_grad_norm
+        )
+        parts_of_all: list[list[dict[str, float]]] = self.ranks.gather(
+            "update", partial(list, parts)
+        )
+        merged = merge_metrics(itertools.chain(*parts_of_all))
+        merged |= {"grad_norm": float(norm)}
+        check_finite(merged, config.loss.max_log_ratio)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return merged
+
+    def _micro_batch_loss(
+        self,
+        lesson: _Lesson,
+        rows: list[int],
+        policy_normalizers: Normalizers,
+        all_normalizers: Normalizers,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Compute the loss of the responses ``rows`` in one forward pass, and its metrics."""
+        config = self.config
+        device = self.accelerator.device
+        assessment = lesson.assessment
+        scores = self.scorer(lesson.experience.batch(rows, device), config.rollout.temperature)
+        longest = int(assessment.mask_BT[rows].sum(1).max())
+        old_BT, mask_BT, trains_BT, weight_BT = (
+            x[rows, :longest].to(device)
+            for x in (
+                assessment.logp_BT,
+                assessment.mask_BT,
+                lesson.trains_BT,
+                lesson.weight_BT,
+            )
+        )
+        logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
+        loss, metrics = policy_loss(
+            logp_BT,
+            old_BT,
+            lesson.advantages_B[rows].to(device),
+            trains_BT,
+            weight_BT,
+            config.loss,
+            policy_normalizers,
+        )
+        if assessment.ref_logp_BT is not None:
+            ref_BT = assessment.ref_logp_BT[rows, :longest].to(device)
+            kl_loss, kl_metrics = reference_loss(
+                logp_BT, ref_BT, mask_BT, config.loss, all_normalizers
+            )
+            loss = loss + kl_loss
+            metrics = merge_metrics([metrics, kl_metrics])
+        return loss, metrics
+
+
+def _over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Summarise the metrics of several optimiser steps: max for ``*_max``, mean for everything
+    else.
+    """
+    summary = {}
+    for name in steps[0]:
+        over_steps = np.max if name.endswith("_max") else np.mean
+        summary[name] = float(over_steps([metrics[name] for metrics in steps]))
+    return summary
 
 
 @contextlib.contextmanager
