@@ -40,7 +40,7 @@ from sparrow.train.evaluation import Benchmarks, Evaluator
 from sparrow.train.experience import Assessment, Experience
 from sparrow.train.learner import Learner, Metrics, checkpointing
 from sparrow.train.ranks import Ranks, mixed_precision, sharding
-from sparrow.train.resume import check_data, describe, resumed
+from sparrow.train.resume import Changes, check_data, describe, resumed
 from sparrow.train.reward import reward_metrics
 from sparrow.train.saving import Exports, export, load_checkpoint, save_checkpoint, uninterrupted
 from sparrow.train.schedules import Movers
@@ -448,19 +448,35 @@ class Trainer:
         assert checkpoint is not None, "RunDir must not resume without a checkpoint"
         self.step, folder = checkpoint
         before = RunConfig.load(self.run_dir.path)
+        changes = self._changes_since(before, given)
+        self._restore(load_checkpoint(folder, self.learner), given.schedule, changes)
+        self._logged_choices = self._choices_to_replay(changes)
+        self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
+        return self._resumed_record(before, given, changes)
+
+    def _changes_since(self, before: RunConfig, given: RunConfig) -> Changes:
+        """Compare the ``given`` settings with the record of the run so far, and log the changes.
+
+        Raises ConfigError if a fixed setting or the data has changed.
+        """
         changes = resumed(before, self.config, given.schedule, self.step)
         check_data(before, given, self.config.run_dir)
         if changes and self.ranks.is_main:
             log.warning(
                 "resuming %s after step %d with changed settings: %s",
-                folder.parent.parent,
+                self.run_dir.path,
                 self.step,
                 describe(changes),
             )
-        state = load_checkpoint(folder, self.learner)
+        return changes
+
+    def _restore(self, state: TrainerState, given: SparsitySchedule, changes: Changes) -> None:
+        """Continue from a checkpoint's ``state``, except for what the ``changes`` of settings
+        replace. ``given`` is the schedule in the new settings.
+        """
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
-        self.set_schedule(given.schedule if moved else state.schedule)
+        self.set_schedule(given if moved else state.schedule)
         # The closed loop's floors don't carry over to a different tau.
         other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
         memory = {
@@ -472,15 +488,22 @@ class Trainer:
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:
             self.dial.load(state.steering["dial"])
+
+    def _choices_to_replay(self, changes: Changes) -> dict[int, list[tuple[int, float, int, int]]]:
+        """Return the draft choices that were logged after the checkpoint, by step. There are none
+        to replay if the engine cannot repeat its samples, or ``changes`` affect the rollouts.
+        """
         samples_alike = not any(name.startswith("rollout.") for name in changes)
-        if samples_alike and isinstance(self.engine, DraftReplayer) and self.ranks.count == 1:
-            rows = self.run_dir.logged_after(self.step)
-            self._logged_choices = {
-                row["step"]: [_draft_choice(*choice) for choice in row["drafts"]["choices"]]
-                for row in rows
-                if "choices" in row.get("drafts", {})
-            }
-        self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
+        if not (samples_alike and isinstance(self.engine, DraftReplayer) and self.ranks.count == 1):
+            return {}
+        return {
+            row["step"]: [_draft_choice(*choice) for choice in row["drafts"]["choices"]]
+            for row in self.run_dir.logged_after(self.step)
+            if "choices" in row.get("drafts", {})
+        }
+
+    def _resumed_record(self, before: RunConfig, given: RunConfig, changes: Changes) -> RunConfig:
+        """Return the config to record for the resumed run, which lists the ``changes``."""
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}
         return RunConfig(settings, given.schedule, [*before.resumed, *entry], given.data)
