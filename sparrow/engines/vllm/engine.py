@@ -235,9 +235,9 @@ class VLLMEngine(InProcessClient):
 
 
 def check_installed(engine: str) -> None:
-    """Raise ConfigError if vLLM, which the engine named ``engine`` needs, is not installed."""
+    """Raise ConfigError if vLLM, which the engine named ``engine`` needs, cannot be imported."""
     try:
-        import vllm.platforms  # noqa: F401
+        from vllm import LLM, platforms  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"the {engine} engine needs vLLM ({error}); run pip install -e '.[vllm]' in a clone "
