@@ -195,7 +195,7 @@ def response_lengths(
     )
 
 
-def kv_room(shape: ModelShape, machine: Machine) -> int:
+def _kv_room(shape: ModelShape, machine: Machine) -> int:
     """Compute how many tokens fit in memory next to the weights, added up over layers as in
     ``ModelShape.cached_tokens``.
     """
@@ -208,7 +208,7 @@ def kv_capacity(shape: ModelShape, machine: Machine) -> int:
     """Compute how many tokens of KV cache fit in memory next to the weights. If some layers have a
     window, this is the length of the longest sequence that fits.
     """
-    room = kv_room(shape, machine)
+    room = _kv_room(shape, machine)
     within = room // shape.kv_layers
     if within < shape.window:
         return within
@@ -217,7 +217,7 @@ def kv_capacity(shape: ModelShape, machine: Machine) -> int:
 
 def sequences_held(shape: ModelShape, machine: Machine, length: int) -> int:
     """Compute how many sequences of ``length`` tokens fit in memory next to the weights."""
-    return kv_room(shape, machine) // int(shape.cached_tokens(length))
+    return _kv_room(shape, machine) // int(shape.cached_tokens(length))
 
 
 def simulate_rollout(
@@ -249,7 +249,7 @@ def simulate_rollout(
             f"token, got {final.tolist()[:8]}"
         )
     capacity = kv_capacity(shape, machine)
-    room = kv_room(shape, machine)
+    room = _kv_room(shape, machine)
 
     def needed(lengths: NDArray[np.int64]) -> int:
         return int(shape.cached_tokens(lengths).sum())

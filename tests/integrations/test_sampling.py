@@ -53,7 +53,8 @@ def test_probe_samples_from_the_whole_softmax_whatever_the_checkpoint_recommends
         listed = {"token_id:5": -0.1, "token_id:6": -3.0}
         scored = {"5": {"logprob": -0.1}, "6": {"logprob": -3.0}}
         logprobs = {"tokens": ["token_id:5"], "top_logprobs": [listed]}
-        return {"choices": [{"logprobs": logprobs, "prompt_logprobs": [None, scored]}]}
+        choice = {"finish_reason": "length", "logprobs": logprobs}
+        return {"choices": [{**choice, "prompt_logprobs": [None, scored]}]}
 
     monkeypatch.setattr(probe, "_request", answer)
     (response,) = probe.probe(["http://localhost:1"], [[1]], SparsitySchedule.fixed(4), 1, top_n=2)
