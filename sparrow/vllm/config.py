@@ -136,12 +136,15 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     name = _name_of(model)
+    window = getattr(cache, "sliding_window", None)
     _refuse(
         name,
         (model.use_mla, "multi-head latent attention"),
         (model.is_encoder_decoder, "cross-attention"),
         (model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
+        # vLLM sets this field only if no layer has full attention
+        (window is not None, f"a sliding window of {window} tokens in every layer"),
     )
     if (others := _others(model)) is not None:
         check_hybrid(vllm_config, decoding, others)
@@ -149,6 +152,11 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     is_lossless = decoding.is_lossless
     dtype = cache.cache_dtype
     cases = (
+        (
+            getattr(model, "is_mm_prefix_lm", False),
+            f"bidirectional attention to images, which {name} has; set language_model_only=True to "
+            "serve only its text model",
+        ),
         (
             spec is not None and not is_lossless,
             f"speculative decoding ({getattr(spec, 'method', None)}); leave speculative_config out",
@@ -221,7 +229,7 @@ STATES = Others(
     "a rejected draft cannot be removed from a state",
 )
 WINDOWS = Others(
-    "a sliding window in some layers", "draft steps use the same KV blocks in every layer"
+    "a sliding window in some layers", "draft steps only support layers with full attention"
 )
 
 
@@ -297,5 +305,5 @@ def check_layer(asked: Mapping[str, Any]) -> None:
 
 def _refuse(what: str, *kinds: tuple[bool, str]) -> None:
     remedy = "choose another model, or start vLLM without a schedule"
-    only = f", but Sparrow supports only full causal self-attention; {remedy}"
+    only = f", but Sparrow needs full causal self-attention; {remedy}"
     refuse(UnsupportedModel, kinds, f"{what} has ", only)

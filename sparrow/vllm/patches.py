@@ -79,9 +79,9 @@ def _checked_init_device(stock: Any) -> Any:
         if decoding is not None:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
-            is_hybrid = self.vllm_config.model_config.is_hybrid
+            of_model = needed_by(self.vllm_config.model_config)
             selfcheck.check_names(
-                needed(decoding.mode, current_platform.is_cpu(), is_hybrid),
+                needed(decoding.mode, current_platform.is_cpu()) + of_model,
                 decoding.is_lossless,
                 current_platform.is_cpu(),
                 has_adapters=self.vllm_config.lora_config is not None,
@@ -89,8 +89,7 @@ def _checked_init_device(stock: Any) -> Any:
             )
             if decoding.is_lossless:
                 apply(LOSSLESS)
-            if is_hybrid:
-                apply(HYBRID)
+            apply(of_model)
         stock(self, *args, **kwargs)
         if decoding is not None:
             watch(self.worker, self.vllm_config)
@@ -359,6 +358,35 @@ def _marking_prefill(stock: Any) -> Any:
     return prepare_attn
 
 
+def _leaving_other_instances_alone(stock: Any) -> Any:
+    @wraps(stock)
+    def _decorate_cls_for_torch_compile(self: Any, cls: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_current_vllm_config_or_none
+
+        init = cls.__init__
+        call = cls.__call__
+        stock(self, cls, *args, **kwargs)
+        compiled_init = cls.__init__
+        compiled_call = cls.__call__
+        if compiled_init is init:  # decorated for an earlier engine
+            return
+
+        @wraps(init)
+        def initialize(model: Any, *args: Any, **kwargs: Any) -> None:
+            is_vllms = get_current_vllm_config_or_none() is not None
+            (compiled_init if is_vllms else init)(model, *args, **kwargs)
+
+        @wraps(call)
+        def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+            is_vllms = "compilation_config" in vars(model)  # set by ``compiled_init``
+            return (compiled_call if is_vllms else call)(model, *args, **kwargs)
+
+        cls.__init__ = initialize
+        cls.__call__ = run
+
+    return _decorate_cls_for_torch_compile
+
+
 def _lists_in_arrays(stock: Any) -> Any:
     from vllm.logprobs import FlatLogprobs
 
@@ -513,6 +541,19 @@ HYBRID = (
 )
 """Patches applied in the workers of an engine with a hybrid model, before the model is loaded."""
 
+TRANSFORMERS = (
+    Patch(
+        "vllm.model_executor.models.transformers.base:Base._decorate_cls_for_torch_compile",
+        ">=0.32",
+        "Leave the trainer's own model alone. For a model that vLLM runs with transformers' class, "
+        "such as Olmo 3, vLLM adds compilation to the class itself, after which other instances in "
+        "the process fail.",
+        _leaving_other_instances_alone,
+        ("cls",),
+    ),
+)
+"""Patches applied in the workers of an engine that runs transformers' class of the model."""
+
 CPU_WEIGHTS = (
     Patch(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -539,12 +580,20 @@ LISTS = (
 """Patches applied when a trainer's engine requests top lists for every token."""
 
 
-def needed(mode: str, on_cpu: bool, is_hybrid: bool) -> tuple[Patch, ...]:
-    """List the patches an engine in this mode applies before serving requests."""
+def needed(mode: str, on_cpu: bool) -> tuple[Patch, ...]:
+    """List the patches that an engine in this mode applies before serving requests, for any
+    model.
+    """
     return (
         ALWAYS
         + ATTENTION
         + (LOSSLESS if mode == "lossless" else ())
-        + (HYBRID if is_hybrid else ())
         + (CPU_WEIGHTS if on_cpu else ())
     )
+
+
+def needed_by(model: Any) -> tuple[Patch, ...]:
+    """List the patches that only this kind of model needs. ``model`` is vLLM's ``ModelConfig``."""
+    hybrid = HYBRID if model.is_hybrid else ()
+    transformers = TRANSFORMERS if model.using_transformers_backend() else ()
+    return hybrid + transformers

@@ -98,7 +98,7 @@ def test_vllm_sampler_without_a_required_parameter_fails_the_self_check(worker, 
 
     from sparrow.vllm import patches
 
-    needed = patches.needed("lossless", on_cpu=True, is_hybrid=False)
+    needed = patches.needed("lossless", on_cpu=True)
     selfcheck.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, heat, logits_cache: None)
     with pytest.raises(

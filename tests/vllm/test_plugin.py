@@ -492,6 +492,7 @@ def vllm_config(model=None, **parts):
         use_mla=False,
         is_encoder_decoder=False,
         is_hybrid=False,
+        is_mm_prefix_lm=False,
         is_attention_free=False,
         runner_type="generate",
         get_head_size=lambda: 128,
@@ -515,6 +516,14 @@ def vllm_config(model=None, **parts):
         (dict(model=dict(use_mla=True)), "Some has multi-head latent attention"),
         (dict(model=dict(is_encoder_decoder=True)), "cross-attention"),
         (dict(model=dict(is_attention_free=True)), "layers without attention"),
+        (
+            dict(cache_config=SimpleNamespace(cache_dtype="auto", sliding_window=128)),
+            "Some has a sliding window of 128 tokens in every layer",
+        ),
+        (
+            dict(model=dict(is_mm_prefix_lm=True)),
+            "attention to images, which Some has; set language_model_only=True",
+        ),
         (dict(model=dict(runner_type="pooling")), "the runner 'pooling'"),
         (
             dict(model=dict(get_total_num_hidden_layers=lambda: 0)),

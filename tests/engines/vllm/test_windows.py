@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sparrow.attention import PageLayout, reference
 from sparrow.decoding import Decoding
+from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm.stock import StockEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
@@ -98,8 +99,6 @@ class Reference:
         AttentionInterface.register("pages_after_prompt", self._attend)
         AttentionMaskInterface.register("pages_after_prompt", sdpa_mask)
         model.set_attn_implementation("pages_after_prompt")
-        # vLLM runs Olmo 3 with transformers' own class, after adding compilation to it.
-        model.model.do_not_compile = True
 
     def _attend(self, module, query, key, value, mask, scaling=None, **kwargs):
         output, _ = sdpa_attention_forward(
@@ -216,6 +215,24 @@ def test_windowed_model_with_updated_weights_behaves_like_a_new_engine(tmp_path)
         assert tiny.logprob_gap(sparrow.generate(RAGGED, GREEDY), expected) < 1e-5
 
 
+@pytest.mark.slow
+def test_trainers_models_still_work_if_vllm_runs_their_class(tmp_path):
+    """vLLM runs Olmo 3 with transformers' class, and adds compilation to the class."""
+    build("Olmo 3", tmp_path)
+    before = build("Olmo 3", tmp_path / "new", seed=1)
+    learner = HFEngine(before, tiny.SMALL, eos_ids=[])
+    for _ in range(2):
+        with tiny.engine(tmp_path) as sparrow:
+            sparrow.update_weights(before.named_parameters())
+            rollouts = sparrow.generate(RAGGED, GREEDY)
+            after = build("Olmo 3", tmp_path / "again", seed=1)
+            for scorer in (learner, HFEngine(after, tiny.SMALL, eos_ids=[])):
+                scores = scorer.score(rollouts, tiny.SMALL, 1.0)
+                assert tiny.logprob_gap(rollouts, scores) < 3e-4
+            dense = learner.score(rollouts, tiny.UNBOUNDED, 1.0)
+            assert tiny.logprob_gap(rollouts, dense) > 0.01
+
+
 def starting(folder, decoding=tiny.SMALL, **options):
     with contextlib.ExitStack() as stack:
         stack.enter_context(tiny.engine(folder, decoding, **options))
@@ -240,7 +257,7 @@ def test_settings_that_do_not_work_with_windows_are_refused(tmp_path, decoding, 
 @pytest.mark.parametrize(
     "kinds, message",
     [
-        (["sliding_attention"] * 4, "all attention layers in this worker have a sliding window"),
+        (["sliding_attention"] * 4, "has a sliding window of 50 tokens in every layer"),
         (
             ["sliding_attention", *["full_attention"] * 3],
             "3 layers with full attention into groups of 1, .*disable_hybrid_kv_cache_manager=True",
