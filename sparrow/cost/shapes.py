@@ -123,7 +123,7 @@ class ModelShape:
     @property
     def is_hybrid(self) -> bool:
         """True if some layers don't have full attention: their attention is linear or has a window.
-        Lossless mode doesn't support such models.
+        In vLLM, lossless mode doesn't support such models.
         """
         return self.full_layers < self.layers
 
