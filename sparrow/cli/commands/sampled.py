@@ -113,8 +113,8 @@ class WithLists(FromPrompts):
         scorer = loading.load_scorer(*loaded)
         note(f"starting the engine {self.engine}")
         if parse_engine(self.engine).kind.shares_model:
-            engine: Engine = scorer
+            sampler: Engine = scorer
         else:
-            engine = loading.load_engine(self.engine, self.model, *loaded)
-        with closing(engine):
-            yield engine, scorer, prompts
+            sampler = loading.load_engine(self.engine, self.model, *loaded)
+        with closing(sampler):
+            yield sampler, scorer, prompts
