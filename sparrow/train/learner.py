@@ -49,7 +49,7 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Lesson:
-    """What the policy learns from in one training step."""
+    """The data of one training step that the policy learns from."""
 
     experience: Experience
     assessment: Assessment

@@ -245,7 +245,8 @@ def test_client_waits_for_a_slow_server_without_counters(pretender, monkeypatch,
     url, state = pretender
     monkeypatch.setattr(server, "STALL_S", 0.5)
     client = VLLMServer(url, SCHEDULE)
-    state["generate"], state["counts"] = 1.5, counts  # three times STALL_S
+    state["generate"] = 1.5  # three times STALL_S
+    state["counts"] = counts
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
