@@ -75,7 +75,7 @@ def test_a_program_that_never_gets_the_processor_times_out(monkeypatch):
     pretend(monkeypatch, 0.005, "R")
     tests = {**SLEEPS, "inputs": [[60]]}
     judgement = CodeVerifier(LIMITS).judge(SLEEPER, tests)
-    assert judgement.verdicts == ("timeout",) and judgement.wall_s >= 2
+    assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
 
 
 def wait_until(holds):
@@ -360,12 +360,12 @@ def test_a_program_that_alternates_sleep_and_work_is_stopped_at_its_limit(kind):
     }[kind]
     program = DRIP + "\nprint(f(1))" * (kind == "read")
     judgement = CodeVerifier(Limits(wall_s=1.5, program_s=4)).judge(program, tests)
-    assert judgement.verdicts == ("timeout",) and judgement.wall_s < 20, judgement
+    assert judgement.verdicts == ("timeout",) and judgement.wall_s < 10, judgement
 
 
 def test_sending_to_a_program_that_does_not_read_times_out():
-    with (
-        Child([sys.executable, "-c", "import time\ntime.sleep(600)"]) as child,
-        pytest.raises(ChildTimeoutError),
-    ):
-        child.send_within({"args": "x" * (1 << 20)}, OwnTime(1.0))
+    with Child([sys.executable, "-c", "import time\ntime.sleep(600)"]) as child:
+        began = time.monotonic()
+        with pytest.raises(ChildTimeoutError):
+            child.send_within({"args": "x" * (1 << 20)}, OwnTime(1.0))
+        assert time.monotonic() - began < 8

@@ -301,7 +301,7 @@ def test_a_hanging_comparison_is_stopped_and_the_next_one_runs(caplog, born, pro
         start = time.monotonic()
         with caplog.at_level(logging.WARNING):
             assert not verifier.equal(HANGS, "204")
-        assert time.monotonic() - start > 0.9
+        assert 0.9 < time.monotonic() - start < 5.0
         assert "9^{9^" in caplog.text and "no reply in time" in caplog.text
         assert gone(hung) and verifier.lost == 1
         assert verifier.equal(r"\frac{2}{4}", r"\frac12")
@@ -322,13 +322,12 @@ def test_a_hanging_comparison_is_stopped_and_the_next_one_runs(caplog, born, pro
         "(x+1)^{5000}",
     ],
 )
-def test_no_comparison_takes_much_more_than_its_time_limit(answer):
-    """The wall-clock limit is 5 s. The rest of the minute is for a busy machine."""
+def test_no_comparison_takes_more_than_six_seconds(answer):
     with MathVerifier(workers=1) as verifier:
         assert verifier.equal("x+x", "2x")
         start = time.monotonic()
         assert not verifier.equal(answer, "7y")
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 6
         assert verifier.equal("y+y", "2y")
 
 
@@ -478,7 +477,7 @@ def test_the_time_limit_of_a_comparison_counts_processor_time(
         monkeypatch.setattr("sparrow.rewards.math.WALL_LIMITS", 2.5)
         start = time.monotonic()
         assert not verifier.equal("y+y", "2y")
-        assert 1.25 <= time.monotonic() - start < 60 and verifier.lost == 1
+        assert 1.25 <= time.monotonic() - start < 4 and verifier.lost == 1
         assert not worker.is_running() and gone(comparing)
 
 

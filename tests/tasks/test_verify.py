@@ -82,7 +82,7 @@ def test_a_verifier_that_exits_is_reported_immediately(ends):
     began = time.monotonic()
     with pytest.raises((RewardError, GeneratorExit)) as raised:
         judged(ends, 3, time_limit=600)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 10
     if isinstance(raised.value, RewardError):
         assert "of problem '0' raised SystemExit: 3" in str(raised.value)
     with pytest.raises(RewardError, match="the extract function of problem 'p' raised SystemExit"):

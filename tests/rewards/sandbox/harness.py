@@ -142,6 +142,7 @@ class Rig:
         assert process.stdin and process.stdout
         process.stdin.write(json.dumps({"code": program, "tests": TESTS[attack.kind]}) + "\n")
         process.stdin.flush()
+        began = time.monotonic()
         faults = []
         if not select.select([process.stdout], [], [], PATIENCE_S)[0]:
             faults.append(f"no answer in {PATIENCE_S:g} s")
@@ -150,6 +151,9 @@ class Rig:
             faults.append(f"the judging process ended with status {process.wait()}")
         else:
             faults += self._faults(json.loads(line))
+        seconds = time.monotonic() - began
+        if seconds > 20:
+            faults.append(f"took {seconds:.0f} s")
         return "; ".join([*faults, *self._left()]) or None
 
     def _faults(self, reply: dict[str, Any]) -> list[str]:
