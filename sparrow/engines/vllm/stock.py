@@ -19,7 +19,7 @@ from sparrow.engines.vllm.server import HTTPClient, finished
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
 from sparrow.schedule import SparsitySchedule
-from sparrow.vllm import config
+from sparrow.vllm import config, patches
 
 
 class StockEngine(InProcessClient):
@@ -31,6 +31,8 @@ class StockEngine(InProcessClient):
 
     def __init__(self, model: str, **options: Any) -> None:
         check_installed("stock")
+        # An audit compares vLLM with the trainer's model, which may be in this process.
+        patches.apply(patches.TRANSFORMERS)
         # vLLM loads Sparrow's plugin here too. Unset the variables that would activate the plugin.
         plain = {
             config.MODE_ENVIRONMENT: None,

@@ -1,6 +1,7 @@
 """Test models with sliding-window layers in lossy mode, in a real vLLM on a CPU."""
 
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ FULL_LAYERS = {"Olmo 3": [3, 7], "Gemma 3": [5], "Cohere 2": [1, 3], "EXAONE 4":
 def build(kind, folder, seed=0):
     model_class, config = KINDS[kind]
     torch.manual_seed(seed)
-    model = model_class(config).eval()
+    model = model_class(copy.deepcopy(config)).eval()  # a reference changes its model's config
     model.save_pretrained(folder)
     return model
 
@@ -218,7 +219,9 @@ def test_windowed_model_with_updated_weights_behaves_like_a_new_engine(tmp_path)
 @pytest.mark.slow
 def test_trainers_models_still_work_if_vllm_runs_their_class(tmp_path):
     """vLLM runs Olmo 3 with transformers' class, and adds compilation to the class."""
-    build("Olmo 3", tmp_path)
+    policy = HFEngine(build("Olmo 3", tmp_path), tiny.UNBOUNDED, eos_ids=[])
+    stock = greedy_of_stock(tmp_path)
+    assert tiny.logprob_gap(stock, policy.score(stock, tiny.UNBOUNDED, 1.0)) < 3e-4
     before = build("Olmo 3", tmp_path / "new", seed=1)
     learner = HFEngine(before, tiny.SMALL, eos_ids=[])
     for _ in range(2):
