@@ -119,16 +119,17 @@ def overlap(
 
 
 class Tally:
-    """Draft acceptance in each length bin, counted on the device until ``settle`` is called.
+    """Draft acceptance in each of a schedule's length bins, counted on the device until ``settle``
+    is called.
 
     Args:
-        bin_tokens: width of the length bins, in tokens.
         max_length: maximum sequence length, in tokens.
     """
 
-    def __init__(self, bin_tokens: int, max_length: int, device: torch.device) -> None:
-        self.bin_tokens = bin_tokens
-        bins = max_length // bin_tokens + 1
+    def __init__(self, schedule: SparsitySchedule, max_length: int, device: torch.device) -> None:
+        self.bin_tokens = schedule.bin_tokens
+        self._page_size = schedule.page_size
+        bins = int(schedule.page_end(max_length)) // self.bin_tokens + 1
         self._counts = torch.zeros(bins, BUCKETS, dtype=torch.int64, device=device)
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
@@ -136,7 +137,9 @@ class Tally:
         """Count the acceptance of the drafts right after these positions, skipping NaNs."""
         is_known_T = ~value_T.isnan()
         value_T = value_T.nan_to_num(0.0)
-        bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
+        # The schedule's bins are those of the page ends, as in SparsitySchedule.page_end.
+        page_end_T = (position_T // self._page_size + 1) * self._page_size
+        bin_T = (page_end_T // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
         bucket_T = (value_T * BUCKETS).long().clamp(max=BUCKETS - 1)
         self._counts.view(-1).index_add_(0, bin_T * BUCKETS + bucket_T, is_known_T.long())
         self._sums.index_add_(0, bin_T, value_T.double())

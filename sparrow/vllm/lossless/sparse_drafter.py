@@ -28,6 +28,7 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from sparrow.decoding import Decoding
+from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import selfcheck, versions
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless.adapters import DraftAdapters
@@ -276,7 +277,7 @@ class SparseDrafter:
         ]
 
     def _meter(self, runtime: Runtime) -> Meter:
-        drafts = [self._tally(runtime.schedule.bin_tokens) for _ in runtime.budgets]
+        drafts = [self._tally(runtime.schedule) for _ in runtime.budgets]
         has_raw_logits = self._logits_argument == "logits_cache"
         return Meter(
             drafts,
@@ -298,11 +299,11 @@ class SparseDrafter:
             runtime.decoding.meter_every,
             runtime.pages.of(schedule).to(self._vllm.device),
             self._metered_logits,
-            self._tally(schedule.bin_tokens),
+            self._tally(schedule),
         )
 
-    def _tally(self, bin_tokens: int) -> Tally:
-        return Tally(bin_tokens, self._vllm.max_model_len, self._vllm.device)
+    def _tally(self, schedule: SparsitySchedule) -> Tally:
+        return Tally(schedule, self._vllm.max_model_len, self._vllm.device)
 
     def addresses(self) -> dict[str, int]:
         """See ``Drafter``."""
