@@ -175,11 +175,17 @@ class VLLMEngine(InProcessClient):
             There is also ``adapter``, the folder of a LoRA adapter to use for all requests.
 
     Raises ConfigError or UnsupportedModel if vLLM is missing, is too old or cannot decode this
-    model under a schedule. Raises EngineError if vLLM does not start, for example because there
-    isn't enough memory.
+    model under a schedule, or if ``additional_config`` contains settings of Sparrow's that belong
+    in ``schedule``. Raises EngineError if vLLM does not start, for example because there isn't
+    enough memory.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
+        check_not_in_options(
+            options,
+            "Sparrow's settings are not among this engine's options",
+            "set them with --mode, --schedule and --draft-schedule (in Python, with schedule)",
+        )
         check_installed("vLLM")
         plugin.register()
         patches.apply(patches.LISTS)
@@ -232,6 +238,18 @@ class VLLMEngine(InProcessClient):
                 "choices; start it with adapt_draft_tokens=true"
             )
         self._scheduler.replay(choices)
+
+
+def check_not_in_options(options: Mapping[str, Any], reason: str, remedy: str) -> None:
+    """Raise ConfigError with this reason and remedy if ``additional_config`` contains Sparrow's
+    settings.
+    """
+    additional = options.get("additional_config") or {}
+    if config.KEY in additional:
+        raise ConfigError(
+            f"additional_config has {config.KEY!r} set to {additional[config.KEY]!r}, but {reason}; "
+            f"{remedy}"
+        )
 
 
 def check_installed(engine: str) -> None:

@@ -14,7 +14,12 @@ import numpy as np
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import WHOLE_SOFTMAX, WITHOUT_SPARROW, rollout
-from sparrow.engines.vllm.engine import InProcessClient, check_installed, options_of
+from sparrow.engines.vllm.engine import (
+    InProcessClient,
+    check_installed,
+    check_not_in_options,
+    options_of,
+)
 from sparrow.engines.vllm.server import HTTPClient, finished
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling, TopLists
@@ -26,10 +31,16 @@ class StockEngine(InProcessClient):
     """An engine that samples with vLLM in this process, without Sparrow. ``options`` are the user's
     options for ``vllm.LLM``. The options may include ``adapter``, as for ``VLLMEngine``.
 
-    Raises ConfigError if vLLM is missing, or EngineError if it does not start.
+    Raises ConfigError if vLLM is missing or the options would make it run Sparrow, or EngineError
+    if vLLM does not start.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        check_not_in_options(
+            options,
+            "stock engines run vLLM without Sparrow",
+            "use engine vllm with --mode or --schedule",
+        )
         check_installed("stock")
         # An audit compares vLLM with the trainer's model, which may be in this process.
         patches.apply(patches.TRANSFORMERS)

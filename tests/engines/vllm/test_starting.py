@@ -6,6 +6,8 @@ import pytest
 import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from sparrow.cli import loading
+from sparrow.decoding import Decoding
 from sparrow.engines.vllm.starting import LARGER_CACHE, LESS_MEMORY, sentence, starting
 from sparrow.errors import ConfigError, EngineError
 
@@ -110,6 +112,22 @@ def test_unrelated_errors_during_startup_are_raised_unchanged():
 def test_death_of_a_worker_process_is_reported():
     with pytest.raises(EngineError, match="see its error message above"), starting():
         raise Exception("WorkerProc initialization failed due to an exception. See stack trace.")
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("stock", "stock engines run vLLM without Sparrow; use engine vllm with --mode or --sched"),
+        ("vllm", "Sparrow's settings are not .* options; set them with --mode, --schedule and"),
+    ],
+)
+def test_sparrow_settings_among_an_engines_options_are_refused(written, message):
+    spec = f'{written}:additional_config={{"sparrow":"lossless"}}'
+    densely = Decoding.lossy("dense")
+    with pytest.raises(
+        ConfigError, match=f"^additional_config has 'sparrow' set to 'lossless', but {message}"
+    ):
+        loading.load_engine(spec, "reasoner", None, None, densely, "fp32", audits=True)
 
 
 @pytest.mark.slow
