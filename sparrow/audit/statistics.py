@@ -32,7 +32,7 @@ Shapes: T tokens (all tokens of an arm, concatenated), n entries per top list, m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import erfc, inf, isfinite, log, log1p, sqrt
 from statistics import NormalDist
@@ -64,6 +64,13 @@ ROUNDING_FLOOR = 1e-4
 """The mean difference between reported and scored log-probs may be at most ``ROUNDING_RATIO`` times
 that of the dense arm, plus ``ROUNDING_FLOOR`` nats. Some extra difference is expected, because a
 pass over several tokens doesn't sum in the same order as a pass over one.
+"""
+
+LARGE: Mapping[Unit, float] = {"nats": 0.1, "correlation": 0.05, "chi-square": 0.05}
+LARGE_GAP = 0.25
+"""If a mean of the dense arm is larger than this, or a share is larger than ``resolution``, rounding
+can't be the cause, not even in bfloat16. ``LARGE_GAP`` is for reported log-probs, in nats. With
+twice this gap in the dense arm, no engine could fail, because gaps are capped at 1.
 """
 
 COMMON = 0.02
@@ -515,14 +522,34 @@ def _doubts(
             "tokens"
         )
     for f in findings:
-        if f.dense is None or f.place != "all" or f.unit != "share":
+        if f.dense is None or f.place != "all":
             continue
+        limit = LARGE_GAP if f.name == _REPORTED else LARGE.get(f.unit, resolution)
         off = abs(f.dense.value)
-        if off > resolution and off > -NormalDist().inv_cdf(strictest / 2) * f.dense.error:
-            yield (
-                f"the dense arm itself shifts {off:.2%} of the tokens ({f.name}); score with the "
-                "same weights, temperature and truncation as the engine"
-            )
+        if off > limit and off > -NormalDist().inv_cdf(strictest / 2) * f.dense.error:
+            yield _doubt(f, f.dense.value, limit)
+
+
+def _doubt(finding: Finding, value: float, limit: float) -> str:
+    """Explain that the dense arm's mean is too large for a comparison, and how to change that."""
+    if finding.name == _REPORTED:
+        return (
+            f"the dense arm's own reported log-probs are off by {value:.3f} nats on average, but "
+            f"the limit is {limit:g}; set --logprobs to the kind that the engines report, or to "
+            "none"
+        )
+    what = {
+        "share": f"shifts {abs(value):.2%} of the tokens ({finding.name})",
+        "nats": f"has a mean {finding.name} of {value:+.3f} nats, but the limit is {limit:g}",
+        "correlation": f"has a correlation of {value:+.3f} between neighbours, but the limit is "
+        f"{limit:g}",
+        "chi-square": f"is a chi-square distance of {value:.3f} from the scorer ({finding.name}), "
+        f"but the limit is {limit:g}",
+    }[finding.unit]
+    remedy = "score with the same weights, temperature and truncation as the engine"
+    if finding.unit == "correlation":
+        remedy = f"draw every token with its own random number, and {remedy}"
+    return f"the dense arm itself {what}; {remedy}"
 
 
 def _described(finding: Finding) -> str:

@@ -1,6 +1,7 @@
 """Test the audit's statistics against hand calculations and on samples from known distributions."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -178,6 +179,24 @@ def test_audit_is_inconclusive_if_the_dense_arm_fails_too():
     assert "the dense arm itself shifts" in verdict.reasons[0]
 
 
+def test_log_probs_that_are_far_off_in_both_arms_are_doubted():
+    arms = [drawn(seed) for seed in (1, 2)]
+    shifted = audit(*(replace(arm, entropy=arm.entropy - 0.3) for arm in arms))
+    assert shifted.status == "cannot tell"
+    assert re.fullmatch(
+        r"the dense arm itself has a mean log p \+ entropy of -0.[23]\d\d nats, but the limit is "
+        "0.1; score with the same weights, .*",
+        *shifted.reasons,
+    )
+    other_kind = audit(*(replace(arm, reported=arm.reported + 0.4) for arm in arms))
+    assert other_kind.status == "cannot tell"
+    assert re.fullmatch(
+        "the dense arm's own reported log-probs are off by 0.400 nats on average, but the limit is "
+        "0.25; set --logprobs .*",
+        *other_kind.reasons,
+    )
+
+
 def test_audit_of_too_few_tokens_is_inconclusive_and_states_how_many_are_needed():
     few = audit(drawn(1, 40, 5), drawn(2, 40, 5))
     assert few.status == "cannot tell" and "times as many tokens" in few.reasons[0]
@@ -205,10 +224,12 @@ def test_audit_without_any_known_rank_is_inconclusive_and_states_the_remedy():
 
 
 def test_dependence_between_uniform_tokens_is_detected():
-    """Every second token reuses the random number of the preceding token."""
     rng = np.random.default_rng(0)
-    u = rng.random((400, 20))
-    u[:, 1::2] = u[:, ::2]
+
+    def drawn_twice():
+        u = rng.random((400, 20))
+        u[:, 1::2] = u[:, ::2]  # every second token reuses the preceding token's random number
+        return tokens(u)
 
     def tokens(u):  # cells so small that each determines u to three digits
         T = u.size
@@ -219,8 +240,15 @@ def test_dependence_between_uniform_tokens_is_detected():
             sequence=np.repeat(np.arange(len(u)), u.shape[1]),
         )
 
-    verdict = audit(tokens(u), tokens(rng.random((400, 20))))
+    verdict = audit(drawn_twice(), tokens(rng.random((400, 20))))
     assert verdict.status == "biased" and all("neighbours" in r for r in verdict.reasons)
+    verdict = audit(drawn_twice(), drawn_twice())
+    assert verdict.status == "cannot tell"
+    assert re.fullmatch(
+        r"the dense arm itself has a correlation of \+0.[45]\d\d between neighbours, but the limit "
+        "is 0.05; draw every token with its own random number, .*",
+        *verdict.reasons,
+    )
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
@@ -335,6 +363,14 @@ def test_bias_unrelated_to_rank_is_detected_when_contexts_repeat():
     assert found.difference == pytest.approx(0.09, abs=0.04)  # about 0.3 squared
     first = next(f for f in audit(biased, beside).findings if "first tokens" in f.name)
     assert first.corrected > 0.01
+    beside, _ = in_few_contexts(4, 3000, anywhere)
+    verdict = audit(biased, beside)
+    assert verdict.status == "cannot tell"
+    assert re.fullmatch(
+        rf"the dense arm itself is a chi-square distance of 0.\d+ from the scorer \({name}\), but "
+        "the limit is 0.05; score with .*",
+        *verdict.reasons,
+    )
 
 
 # --- top lists ---
