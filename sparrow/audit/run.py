@@ -164,13 +164,20 @@ class ListRanker(Ranker):
             common,
         )
         lost = np.where(cells.known, 0.0, np.nan)
+        raw = found.logprobs.astype(np.float64)
+        if sampling.temperature == 1 and not sampling.truncated:
+            logprobs = raw  # ``cells.p`` counts all unlisted tokens
+        else:
+            unlikely = np.full(len(raw), -np.inf)
+            logprobs = np.log(cells.p, out=unlikely, where=cells.p > 0) + lost
         return Standing(
             before=cells.before + lost,
             p=cells.p + lost,
             entropy=cells.entropy + lost,
             common=cells.common,
             is_common=cells.is_common,
-            raw_logprobs=found.logprobs.astype(np.float64),
+            logprobs=logprobs,
+            raw_logprobs=raw,
         )
 
     def close(self) -> None:
@@ -190,7 +197,6 @@ def tokens_of(
     def joined(name: str) -> NDArray[Any]:
         return np.concatenate([getattr(each, name) for each in standings])
 
-    p = joined("p")
     reported = None
     scored = None
     if logprobs != "none":
@@ -200,16 +206,13 @@ def tokens_of(
                 f"the engine reported NaN for {int(np.isnan(reported).sum())} log-probs; "
                 "fix the engine, or audit without log-probs (--logprobs none)"
             )
-        scored = joined("raw_logprobs")
-        if logprobs == "processed":
-            unlikely = np.full(len(scored), -np.inf)
-            scored = np.log(p, out=unlikely, where=p > 0)
+        scored = joined("logprobs" if logprobs == "processed" else "raw_logprobs")
 
     known = [r.cycle_place for r in rollouts if r.cycle_place is not None]
     lengths = [len(r) for r in rollouts]
     return Tokens(
         before=joined("before"),
-        p=p,
+        p=joined("p"),
         entropy=joined("entropy"),
         sequence=np.repeat(np.arange(len(rollouts)), lengths),
         place=np.concatenate(known) if len(known) == len(rollouts) else None,

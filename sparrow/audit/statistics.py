@@ -105,7 +105,8 @@ class Tokens:
     common: Floats | None = None  # total probability of the common tokens
     is_common: Flags | None = None  # whether the sampled token is common
     reported: Floats | None = None  # [T], log-prob reported by the engine
-    scored: Floats | None = None  # [T], the same log-prob computed by the dense model
+    # [T], the same log-prob computed by the dense model; nan if unknown
+    scored: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.p)
@@ -268,7 +269,7 @@ def _tests(
     if (reported := _reported(tested, dense)) is not None:
         tests.append(reported)
     else:
-        notes.append("reported log-probs (none were reported)")
+        notes.append("reported log-probs (none were reported, or none could be scored)")
     return tests, notes
 
 
@@ -404,11 +405,15 @@ def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
     if tested.reported is None or tested.scored is None:
         return None
     ours = _mean(_gap(tested.reported, tested.scored), tested.sequence)
+    if not ours.tokens:
+        return None
     theirs = None
     allowed = ROUNDING_FLOOR
     error = ours.error
     if dense is not None and dense.reported is not None and dense.scored is not None:
         theirs = _mean(_gap(dense.reported, dense.scored), dense.sequence)
+        if not theirs.tokens:
+            return None
         allowed += ROUNDING_RATIO * theirs.value
         error = sqrt(ours.error**2 + (ROUNDING_RATIO * theirs.error) ** 2)
     freedom = max(ours.sequences - 1, 1)
@@ -418,10 +423,12 @@ def _reported(tested: Tokens, dense: Tokens | None) -> _Test | None:
 
 
 def _gap(reported: Floats, scored: Floats) -> Floats:
-    """Compute absolute differences, capped at 1 to keep single tokens from dominating the mean."""
-    with np.errstate(invalid="ignore"):
-        gap = np.abs(reported - scored)
-    return np.where(np.isnan(gap), 0.0, np.minimum(gap, 1.0))
+    """Compute absolute differences, capped at 1 to keep single tokens from dominating the mean.
+    Unknown ones are nan.
+    """
+    same = reported == scored  # both may be -inf
+    gap = np.subtract(reported, scored, out=np.zeros(len(scored)), where=~same)
+    return np.minimum(np.abs(gap), 1.0)
 
 
 def _mean(values: Floats, sequence: Ints) -> Mean:

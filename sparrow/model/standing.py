@@ -27,5 +27,6 @@ def standing(logits: Tensor, token: Tensor, shape: Shape, common: float) -> tupl
         torch.special.entr(p_NV).sum(-1),
         p_NV.masked_fill(p_NV < common, 0).sum(-1),
         p >= common,
+        p.log(),
         logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0].double(),
     )

@@ -3,6 +3,7 @@ with top lists.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -166,7 +167,8 @@ def rollout(logprobs, response=(3, 4), prompt=(1, 2), **more):
 def standing(p, raw):
     p = np.array(p, dtype=float)
     zero = np.zeros(len(p))
-    return Standing(zero, p, zero, zero, p > COMMON, np.array(raw))
+    with np.errstate(divide="ignore"):
+        return Standing(zero, p, zero, zero, p > COMMON, np.log(p), np.array(raw))
 
 
 def test_reported_log_probs_are_compared_with_scores_of_the_same_kind():
@@ -176,6 +178,38 @@ def test_reported_log_probs_are_compared_with_scores_of_the_same_kind():
     np.testing.assert_allclose(processed.scored, [np.log(0.5), -np.inf])
     assert tokens_of(rollouts, standings, "raw").scored.tolist() == [-3.0, -4.0]
     assert tokens_of(rollouts, standings, "none").reported is None
+
+
+def test_log_probs_of_tokens_outside_top_lists_are_scored(model):
+    """These tokens share a cell, whose probability is larger than each of theirs."""
+    engine = dense(model)
+    lists = ListRanker(Lists(model), 3)
+    rollouts = engine.generate(asked(60), SAMPLED)
+    others = engine.generate(asked(60), replace(SAMPLED, seed=4))
+    standings = lists.rank(rollouts, SAMPLED, COMMON)
+    found = tokens_of(rollouts, standings)
+    assert (np.exp(found.scored) < 0.9 * found.p).mean() > 0.2
+    np.testing.assert_allclose(found.scored, found.reported, atol=1e-4)
+
+    beside = tokens_of(others, lists.rank(others, SAMPLED, COMMON))
+    assert audit(found, beside, resolution=0.3).status == "exact"
+    wrong = replace(found, reported=found.reported + np.where(found.scored < -3, 0.5, 0))
+    assert "reported log-probs" in audit(wrong, beside).reasons[0]
+
+
+def test_log_probs_that_top_lists_do_not_reveal_are_left_out(model):
+    sampling = replace(SAMPLED, top_p=0.8)
+    rollouts = dense(model).generate(asked(60), sampling)
+    standings = ListRanker(Lists(model), 6).rank(rollouts, sampling, COMMON)
+    found = tokens_of(rollouts, standings)
+    unknown = np.isnan(found.p)
+    assert 0 < unknown.mean() < 1
+    assert (np.isnan(found.scored) == unknown).all()
+    np.testing.assert_allclose(found.scored[~unknown], found.reported[~unknown], atol=1e-4)
+    reported = next(f for f in audit(found, None).findings if f.name == "reported log-probs")
+    assert reported.tested.tokens == (~unknown).sum()
+    nothing = replace(found, scored=np.full(len(found), np.nan))
+    assert any("none could be scored" in note for note in audit(nothing, None).notes)
 
 
 def test_nan_log_probs_raise_an_error():
