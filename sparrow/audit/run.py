@@ -56,6 +56,7 @@ def run_audit(
     level: float = 0.01,
     resolution: float = 0.05,
     listener: Callable[[str], None] = lambda _: None,
+    prefills: bool = False,
 ) -> Audit:
     """Audit an engine. The two arms run one after the other, on the same prompts with different
     seeds.
@@ -67,18 +68,27 @@ def run_audit(
         ranker: creates the ranker.
         prompts: one prompt per response.
         listener: called with a description at the start of each pass.
+        prefills: whether the ranker prefills prompts and responses with the dense engine. Then the
+            dense arm runs first, so that a context that is too short for this is refused before
+            anything is sampled.
 
-    Raises ConfigError if sampling is greedy, or EngineError if a reported log-prob is NaN.
+    Raises ConfigError if sampling is greedy or the dense engine's context leaves no room for
+    ``prefills``, or EngineError if a reported log-prob is NaN.
     """
     check(sampling)
 
-    listener(f"sampling {len(prompts)} responses")
-    rollouts, counters = _sampled(tested, prompts, sampling)
-    theirs: list[Rollout] | None = None
-    if dense is not None:
+    def sampled_densely() -> list[Rollout] | None:
+        if dense is None:
+            return None
         listener(f"sampling {len(prompts)} responses densely")
         other = replace(sampling, seed=derived_seed(sampling.seed, 1))
-        theirs, _ = _sampled(dense, prompts, other)
+        return _sampled(dense, prompts, other, prefills)[0]
+
+    theirs = sampled_densely() if prefills else None
+    listener(f"sampling {len(prompts)} responses")
+    rollouts, counters = _sampled(tested, prompts, sampling)
+    if not prefills:
+        theirs = sampled_densely()
 
     listener("ranking all tokens with the dense model")
     beside = None
@@ -108,10 +118,31 @@ def check(sampling: Sampling) -> None:
         )
 
 
+def _check_room(prompts: Sequence[Sequence[int]], sampling: Sampling, context: int) -> None:
+    """Raise ConfigError unless each prompt and its longest response leave room for one more token,
+    because vLLM cannot prefill without sampling a token.
+    """
+    sampling.check(prompts, context)
+    longest = max(map(len, prompts))
+    if longest + sampling.max_new_tokens == context:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} fill the "
+            f"dense engine's context of {context} (in vLLM, max_model_len), but the prefill that "
+            "ranks them needs room for one more token; lower max_new_tokens by 1, or raise "
+            "max_model_len"
+        )
+
+
 def _sampled(
-    make: Callable[[], Engine], prompts: Sequence[Sequence[int]], sampling: Sampling
+    make: Callable[[], Engine],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    prefills: bool = False,
 ) -> tuple[list[Rollout], dict[str, Any]]:
     with closing(make()) as engine:
+        if prefills:
+            made: Any = engine  # stock vLLM
+            _check_room(prompts, sampling, made.context)
         return engine.generate(prompts, sampling), engine.counters().to_dict()
 
 

@@ -220,7 +220,7 @@ class ListScorer(Protocol):
 
     def top_lists(self, rollouts: Sequence[Rollout], n: int) -> list[TopLists]:
         """List the ``n`` most likely tokens at each response position. The lists come from a
-        prefill of the prompt and the response.
+        prefill of the prompt and the response, which must leave room for a token in the context.
         """
 
     def close(self) -> None:

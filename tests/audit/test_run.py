@@ -2,7 +2,7 @@
 with top lists.
 """
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -156,6 +156,43 @@ def test_greedy_sampling_is_refused_before_an_engine_starts():
 
     with pytest.raises(ConfigError, match="greedy decoding leaves no distribution"):
         run_audit(never, None, never, [[1]], Sampling(4, temperature=0.0))
+
+
+@pytest.mark.parametrize("context", [32, 33])
+def test_context_without_room_for_ranking_is_refused_before_sampling(model, context):
+    """A prefill of prompt and response, 20 and 12 tokens, also samples a token."""
+    events = []
+
+    def made(name):
+        engine = dense(model)
+        engine.context = context
+        generate = engine.generate
+
+        def seen(prompts, sampling):
+            events.append(name)
+            return generate(prompts, sampling)
+
+        engine.generate = seen
+        return engine
+
+    def audited():
+        return run_audit(
+            lambda: made("tested"),
+            lambda: made("dense"),
+            lambda: closing(ListRanker(Lists(model), 10)),
+            asked(40),
+            SAMPLED,
+            prefills=True,
+        )
+
+    if context == 33:
+        assert audited().dense_tokens == 480 and events == ["dense", "tested"]
+    else:
+        with pytest.raises(
+            ConfigError, match=r"20 tokens and max_new_tokens=12 fill .* of 32 .*; lower .* by 1"
+        ):
+            audited()
+        assert not events
 
 
 def rollout(logprobs, response=(3, 4), prompt=(1, 2), **more):

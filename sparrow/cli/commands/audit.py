@@ -121,6 +121,7 @@ class Audit(DecodingOptions, FromPrompts):
             self.level,
             self.resolution,
             note,
+            prefills=self.scorer == "prefill",
         )
         if self.out:
             report = {

@@ -124,6 +124,18 @@ def test_audit_with_a_failing_engine_exits_with_2(monkeypatch, capsys):
     assert fails(capsys, *SMALL, code=2) == "sparrow: no room"
 
 
+def test_audit_with_prefill_refuses_responses_that_fill_the_context(monkeypatch, capsys):
+    from sparrow.cli import loading
+
+    command = [*SMALL, "--engine", "stock:", "--scorer", "prefill"]
+    _, _, prompts = parse(command).load_prompts()
+    context = max(map(len, prompts)) + 12
+    engine = SimpleNamespace(context=context, close=lambda: None)
+    monkeypatch.setattr(loading, "load_engine", lambda *_, **__: engine)
+    refused = fails(capsys, *command, code=2)
+    assert f"context of {context}" in refused and "lower max_new_tokens by 1, or raise" in refused
+
+
 def test_biased_positions_are_listed_and_other_positions_are_only_counted(capsys):
     from sparrow.cli.terminal import print_audit
 
