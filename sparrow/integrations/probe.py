@@ -166,7 +166,8 @@ def probe(
     top_n: int = 20,
 ) -> list[TokenAcceptance]:
     """Sample one response per prompt, and bound every token's acceptance rate. The prompts are
-    spread over the servers.
+    spread over the servers. If a response fills the context, its last token is left out, because
+    vLLM cannot prefill without sampling one more token.
 
     Args:
         urls: addresses of vLLM servers with the same weights, such as ``http://10.0.0.1:8000``.
@@ -178,13 +179,13 @@ def probe(
     Raises ConfigError if a server does not answer, or refuses a request. Raises EngineError if a
     response is incomplete, for example because it was aborted.
     """
-    served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
+    served = {url: _request(f"{url}/v1/models")["data"][0] for url in dict.fromkeys(urls)}
 
     def measure(i: int) -> TokenAcceptance:
         url = urls[i % len(urls)]
         prompt = [int(token) for token in prompts[i]]
         common = {
-            "model": served[url],
+            "model": served[url]["id"],
             "temperature": 1.0,
             "return_tokens_as_token_ids": True,
             **WHOLE_SOFTMAX,
@@ -196,8 +197,9 @@ def probe(
         )
         logprobs = sampled["logprobs"]
         check_end(len(logprobs["tokens"]), sampled["finish_reason"])
-        response = [_token(text) for text in logprobs["tokens"]]
-        actor = [_of_sample(position) for position in logprobs["top_logprobs"]]
+        room = served[url]["max_model_len"] - len(prompt) - 1
+        response = [_token(text) for text in logprobs["tokens"][:room]]
+        actor = [_of_sample(position) for position in logprobs["top_logprobs"][:room]]
 
         # Prefill is dense, so prompt log-probs are the policy's.
         scored = _choice(

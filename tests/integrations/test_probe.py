@@ -80,14 +80,15 @@ def test_acceptance_tail_of_a_lossless_server_is_logged_as_the_ceiling(url):
     assert watched.counted() == {}
 
 
-def answers(sampled_end, scored_end, tokens):
+def answers(sampled_end, scored_end, tokens, context=100):
     """Return a stand-in for ``_request``. The server samples ``tokens``; both list them with
     probability 1/2.
     """
 
     def request(url, body=None):
         if body is None:
-            return {"data": [{"id": "served"}]}
+            return {"data": [{"id": "served", "max_model_len": context}]}
+        assert len(body["prompt"]) + body["max_tokens"] <= context
         if "prompt_logprobs" in body:
             scored = [{str(token): {"logprob": math.log(0.5)}} for token in body["prompt"]]
             return {"choices": [{"finish_reason": scored_end, "prompt_logprobs": scored}]}
@@ -119,3 +120,10 @@ def test_empty_response_has_no_acceptances(monkeypatch):
     assert len(probed().lower) == 2
     monkeypatch.setattr(probe, "_request", answers("stop", "length", []))
     assert len(probed().lower) == 0
+
+
+def test_only_the_last_token_of_a_response_that_fills_the_context_is_left_out(monkeypatch):
+    filling = list(range(3, 11))  # after a prompt of two tokens
+    for context, measured in ((11, 8), (10, 7)):
+        monkeypatch.setattr(probe, "_request", answers("length", "length", filling, context))
+        assert len(probed().lower) == measured

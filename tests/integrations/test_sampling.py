@@ -48,7 +48,7 @@ def test_probe_samples_from_the_whole_softmax_whatever_the_checkpoint_recommends
 
     def answer(url, body=None):
         if body is None:
-            return {"data": [{"id": "served"}]}
+            return {"data": [{"id": "served", "max_model_len": 3}]}
         sent.append(body)
         listed = {"token_id:5": -0.1, "token_id:6": -3.0}
         scored = {"5": {"logprob": -0.1}, "6": {"logprob": -3.0}}
