@@ -4,7 +4,6 @@ and detect a dead process.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sparrow.train.ranks import Ranks, divide
+from tests.ports import free_port
 from tests.train.ranks_worker import DISTILLED, PLAIN, trainer
 from tests.train.test_trainer import metrics_of
 
@@ -60,14 +60,11 @@ def environments(count: int) -> list[dict[str, str]]:
     """Return the environment variables that a launcher would set for each of ``count``
     processes.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     world = dict(
         WORLD_SIZE=str(count),
         LOCAL_WORLD_SIZE=str(count),
         MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(free_port()),
     )
     own = [dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
     return [

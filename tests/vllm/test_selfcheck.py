@@ -200,6 +200,7 @@ def test_renamed_vllm_parameter_raises_an_error_before_memory_is_allocated(
     name, folder, monkeypatch
 ):
     from vllm.v1.attention.backends import utils
+    from vllm.v1.worker import cpu_worker  # noqa: F401  before the name is replaced
 
     if name == "gone":
         monkeypatch.delattr(utils, "split_decodes_and_prefills")

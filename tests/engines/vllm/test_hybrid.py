@@ -1,5 +1,7 @@
 """Test hybrid models in lossy mode, in a real vLLM on a CPU."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -81,7 +83,7 @@ def build(layer_types=hybrid.ALTERNATING):
 def build_other(kind, folder, seed=0):
     model_class, config, _ = OTHERS[kind]
     torch.manual_seed(seed)
-    model = model_class(config)
+    model = model_class(copy.deepcopy(config))
     model.save_pretrained(folder)
     return model
 

@@ -27,6 +27,7 @@ from sparrow.engines.vllm import VLLMServer
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Sampling
 from tests.conftest import VOCAB
+from tests.ports import free_port
 from tests.vllm.tiny_vllm import (
     OPTIONS,
     SMALL,
@@ -49,9 +50,7 @@ def serving(folder, sparrow, path, *more, patience=600):
     """Start a server for the model in ``folder`` with ``PYTHONPATH`` set to ``path``, and yield its
     address and process.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in OPTIONS.items()

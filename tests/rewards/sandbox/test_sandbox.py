@@ -200,11 +200,11 @@ def test_a_hostile_program_is_stopped_and_the_next_one_runs(name, mode, marked):
     assert verifier.judge(GOOD, DOUBLE).passed
 
 
-def test_a_program_sees_only_its_private_environment(bwrap):
+def test_a_program_sees_only_its_private_environment(bwrap, monkeypatch):
     """A program sees its own environment and an empty, writable, private folder, but no other
     processes and no network.
     """
-    os.environ["SECRET"] = SECRET
+    monkeypatch.setenv("SECRET", SECRET)
     program = """
         import os, socket
         print(sorted(os.environ))
