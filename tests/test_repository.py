@@ -57,7 +57,6 @@ ELSEWHERE = {
     "vllm/lossless/draft_budget.py": "vllm/lossless/test_chooser.py",
     "vllm/lossless/draft_length.py": "vllm/lossless/test_chooser.py",
     "vllm/lossless/measured.py": "vllm/lossless/test_chooser.py",
-    "vllm/lossless/meter.py": "vllm/test_lossless_parts.py",
     "vllm/lossless/setup.py": "vllm/test_lossless_parts.py",
 }
 """Modules and folders in ``sparrow/`` that have no test at the matching path, and the file in
