@@ -69,12 +69,14 @@ class SparseGRPOTrainer(Trainer):
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
         schedule: the actor's schedule, ``"lossless"``, or a mapping of settings, in any form that
             ``Decoding.load`` accepts. Defaults to the schedule that vLLM was started with.
-        measure_every: number of optimizer steps between measurements, starting with the first step.
+        measure_every: least number of optimizer steps between measurements. The first rollout is
+            measured, and then the first one after this many steps.
         sequences: number of responses to measure per process, spread evenly over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError if TRL generates without vLLM, if vLLM decodes densely or in another mode, or
-    if vLLM does not sample from the whole softmax (see ``integrations.sampling``).
+    Raises ConfigError if ``measure_every`` is less than 1, if TRL generates without vLLM, if vLLM
+    decodes densely or in another mode, or if vLLM does not sample from the whole softmax (see
+    ``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -88,6 +90,11 @@ class SparseGRPOTrainer(Trainer):
         top_n: int = 20,
         **kwargs: Any,
     ) -> None:
+        if measure_every < 1:
+            raise ConfigError(
+                f"measure_every is {measure_every}, expected at least 1; to measure less often, "
+                "pass a larger number of optimizer steps"
+            )
         for given in (*args, *kwargs.values()):
             if isinstance(given, GRPOConfig):
                 _check_sampling(given)
@@ -98,6 +105,7 @@ class SparseGRPOTrainer(Trainer):
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
 
         self.measure_every = measure_every
+        self._measured_at = -inf  # optimizer step of the last measurement
         stock: Any = self.vllm_generation
         self.vllm_generation: Any = Recording(
             stock, top_n, sequences, self._is_measured, self._densely
@@ -198,7 +206,19 @@ class SparseGRPOTrainer(Trainer):
             self._counted()
 
     def _is_measured(self) -> bool:
-        return self.model.training and self.state.global_step % self.measure_every == 0
+        """Return whether to measure the next responses. If a step has several rollouts, all or none
+        of them are measured.
+
+        TRL does not generate in every step, and after a resume it generates in different steps, so
+        the steps since the last measurement are counted.
+        """
+        if not self.model.training:
+            return False
+        step = self.state.global_step
+        # the step count is lower than before if ``train`` was called again
+        if not 0 < step - self._measured_at < self.measure_every:
+            self._measured_at = step
+        return step == self._measured_at
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method on the vLLM workers. In colocate mode, this calls the workers of this

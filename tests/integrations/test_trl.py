@@ -169,6 +169,55 @@ def test_policy_log_probs_match_those_of_a_dense_engine(monkeypatch):
         np.testing.assert_allclose(found, scores.top_logprobs, atol=5e-5)
 
 
+# --- when to measure ---
+
+
+def measured_steps(steps, every=10):
+    """Return the steps whose rollouts are measured if TRL generates in ``steps``."""
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True), measure_every=every, _measured_at=float("-inf")
+    )
+    measured = []
+    for step in steps:
+        trainer.state = SimpleNamespace(global_step=step)
+        if adapter.SparseGRPOTrainer._is_measured(trainer):
+            measured.append(step)
+    return measured
+
+
+@pytest.mark.parametrize(
+    "generated, measured",
+    [
+        (range(31), [0, 10, 20, 30]),
+        (range(0, 40, 3), [0, 12, 24, 36]),
+        (range(25, 60, 2), [25, 35, 45, 55]),  # resumed
+        ([0, 0, 4, 4, 8, 8, 12, 12, 16], [0, 0, 12, 12]),  # several rollouts per step
+        ([*range(15), *range(12)], [0, 10, 0, 10]),  # trained twice
+    ],
+)
+def test_measurements_are_due_whichever_steps_generate(generated, measured):
+    assert measured_steps(generated) == measured
+
+
+def test_evaluations_are_neither_measured_nor_counted_as_measurements():
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        state=SimpleNamespace(global_step=0),
+        measure_every=10,
+        _measured_at=float("-inf"),
+    )
+    assert not adapter.SparseGRPOTrainer._is_measured(trainer)
+    trainer.model.training = True
+    assert adapter.SparseGRPOTrainer._is_measured(trainer)
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_measuring_more_than_once_per_step_is_refused_before_loading(monkeypatch, every):
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", lambda *a, **k: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=f"measure_every is {every}, expected at least 1"):
+        adapter.SparseGRPOTrainer("model", print, measure_every=every)
+
+
 # --- what is logged ---
 
 
