@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sparrow.decoding import Decoding
 from sparrow.engines.base import total
-from sparrow.engines.vllm.client import tally
+from sparrow.engines.vllm.client import check_settings, tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
@@ -75,8 +75,8 @@ class SparseGRPOTrainer(Trainer):
         top_n: length of the actor's lists.
 
     Raises ConfigError if ``measure_every`` is less than 1, if TRL generates without vLLM, if vLLM
-    decodes densely or in another mode, or if vLLM does not sample from the whole softmax (see
-    ``integrations.sampling``).
+    decodes densely, in another mode or with other lossless settings, or if vLLM does not sample
+    from the whole softmax (see ``integrations.sampling``).
     """
 
     report: MismatchReport | None = None
@@ -124,6 +124,8 @@ class SparseGRPOTrainer(Trainer):
                 "change its mode; start it with "
                 f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or leave schedule out'
             )
+        if decoding is not None and self._is_lossless and self.vllm_mode == "server":
+            check_settings(decoding, self._described[0], "TRL's vLLM server")
         if decoding is not None and decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
         self._counted()  # to drop the counts from vLLM's own warm-up

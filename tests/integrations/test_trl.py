@@ -270,6 +270,23 @@ def test_server_in_a_different_mode_raises_an_error(monkeypatch, runs, wanted):
         adapter.SparseGRPOTrainer(schedule=wanted)
 
 
+def test_server_with_other_lossless_settings_raises_an_error(monkeypatch):
+    def init(self, *args, **kwargs):
+        self.use_vllm, self.vllm_generation, self.vllm_mode = True, None, "server"
+
+    theirs = Decoding.lossless(draft_tokens=2)
+    described = [{"mode": "lossless", "draft_tokens": 2, "schedule": theirs.schedule.to_dict()}]
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_counted", lambda self: {})
+    with pytest.raises(
+        ConfigError, match="TRL's vLLM server has draft_tokens 2, not 8, and cannot change it"
+    ):
+        adapter.SparseGRPOTrainer(schedule={"mode": "lossless", "draft_tokens": 8})
+    adapter.SparseGRPOTrainer(schedule="lossless")
+    adapter.SparseGRPOTrainer(schedule={"mode": "lossless", "draft_tokens": 2})
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_environment_sets_the_mode_only_while_vllm_starts(monkeypatch, fails):
     monkeypatch.delenv("SPARROW_MODE", raising=False)

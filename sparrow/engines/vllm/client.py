@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from sparrow.decoding import LOSSLESS_SETTINGS, Decoding
 from sparrow.engines.base import Counters
 from sparrow.errors import ConfigError, EngineError, SparrowError
 from sparrow.mismatch.drafts import DraftAcceptance
@@ -136,6 +137,28 @@ class Client(ABC):
                 counters.preemptions,
             )
         return counters
+
+
+def check_settings(decoding: Decoding, described: Mapping[str, Any], server: str) -> None:
+    """Check that a running server has the same value for each lossless setting that differs from
+    its default, because a running server can't change these settings.
+
+    Args:
+        decoding: the settings that are asked for, in lossless mode.
+        described: a worker's ``sparrow_describe`` result, in lossless mode.
+        server: the server, for error messages.
+
+    Raises ConfigError if a value differs.
+    """
+    for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
+        default = getattr(Decoding.lossless(), name)
+        theirs = described.get(name, default)
+        value = decoding.to_dict().get(name, default)
+        if value not in (default, theirs):
+            raise ConfigError(
+                f"{server} has {name} {theirs!r}, not {value!r}, and cannot change it; start the "
+                f"server with that {name} in --additional-config, or set {name} to {theirs!r}"
+            )
 
 
 def tally(

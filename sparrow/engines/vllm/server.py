@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.decoding import LOSSLESS_SETTINGS, Decoding
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
-from sparrow.engines.vllm.client import Client, rollout
+from sparrow.engines.vllm.client import Client, check_settings, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -232,26 +232,9 @@ class VLLMServer(HTTPClient):
                 f"{mode!r}"
             )
         if self._is_lossless:
-            self._check_settings(decoding)
+            check_settings(decoding, self._described[0], f"the server at {self._url}")
         if decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
-
-    def _check_settings(self, decoding: Decoding) -> None:
-        """Check that the server has the same value for each lossless setting that differs from its
-        default.
-
-        Raises ConfigError if a value differs.
-        """
-        for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
-            default = getattr(Decoding.lossless(), name)
-            theirs = self._described[0].get(name, default)
-            value = decoding.to_dict().get(name, default)
-            if value not in (default, theirs):
-                raise ConfigError(
-                    f"the server at {self._url} has {name} {theirs!r}, not "
-                    f"{value!r}, and cannot change it; start the server with that "
-                    f"{name} in --additional-config, or set {name} to {theirs!r}"
-                )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
