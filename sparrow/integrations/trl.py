@@ -180,10 +180,14 @@ class SparseGRPOTrainer(Trainer):
 
     def _counted(self) -> dict[str, float]:
         """Return the metrics of vLLM's workers since the last call. In colocate mode, they are
-        summed over the workers of all processes. In server mode, they are summed over the server's
-        workers.
+        summed over all engines. In server mode, they are summed over the server's workers.
         """
-        return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
+        counts = [tally(self._described, self._rpc)]
+        if self.vllm_mode == "colocate":
+            # Processes that share an engine all count the same tokens. The server's counts are
+            # the same on every process already.
+            counts = gather_object(counts)[:: self.vllm_generation.tensor_parallel_size]
+        return counter_metrics(total(counts))
 
     @property
     def _reads_all(self) -> bool:

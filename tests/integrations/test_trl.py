@@ -240,6 +240,23 @@ def test_worker_counters_are_logged_as_ratios():
     }
 
 
+@pytest.mark.parametrize(
+    "mode, per_engine, drafted", [("server", 1, 8), ("colocate", 1, 32), ("colocate", 2, 16)]
+)
+def test_drafts_are_counted_once_per_engine(monkeypatch, mode, per_engine, drafted):
+    """Each of the four processes counts the same tokens."""
+    counts = Counters(1, 4, drafted=8, accepted=6, cycles=2)
+    monkeypatch.setattr(adapter, "tally", lambda described, rpc: counts)
+    monkeypatch.setattr(adapter, "gather_object", lambda objects: objects * 4)
+    trainer = SimpleNamespace(
+        vllm_mode=mode,
+        vllm_generation=SimpleNamespace(tensor_parallel_size=per_engine),
+        _described=None,
+        _rpc=None,
+    )
+    assert adapter.SparseGRPOTrainer._counted(trainer)["sparrow/drafts/drafted"] == drafted
+
+
 def test_server_without_sparrow_raises_an_error():
     refusal = SimpleNamespace(status_code=500, text="no attribute sparrow_describe")
     client = SimpleNamespace(
