@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sparrow.decoding import Decoding
 from sparrow.engines.base import total
 from sparrow.engines.vllm.client import check_settings, tally
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, EngineError, SparrowError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
 from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics
@@ -230,24 +230,44 @@ class SparseGRPOTrainer(Trainer):
         """Call a method on the vLLM workers. In colocate mode, this calls the workers of this
         process. In server mode, this calls the server's workers, and returns their results on every
         process.
+
+        In server mode, raises EngineError or ConfigError on every process; see ``_ask``.
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
-        results = []
+        answers: list[Any] = []
         if self.accelerator.is_main_process:
-            client = self.vllm_generation.vllm_client
-            url = client.base_url
-            answer = client.session.post(
-                f"{url}/collective_rpc", json={"method": method, "args": args}
-            )
-            if answer.status_code != 200:
-                raise ConfigError(
-                    f"the vLLM server at {url} refused {method} ({answer.status_code} "
-                    f"{answer.text[:300]}); start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow "
-                    "schedule that allows this"
-                )
-            results = answer.json()["results"]
-        return gather_object(results)
+            try:
+                answers = [_ask(self.vllm_generation.vllm_client, method, args)]
+            except SparrowError as error:
+                answers = [error]  # to be raised on every process, since the others wait
+        [answer] = gather_object(answers)
+        if isinstance(answer, SparrowError):
+            raise answer
+        return answer
+
+
+def _ask(client: Any, method: str, args: Sequence[Any]) -> list[Any]:
+    """Call a method on the workers of a server, through TRL's client.
+
+    Raises EngineError if the server doesn't answer. Raises ConfigError if it refuses the call.
+    """
+    url = client.base_url
+    try:
+        answer = client.session.post(
+            f"{url}/collective_rpc", json={"method": method, "args": args}
+        )
+    except OSError as error:  # the base class of the errors that requests raises
+        raise EngineError(
+            f"no vLLM server answers at {url} ({error}); start one, and resume training"
+        ) from error
+    if answer.status_code != 200:
+        raise ConfigError(
+            f"the vLLM server at {url} refused {method} ({answer.status_code} "
+            f"{answer.text[:300]}); start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow "
+            "schedule that allows this"
+        )
+    return answer.json()["results"]
 
 
 def _check_sampling(config: GRPOConfig) -> None:

@@ -5,6 +5,7 @@ and a real run on a CPU.
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ import torch
 from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, EngineError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Sampling
@@ -271,6 +272,38 @@ def test_server_without_sparrow_raises_an_error():
         ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"
     ):
         adapter.SparseGRPOTrainer._rpc(trainer, "sparrow_describe")
+
+
+def unreachable(*args, **kwargs):
+    raise ConnectionError("connection refused")
+
+
+@pytest.mark.parametrize(
+    "post, error, match",
+    [
+        (lambda *a, **k: SimpleNamespace(status_code=500, text="no"), ConfigError, "refused drop"),
+        (unreachable, EngineError, r"no vLLM server answers at http://h:1 \(connection refused\)"),
+    ],
+)
+def test_refusal_of_a_server_is_raised_on_every_process(monkeypatch, post, error, match):
+    """The main process, which asks the server, sends its error to the others."""
+    sent = []
+
+    def gather(objects):
+        sent.extend(pickle.loads(pickle.dumps(objects)))
+        return list(sent)
+
+    monkeypatch.setattr(adapter, "gather_object", gather)
+    client = SimpleNamespace(base_url="http://h:1", session=SimpleNamespace(post=post))
+    for is_main in (True, False):
+        trainer = SimpleNamespace(
+            vllm_mode="server",
+            accelerator=SimpleNamespace(is_main_process=is_main),
+            vllm_generation=SimpleNamespace(vllm_client=client if is_main else None),
+        )
+        with pytest.raises(error, match=match):
+            adapter.SparseGRPOTrainer._rpc(trainer, "drop")
+    assert len(sent) == 1
 
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
