@@ -59,6 +59,7 @@ class SparseGRPOTrainer(Trainer):
 
     The mismatch is measured every ``measure_every`` optimizer steps: vLLM returns top-n lists, and
     some of the responses (at least one per process) are scored in an extra dense forward pass.
+    With tools, a response is measured up to its first tool call (see ``Recording.generate``).
     Together, the lists and the scores bound every token's acceptance rate. The results are pooled
     over all processes and logged under ``sparrow/`` (see ``sparrow.integrations.metrics`` for the
     names). Every log also has the share of cached tokens read and, in lossless mode, draft metrics.
@@ -254,9 +255,7 @@ def _ask(client: Any, method: str, args: Sequence[Any]) -> list[Any]:
     """
     url = client.base_url
     try:
-        answer = client.session.post(
-            f"{url}/collective_rpc", json={"method": method, "args": args}
-        )
+        answer = client.session.post(f"{url}/collective_rpc", json={"method": method, "args": args})
     except OSError as error:  # the base class of the errors that requests raises
         raise EngineError(
             f"no vLLM server answers at {url} ({error}); start one, and resume training"
@@ -329,11 +328,16 @@ class Recording:
     def generate(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``. Raises ConfigError if there are images, since a
-        measurement's forward pass wouldn't see them.
+        """See ``VLLMGeneration.generate``. Records only the first call of a rollout. Later calls
+        continue some of the responses after tool calls. Their number differs between processes,
+        which must all run the same number of forward passes if the weights are sharded.
+
+        Raises ConfigError if there are images, since a measurement's forward pass wouldn't see
+        them.
         """
         generation = self._generation
-        if not self._wanted():
+        # ``compute_loss`` drops the records before the next rollout.
+        if self.recorded or not self._wanted():
             return generation.generate(prompts, images, num_generations, profiler)
         if images is not None:
             raise ConfigError(

@@ -118,6 +118,7 @@ def test_prompts_of_the_first_batch_are_also_sampled_densely():
     assert generation.generate([[1], [2, 2], [3]], None, 1)[1] == [[5, 6], [9, 6], [5, 7]]
     assert told == ["dense", "generate", "sparse", "generate"]
     assert [len(generation.dense), len(generation.recorded)] == [2, 2]
+    generation.recorded = []
     generation.generate([[1], [2, 2], [3]], None, 1)
     assert told[4:] == ["dense", "sparse", "generate"] and len(generation.dense) == 2
 
@@ -141,6 +142,22 @@ def test_trl_receives_log_probs_of_sampled_tokens_and_the_adapter_keeps_top_list
     generation.generate(prompts, None, 1)
     assert generation.recorded[1].top_ids.tolist() == [[7, 5], [6, 8]]
     assert generation.recorded[1].logprobs.tolist() == pytest.approx([-7.0, -0.4])
+
+
+def test_only_the_first_generation_of_a_rollout_is_recorded():
+    """Processes differ in how often they generate after tool calls, but must all run the same
+    number of forward passes.
+    """
+    inner = Generation()
+    generation = adapter.Recording(inner, 2, 2, lambda: True, sparse_only)
+    generation.generate([[1], [2, 2], [3]], None, 3)
+    assert inner.asked == 2 and len(generation.recorded) == 2
+    continued = generation.generate([[1, 5, 6, 4]], [["an image from a tool"]], 1)
+    assert inner.asked == 0 and continued[2] == [[[-1.0], [-1.0]]] * 3
+    assert [rollout.prompt_ids for rollout in generation.recorded] == [[1], [3]]
+    generation.recorded = []  # as compute_loss does
+    generation.generate([[1], [2, 2], [3]], None, 3)
+    assert inner.asked == 2 and len(generation.recorded) == 2
 
 
 def test_no_top_lists_are_requested_between_measurements():
