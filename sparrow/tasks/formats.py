@@ -17,7 +17,7 @@ import pickle
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +93,23 @@ class Format:
 
 def text_of(row: Row, *names: str) -> str:
     """Return the text of the first non-empty field among ``names``, ignoring case in field names.
+    A list with a single text counts as this text, as in OlympiadBench's answers.
 
-    Raises KeyError if all of the fields are missing or empty.
+    Raises KeyError if all of the fields are missing or empty. Raises ValueError if the field is
+    another container, such as a list of messages.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
         value = fields.get(name)
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+            value = value[0]
+        if isinstance(value, Collection) and not isinstance(value, str):
+            if not len(value):
+                continue
+            raise ValueError(
+                f"its {name} is a {type(value).__name__}, expected text; replace messages with "
+                "the text of the question, and several answers with one"
+            )
         if value is not None and str(value).strip():
             return str(value).strip()
     raise KeyError(" or ".join(names))
@@ -113,7 +124,7 @@ def question_answer(row: Row) -> Question:
     question = text_of(row, "question", "problem", "prompt")
     try:
         solution = text_of(row, "solution")
-    except KeyError:
+    except (KeyError, ValueError):  # missing, or several solutions
         solution = None
     try:
         return Question(question, text_of(row, "answer", "final_answer"), solution)

@@ -108,6 +108,12 @@ def test_numeric_answers_are_converted_to_text():
     assert next(iter(task([{"problem": "2+2?", "answer": 4}]))).verify("4") == 1.0
 
 
+def test_a_list_with_a_single_text_is_read_as_this_text():
+    rows = [{"question": "2+2?", "final_answer": ["4"], "solution": ["Count.", "Or add."]}]
+    (problem,) = task(rows)
+    assert problem.answer == "4" and problem.verify("4") == 1.0 and problem.solution is None
+
+
 @given(st.integers(0, 50), st.integers(0, 2**32))
 def test_each_epoch_visits_every_problem_once_in_a_reproducible_order(epoch, seed):
     stream = [task().problem(10 * epoch + i, seed) for i in range(10)]
@@ -203,9 +209,16 @@ def test_local_files_of_every_format_are_read(tmp_path):
             "row 2 of .* has no question or problem or prompt; its fields are text, answer",
         ),
         ({}, "its fields are none"),
+        (
+            {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+            "row 2 of .* cannot be used: its prompt is a list, expected text; replace messages",
+        ),
+        ({"question": "2+2?", "answer": ["4", "5"]}, "row 2 of .*: its answer is a list, expected"),
+        ({"question": "2+2?", "answer": {"value": 4}}, "row 2 of .*: its answer is a dict"),
+        ({"question": "2+2?", "answer": []}, "row 2 of .* has no answer or final_answer"),
     ],
 )
-def test_error_for_an_incomplete_row_names_the_row(tmp_path, row, message):
+def test_error_for_an_unusable_row_names_the_row(tmp_path, row, message):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
     with pytest.raises(ConfigError, match=message):
         load_dataset_task("qa", VERIFIERS, path=path)
