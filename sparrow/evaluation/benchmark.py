@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from sparrow import files
 from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, PromptError
 from sparrow.evaluation.scores import Score, majority_at_k, mean_at_k, pass_at_k
@@ -121,7 +122,8 @@ def run_benchmark(
     file, a sample is identified by the problem's index and id, the prompt's token ids, and the
     sample's number. The sample's seed is derived from the index and the number. A call with fewer
     problems or responses therefore reuses part of the file, and a call with more adds to the file.
-    An interrupted evaluation picks up where it left off.
+    An interrupted evaluation picks up where it left off. Every call judges the stored responses
+    again, because the answers or the verifier may have changed, and updates the file.
 
     Args:
         engine: samples the responses.
@@ -158,6 +160,10 @@ def run_benchmark(
         return all((*name, n) in samples for n in range(k))
 
     missing = [i for i, name in enumerate(names) if not is_complete(name)]
+    stored = [(i, n) for i, name in enumerate(names) if is_complete(name) for n in range(k)]
+    again = [samples[(*names[i], n)] for i, n in stored]
+    if _judge_again([problems[i] for i, _ in stored], again):
+        files.write_text(path, _lines(samples.values()))
 
     for begin in range(0, len(missing), CHUNK):
         asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
@@ -183,7 +189,7 @@ def run_benchmark(
                 }
             )
         with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in new))
+            file.write(_lines(new))
             file.flush()
             os.fsync(file.fileno())
         samples |= {_name_of(row): row for row in new}
@@ -204,6 +210,23 @@ def run_benchmark(
         tokens / len(rows),
         tokens / seconds,
     )
+
+
+def _judge_again(problems: Sequence[Problem], rows: Sequence[dict[str, Any]]) -> bool:
+    """Judge stored responses, each to its problem, and update their rows. Return whether any row
+    changed.
+    """
+    texts = [row["response"] for row in rows]
+    changed = False
+    for row, text, reward in zip(rows, texts, verify_all(problems, texts), strict=True):
+        verdict = {"reward": reward, "answer": extract_answer(text, last_number=True)}
+        changed |= not verdict.items() <= row.items()
+        row.update(verdict)
+    return changed
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _by_problem(values: list[Any], k: int) -> list[list[Any]]:

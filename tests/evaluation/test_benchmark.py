@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from sparrow.cli import main
+from sparrow.engines.hf import HFEngine
 from sparrow.evaluation import benchmark
-from sparrow.tasks import build_tokenizer
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks import Problem, build_tokenizer
 from tests.conftest import fails, tiny_model
 
 
@@ -40,8 +43,6 @@ def test_interrupted_and_resumed_evaluation_gives_the_same_table(tmp_path, capsy
         if len(calls) == 2:
             raise KeyboardInterrupt
         return generate(*args, **kwargs)
-
-    from sparrow.engines.hf import HFEngine
 
     calls: list[int] = []
     generate = HFEngine.generate
@@ -73,8 +74,6 @@ def test_interrupted_and_resumed_evaluation_gives_the_same_table(tmp_path, capsy
 @pytest.fixture
 def engine_calls(monkeypatch) -> list[int]:
     """Record the number of prompts sampled in each call."""
-    from sparrow.engines.hf import HFEngine
-
     calls: list[int] = []
     generate = HFEngine.generate
 
@@ -202,6 +201,34 @@ def test_changed_benchmark_rows_are_sampled_again(tmp_path, engine_calls, capsys
     main([*arguments, "--out", str(tmp_path / "out")])
     assert engine_calls == [6, 4]
     capsys.readouterr()
+
+
+def test_stored_responses_are_judged_again_without_sampling(tmp_path, engine_calls):
+    """A corrected answer or verifier counts for stored responses, and reaches the file."""
+    tokenizer = build_tokenizer()
+    engine = HFEngine(
+        tiny_model(vocab_size=len(tokenizer)), SparsitySchedule.dense(), [tokenizer.eos_token_id]
+    )
+
+    def evaluate(reward, count=4):
+        problems = [
+            Problem(id=f"p{i}", prompt=f" {i} 2 3", verify=lambda text: reward)
+            for i in range(count)
+        ]
+        return benchmark.run_benchmark(
+            engine, tokenizer, problems, Sampling(8, top_n=0), 2, tmp_path, "qa", "dense", {}
+        ).mean.value
+
+    assert evaluate(0.0) == 0.0
+    (path,) = tmp_path.glob("*.jsonl")
+    before = [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open("a") as file:
+        file.write('{"problem": "half')
+    assert evaluate(1.0, count=3) == 1.0 and engine_calls == [8]
+    after = [json.loads(line) for line in path.read_text().splitlines()]
+    assert after == [{**row, "reward": float(row["index"] < 3)} for row in before]
+    assert evaluate(0.5, count=5) == 0.5 and engine_calls == [8, 2]
+    assert [json.loads(line)["reward"] for line in path.read_text().splitlines()] == [0.5] * 10
 
 
 def test_weight_digest_detects_a_single_changed_bit():
