@@ -46,7 +46,7 @@ VLLM_SHARE = 0.9
 # share of GPU memory that an engine and the training state may use together; the rest is for the
 # driver and NCCL
 MOST_SHARE = 0.97
-# seconds per all-reduce; a tensor-parallel engine needs two per layer in each decode step
+# seconds per all-reduce; a tensor-parallel engine needs two per layer in every pass
 ALL_REDUCE_S = 15e-6
 
 
@@ -198,7 +198,9 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """Combine an engine's GPUs into one machine. ``reserved`` bytes per GPU are unavailable."""
+    """Combine an engine's GPUs into one machine. ``reserved`` bytes per GPU are unavailable. With
+    more than one GPU, every pass through a layer includes two all-reduces.
+    """
     m = cluster.machine
     n = cluster.tensor_parallel
     return Machine(
@@ -207,6 +209,7 @@ def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
         n * m.read_bytes_s,
         n * m.flops,
         n * (m.memory_bytes - reserved / MEMORY_FRACTION),
+        2 * ALL_REDUCE_S if n > 1 else 0.0,
     )
 
 
@@ -258,8 +261,6 @@ def plan(
     memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
     machine = engine_machine(cluster, _reserved(cluster, memory.state, colocated, engine_share))
     engine = engine_shape(shape, cluster)
-    if cluster.tensor_parallel > 1:
-        overheads = replace(overheads, layer_s=overheads.layer_s + 2 * ALL_REDUCE_S)
     shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
     score, update = train_seconds(shape, cluster, prompt + lengths, token_budget)
     sync = sync_seconds(shape, cluster, colocated)

@@ -48,8 +48,8 @@ DRAFT_PAGES = (
 class Cycle:
     """Costs of a cycle that a dense step doesn't have."""
 
-    # seconds per layer in a draft step; replaces all ``Overheads``, because a draft step is a
-    # single CUDA graph
+    # seconds per layer in a draft step, without all-reduces; replaces all ``Overheads``, because a
+    # draft step is a single CUDA graph
     draft_layer_s: float
     # share of peak FLOP/s that a verification reaches on its extra tokens
     peak_share: float

@@ -43,6 +43,8 @@ class Machine:
     # data sheet FLOP/s in dense bf16, which is half the "with sparsity" figure
     flops: float
     memory_bytes: float
+    # seconds per layer of a decode step for all-reduces between the accelerators
+    all_reduce_s: float = 0.0
 
 
 # From NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200), except that memory is
@@ -141,7 +143,8 @@ def decode_step(
     kv += 2 * shape.state_bytes * length.size
     weights = shape.weights_read(length.size) * shape.weight_bytes
 
-    overhead_s = overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
+    overhead_s = (overheads.layer_s + machine.all_reduce_s) * shape.layers
+    overhead_s += overheads.sparse_layer_s * sparse_layers
     overhead_s += (overheads.row_s + overheads.lists_s) * length.size
     weight_s = max(weights / bandwidth, 2 * shape.active_weights * length.size / machine.flops)
     attention_s = (kv + landmarks) / bandwidth

@@ -15,10 +15,12 @@ from sparrow.cost import (
     Machine,
     ModelShape,
     cluster,
+    drafters,
     response_lengths,
     simulate_rollout,
 )
 from sparrow.cost.cluster import Cluster, fit, plan, sync_seconds, train_seconds
+from sparrow.cost.lossless import Drafting, lossless_step
 from sparrow.cost.roofline import VLLM_H200, decode_step
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
@@ -60,12 +62,36 @@ def test_engines_with_more_gpus_than_kv_heads_cache_each_head_several_times():
     assert train_seconds(twice, many[1], [100]) == train_seconds(TINY, many[1], [100])
     rollout = plan(*many, [5000] * 4, schedule, acceptance=0.9)
     machine = cluster.engine_machine(many[1], memory.state)
-    overheads = replace(VLLM_H200, layer_s=VLLM_H200.layer_s + 2 * cluster.ALL_REDUCE_S)
-    simulated = simulate_rollout(twice, machine, [5000] * 4, None, overheads=overheads)
+    simulated = simulate_rollout(twice, machine, [5000] * 4)
     gather = cluster.GATHER_S * 20_000
     assert rollout.dense.rollout == simulated.seconds + gather
     with pytest.raises(ConfigError, match=r"4 query heads and 2 kv heads of tiny .* the 3 GPUs"):
         fit(TINY, Cluster(GPU, 3, 3), longest=1000)
+
+
+def test_every_pass_of_a_tensor_parallel_engine_makes_two_all_reduces_per_layer():
+    one, two = (cluster.engine_machine(Cluster(GPU, n, n)) for n in (1, 2))
+    silent = replace(two, all_reduce_s=0.0)
+    assert one.all_reduce_s == 0 and two.all_reduce_s == 2 * cluster.ALL_REDUCE_S
+    schedule = SparsitySchedule.fixed(2, dense_layers=())
+
+    def all_reduces(seconds):
+        return (seconds(two) - seconds(silent)) / (TINY.layers * two.all_reduce_s)
+
+    for kind in (None, schedule):
+        assert all_reduces(lambda m, kind=kind: decode_step(TINY, m, [5000], kind).seconds) == (
+            pytest.approx(1)
+        )
+    drafting = Drafting(4, schedule, acceptance=0.0)  # a token per cycle of four drafts
+    assert all_reduces(lambda m: lossless_step(TINY, m, [5000], drafting).seconds) == (
+        pytest.approx(5)
+    )
+    dense_s = decode_step(TINY, silent, [5000], None, VLLM_H200.without_lists).seconds
+    reduced_s = dense_s + TINY.layers * two.all_reduce_s
+    passes_s = drafters.break_even(TINY, two, [5000], drafters.EAGLE3) * reduced_s
+    silent_s = drafters.break_even(TINY, silent, [5000], drafters.EAGLE3) * dense_s
+    # EAGLE-3 makes three passes over one layer.
+    assert (passes_s - silent_s) / two.all_reduce_s == pytest.approx(TINY.layers + 3)
 
 
 def test_training_time_matches_a_hand_calculation():
