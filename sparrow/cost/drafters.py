@@ -84,7 +84,7 @@ def break_even(
         weights=round(drafter.layers * layer + output),
         output=0,
         experts=None,
-        attention_layers=None,
+        linear_layers=(),
         window_layers=(),
         window=0,
         state_bytes=0.0,

@@ -128,9 +128,7 @@ def decode_step(
 
     read = schedule.tokens_read(length)
     partial = read < length
-    kept_dense = set(schedule.dense_layers) - set(shape.window_layers)
-    sparse_layers = max(0, shape.full_layers - len(kept_dense))
-    sparse_layers *= bool(partial.any())
+    sparse_layers = shape.sparse_layers(schedule.dense_layers) if partial.any() else 0
     bandwidth = machine.read_bytes_s * overheads.read_fraction
     key_bytes = shape.cached_heads * shape.head_dim * shape.kv_bytes
     dense_tokens = shape.cached_tokens(length).sum() - sparse_layers * length.sum()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class ModelShape:
     output: int = 0  # parameters in the output layer; included in ``weights``
     # None for a dense model; ``weights`` includes the experts' parameters
     experts: Experts | None = None
-    # number of layers with a KV cache; None if all layers have one
-    attention_layers: int | None = None
+    # indices of the layers with linear attention, which have a state in place of a KV cache
+    linear_layers: tuple[int, ...] = ()
     # indices of the layers that only attend to the last ``window`` tokens, and only cache those
     window_layers: tuple[int, ...] = ()
     window: int = 0
@@ -99,6 +99,12 @@ class ModelShape:
                 "and window at least 1, or both must be left out; got "
                 f"{self.window_layers} and {self.window}"
             )
+        others = set(range(self.layers)) - known
+        if len(others & set(self.linear_layers)) < len(self.linear_layers):
+            raise ConfigError(
+                f"linear_layers of {self.name} must be different layers in 0..{self.layers - 1} "
+                f"without a window, got {self.linear_layers}"
+            )
         if self.full_layers < 1:
             raise ConfigError(
                 f"no layer of {self.name} has full attention, so sparse decoding could not save "
@@ -113,12 +119,16 @@ class ModelShape:
     @property
     def kv_layers(self) -> int:
         """Number of layers with a KV cache."""
-        return self.layers if self.attention_layers is None else self.attention_layers
+        return self.layers - len(self.linear_layers)
 
     @property
     def full_layers(self) -> int:
         """Number of layers with full attention. Only these can decode sparsely."""
-        return self.kv_layers - len(self.window_layers)
+        return self.sparse_layers(())
+
+    def sparse_layers(self, dense_layers: Iterable[int]) -> int:
+        """Return how many layers decode sparsely if a schedule keeps ``dense_layers`` dense."""
+        return self.layers - len({*dense_layers, *self.window_layers, *self.linear_layers})
 
     @property
     def is_hybrid(self) -> bool:
@@ -384,7 +394,7 @@ SHAPES = {
         context=262_144,
         output=311_164_928,
         experts=Experts(48, 512, 10, 3_145_728),
-        attention_layers=12,
+        linear_layers=_all_but_every(4, 48),
         # 36 layers with 32 states of 128 x 128 in float32, and 3 inputs of 8,192 channels in bf16
         state_bytes=36 * (4 * 32 * 128 * 128 + 2 * 3 * 8192),
     ),

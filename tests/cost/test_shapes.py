@@ -98,7 +98,8 @@ def test_parameter_counts_of_the_built_in_hybrid_match_transformers():
     routed = sum(p.numel() for name, p in made.items() if ".experts." in name)
     assert shape.weights + shape.embedding == sum(p.numel() for p in made.values())
     assert shape.experts.layers * shape.experts.count * shape.experts.weights == routed
-    assert config.layer_types.count("full_attention") == shape.kv_layers == 12
+    linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    assert shape.linear_layers == tuple(linear) and shape.kv_layers == 12
     assert shape.kv_width * 2 == 12 * 2 * 2 * 256 * 2
 
 
@@ -159,7 +160,7 @@ def test_fp8_draft_weights_are_refused_for_a_mixture():
 
 
 def test_hybrid_caches_only_attention_layers_and_reads_and_writes_its_states():
-    hybrid = ModelShape("hybrid", 4, 4, 2, 16, 1000, attention_layers=1, state_bytes=500)
+    hybrid = ModelShape("hybrid", 4, 4, 2, 16, 1000, linear_layers=(0, 1, 2), state_bytes=500)
     plain = ModelShape("plain", 1, 4, 2, 16, 1000)
     length = np.array([1000, 2000])
     schedule = SparsitySchedule.fixed(10, dense_layers=())
@@ -168,6 +169,26 @@ def test_hybrid_caches_only_attention_layers_and_reads_and_writes_its_states():
     )
     assert ours.kv_bytes == theirs.kv_bytes + 2 * 500 * len(length)
     assert ours.landmark_bytes == theirs.landmark_bytes
+
+
+@pytest.mark.parametrize("layers", [(4,), (-1,), (0, 0), (2,)])
+def test_linear_layers_must_be_different_layers_without_a_window(layers):
+    with pytest.raises(ConfigError, match="linear_layers of hybrid must be different layers in"):
+        ModelShape(
+            "hybrid", 4, 4, 2, 16, 1000, linear_layers=layers, window_layers=(2,), window=100
+        )
+
+
+def test_dense_layers_of_a_schedule_only_count_if_their_attention_is_not_linear():
+    """In Qwen3-Next, layers 0 and 1 are linear, and layer 3 has full attention."""
+    hybrid = SHAPES["qwen3-next-80b-a3b"]
+    linear, none, full = (
+        decode_step(hybrid, H200, [30_000], SparsitySchedule.fixed(10, dense_layers=layers))
+        for layers in ((0, 1), (), (3,))
+    )
+    assert linear == none
+    assert full.landmark_bytes == pytest.approx(11 / 12 * none.landmark_bytes)
+    assert full.kv_bytes > none.kv_bytes
 
 
 def test_mixture_makes_verification_slower_but_not_drafting():
