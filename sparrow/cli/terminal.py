@@ -164,7 +164,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
             *counts,
             f"{b.mean:.3f}",
             f"{b.lower_bound:.3f} and {b.upper_bound:.3f}",
-            f"{b.interval_low:.3f}-{b.interval_high:.3f}",
+            f"{b.interval_low:.3f}-{b.upper_bound_high:.3f}",
             tau.verdict(b),
         )
 
@@ -174,7 +174,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
         ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
         list(map(row, report.bins)),
     )
-    print("mean and interval refer to the lower bound")
+    print("the mean refers to the lower bound")
 
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:

@@ -88,6 +88,9 @@ class BinMismatch:
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
+    # upper end of the 95 % interval of ``upper_bound``; nan if there is one sequence, and in files
+    # that older versions wrote
+    upper_bound_high: float = nan
 
     @property
     def p5(self) -> str:
@@ -95,12 +98,13 @@ class BinMismatch:
         return between(self.lower_bound, self.upper_bound)
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Compare the percentile's bounds and interval with ``tau``."""
-        if isnan(self.interval_low):
-            return "undecided"  # no interval from a single sequence
-        if min(self.lower_bound, self.interval_low) >= tau:
+        """Compare the percentile with ``tau``. It holds if the lower bound and its interval reach
+        tau, and is below if the upper bound and its interval don't. Unknown ends (nan) leave it
+        undecided.
+        """
+        if self.lower_bound >= tau and self.interval_low >= tau:
             return "holds"
-        if max(self.lower_bound, self.interval_high, self.upper_bound) < tau:
+        if self.upper_bound < tau and self.upper_bound_high < tau:
             return "below"
         return "undecided"
 
@@ -117,8 +121,8 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Mismatch over a set of rollouts. Everything except `upper_bound` and `p1_upper` is based on
-    the lower bound on acceptance.
+    """Mismatch over a set of rollouts. Everything except `upper_bound`, `upper_bound_high` and
+    `p1_upper` is based on the lower bound on acceptance.
     """
 
     n_tokens: int
@@ -325,23 +329,27 @@ def mismatch_report(
             "A lower bound exceeds its upper bound by "
             f"{np.max(low - high):g}; pass lower bounds first."
         )
-    intervals = percentile_by_bin_interval(
-        low, position, sequence, bin_tokens, percentile, seed=seed
-    )
+    layout = (position, sequence, bin_tokens, percentile)
+    low_intervals = percentile_by_bin_interval(low, *layout, seed=seed)
+    high_intervals = low_intervals
+    if not np.array_equal(low, high):
+        high_intervals = percentile_by_bin_interval(high, *layout, seed=seed)
+    by_bin = split_by_bin(position, bin_tokens)
     bins = tuple(
         BinMismatch(
-            interval.bin,
-            interval.start,
-            interval.end,
-            interval.n_tokens,
-            interval.n_sequences,
+            below.bin,
+            below.start,
+            below.end,
+            below.n_tokens,
+            below.n_sequences,
             mean=float(low[tokens].mean()),
-            lower_bound=interval.estimate,
-            interval_low=interval.lower,
-            interval_high=interval.upper,
-            upper_bound=float(np.percentile(high[tokens], percentile)),
+            lower_bound=below.estimate,
+            interval_low=below.lower,
+            interval_high=below.upper,
+            upper_bound=above.estimate,
+            upper_bound_high=above.upper,
         )
-        for interval, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True)
+        for below, above, (_, tokens) in zip(low_intervals, high_intervals, by_bin, strict=True)
     )
     counts, edges = np.histogram(low, np.linspace(0, 1, 51))
     return MismatchReport(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import isnan, nan, sqrt
+from math import nan, sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -51,8 +51,8 @@ class Tau(NamedTuple):
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """Convert every bin's p5, interval and upper bound to the scale of ``value``. If tau is
-        relative, these values become nan in bins without a ceiling.
+        """Convert every bin's p5, upper bound and their intervals to the scale of ``value``. If tau
+        is relative, these values become nan in bins without a ceiling.
 
         Ceilings stay the same.
         """
@@ -129,12 +129,19 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """Convert a bin's p5, interval and upper bound to values relative to the bin's ceiling. If the
-    bin has no ceiling, the values are nan.
+    """Convert a bin's p5, upper bound and their intervals to values relative to the bin's ceiling.
+    If the bin has no ceiling, the values are nan.
     """
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
-    upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)
-    return replace(b, lower_bound=p5, interval_low=low, interval_high=high, upper_bound=upper)
+    upper, _, upper_high = relative_span((b.upper_bound, nan, b.upper_bound_high), _ceiling(b))
+    return replace(
+        b,
+        lower_bound=p5,
+        interval_low=low,
+        interval_high=high,
+        upper_bound=upper,
+        upper_bound_high=upper_high,
+    )
 
 
 def _ceiling(b: BinMismatch) -> Span:

@@ -143,9 +143,9 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """Format the bounds on p5, the interval of the lower bound, and the verdict against ``tau``."""
+    """Format the bounds on p5, its interval, and the verdict against ``tau``."""
     interval = (
-        f" [{number(b.interval_low)}, {number(b.interval_high)}]"
+        f" [{number(b.interval_low)}, {number(b.upper_bound_high)}]"
         if isfinite(b.interval_low)
         else ""
     )
@@ -153,8 +153,8 @@ def describe_tail(b: BinMismatch, tau: Tau) -> str:
     against = "undecided against" if verdict == "undecided" else verdict
     low = number(b.lower_bound)
     high = number(b.upper_bound)
-    p5 = f"{low}{interval}" if low == high else f"between {low}{interval} and {high}"
-    return f"{p5}, {against} {tau}"
+    p5 = low if low == high else f"between {low} and {high}"
+    return f"{p5}{interval}, {against} {tau}"
 
 
 def describe_schedule(schedule: SparsitySchedule) -> str:

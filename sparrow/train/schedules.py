@@ -120,10 +120,11 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
     """Select the bins with enough responses whose p5 is certainly below ``threshold``.
 
-    Only the upper bound on acceptance can show this. If few top tokens are recorded, the lower
-    bound is low wherever the distribution is flat, even if the actor is close to the policy.
+    Only the upper bound on acceptance, with its interval, can show this. If few top tokens are
+    recorded, the lower bound is low wherever the distribution is flat, even if the actor is close
+    to the policy.
     """
-    return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
+    return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.verdict(threshold) == "below"]
 
 
 class Mover(Protocol):

@@ -216,8 +216,12 @@ def test_report_contains_the_results_of_all_its_statistics():
     )
     assert report.mean == pytest.approx(lower.mean())
 
-    intervals = percentile_by_bin_interval(lower, position, sequence, 20, 5, seed=8)
+    intervals, above = (
+        percentile_by_bin_interval(bound, position, sequence, 20, 5, seed=8)
+        for bound in (lower, upper)
+    )
     assert [b.bin for b in report.bins] == [0, 1, 3]
+    assert [b.upper_bound_high for b in report.bins[:2]] == [i.upper for i in above[:2]]
     for b, interval in zip(report.bins[:2], intervals[:2], strict=True):
         inside = (position >= b.start) & (position < b.end)
         assert (b.lower_bound, b.interval_low, b.interval_high) == (
@@ -240,6 +244,22 @@ def test_report_contains_the_results_of_all_its_statistics():
         report.mean = 0.0
 
 
+def test_verdict_is_rarely_below_if_the_true_percentile_equals_tau():
+    """The upper bound equals the true rate, so its 5th percentile is below tau in half of the
+    reports. The lower bound is far below.
+    """
+    rng = np.random.default_rng(10)
+    reports = []
+    for seed in range(100):
+        rate, sequence = clustered(rng, 40, 10, similarity=0.2)
+        position = np.zeros(len(rate), int)
+        reports.append(mismatch_report(rate / 2, rate, position, sequence, seed=seed))
+    bins = [report.bins[0] for report in reports]
+    assert 40 <= sum(max(b.interval_high, b.upper_bound) < 0.05 for b in bins) <= 60
+    assert sum(b.verdict(0.05) == "below" for b in bins) <= 5
+    assert sum(b.verdict(0.15) == "below" for b in bins) >= 95
+
+
 def test_report_histogram_matches_a_hand_calculation():
     # The shortfalls from 1 are 0, 1e-7, 2e-6, 0.05, 0.5 and 1, with one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
@@ -259,7 +279,8 @@ def test_report_can_be_converted_to_strict_json():
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20)
     data = report.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["bins"][2]["interval_low"] is None and data["bins"][2]["interval_high"] is None
+    unknown = ("interval_low", "interval_high", "upper_bound_high")
+    assert all(data["bins"][2][name] is None for name in unknown)
     assert data["bins"][0]["interval_low"] == report.bins[0].interval_low
     assert data["n_tokens"] == sum(data["histogram"]["counts"])
 

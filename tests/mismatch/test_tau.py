@@ -13,7 +13,8 @@ from sparrow.mismatch import BinMismatch, Tau, acceptance, relative_p5, relative
 
 def measured(p5: float, half=0.01, upper=None, ceiling=(nan, nan, nan)) -> BinMismatch:
     upper = p5 if upper is None else upper
-    return BinMismatch(3, 300, 400, 99, 20, 0.99, p5, p5 - half, p5 + half, upper, *ceiling)
+    ends = (p5 - half, p5 + half, upper, *ceiling, upper + half)
+    return BinMismatch(3, 300, 400, 99, 20, 0.99, p5, *ends)
 
 
 def test_relative_p5_subtracts_noise_in_quadrature():
@@ -99,10 +100,13 @@ def test_verdicts_use_the_requested_scale():
     assert Tau(0.9).verdict(close) == "below" and Tau(0.9, relative=True).verdict(close) == "holds"
     assert Tau(0.5, relative=True).verdict(measured(0.87)) == "undecided", "no ceiling was measured"
     assert Tau(0.9).scale([noisy]) == (noisy,)
-    (scaled,) = Tau(0.9, relative=True).scale([replace(noisy, upper_bound=0.94)])
+    high = replace(noisy, upper_bound=0.94, upper_bound_high=0.945)
+    (scaled,) = Tau(0.9, relative=True).scale([high])
     assert scaled.lower_bound == pytest.approx(0.88) and scaled.upper_bound == pytest.approx(
         relative_p5(0.94, 0.95)
     )
+    _, _, end = relative_span((0.94, 0.94, 0.945), (0.95, 0.945, 0.955))
+    assert scaled.upper_bound < scaled.upper_bound_high == pytest.approx(end)
     assert (scaled.bin, scaled.n_sequences, scaled.ceiling) == (
         noisy.bin,
         noisy.n_sequences,

@@ -181,13 +181,14 @@ def test_evaluations_are_plotted_from_step_zero_and_listed_in_a_table(tmp_path):
     assert "Benchmarks, mean@k" not in write_report(run).read_text()
 
 
-def bin_row(n: int, p5, low=None, high=None, upper=None, n_sequences=4) -> dict:
+def bin_row(n: int, p5, low=None, high=None, upper=None, upper_high=None, n_sequences=4) -> dict:
     values = {
         "mean": p5,
         "lower_bound": p5,
         "interval_low": low,
         "interval_high": high,
         "upper_bound": upper or p5,
+        "upper_bound_high": upper_high or high,
     }
     return {
         "bin": n,
@@ -391,7 +392,9 @@ def test_summary_rows_match_a_hand_calculation(tmp_path):
     # There are 100 + ... + 800 = 3600 tokens. A tenth of the first 100 was masked, which leaves
     # 3590 / 3600 = 99.72 %.
     bins = bins_only(
-        bin_row(0, 0.9, 0.88, 0.93), bin_row(1, 0.8, 0.75, 0.85, 0.855), bin_row(2, 0.5, upper=0.9)
+        bin_row(0, 0.9, 0.88, 0.93),
+        bin_row(1, 0.8, 0.75, 0.85, 0.84, 0.855),
+        bin_row(2, 0.5, upper=0.9),
     )
     rows = [step_row(step, mismatch=bins) for step in range(1, 9)]
     assert summary_rows(write_run(tmp_path, rows)) == [
@@ -401,7 +404,7 @@ def test_summary_rows_match_a_hand_calculation(tmp_path):
         ("tokens in the loss", "99.72 %, others masked by the correction"),
         ("KV read", "30 %"),
         ("p5 at 0-100 tokens", "0.900 [0.880, 0.930], holds tau 0.86"),
-        ("p5 at 100-200 tokens", "between 0.800 [0.750, 0.850] and 0.855, below tau 0.86"),
+        ("p5 at 100-200 tokens", "between 0.800 and 0.840 [0.750, 0.855], below tau 0.86"),
         ("p5 at 200-300 tokens", "between 0.500 and 0.900, undecided against tau 0.86"),
     ]
 
@@ -414,21 +417,32 @@ def test_first_and_last_values_average_a_quarter_of_the_steps_up_to_ten(steps, c
 
 
 @pytest.mark.parametrize(
-    ("p5", "low", "high", "upper", "expected"),
+    ("p5", "low", "upper", "upper_high", "expected"),
     [
-        (0.90, 0.86, 0.95, 0.99, "holds"),
-        (0.90, 0.859, 0.95, 0.99, "undecided"),
-        (0.80, 0.70, 0.859, 0.859, "below"),
-        (0.80, 0.70, 0.86, 0.80, "undecided"),
-        (0.80, 0.70, 0.85, 0.87, "undecided"),
-        (0.85, 0.87, 0.90, 0.85, "undecided"),  # a bootstrap interval need not contain the estimate
-        (0.90, nan, nan, 0.95, "undecided"),
-        (0.80, nan, nan, nan, "undecided"),
+        (0.90, 0.86, 0.99, 0.99, "holds"),
+        (0.90, 0.859, 0.99, 0.99, "undecided"),
+        (0.80, 0.70, 0.80, 0.859, "below"),
+        (0.80, 0.70, 0.80, 0.86, "undecided"),
+        (0.80, 0.70, 0.87, 0.88, "undecided"),
+        # a bootstrap interval need not contain the estimate
+        (0.85, 0.87, 0.85, 0.90, "undecided"),
+        (0.80, 0.70, 0.87, 0.85, "undecided"),
+        (0.90, nan, 0.95, nan, "undecided"),
+        (0.80, nan, 0.80, nan, "undecided"),
         (nan, nan, nan, nan, "undecided"),
     ],
 )
-def test_verdict_depends_on_the_interval_and_the_upper_bound(p5, low, high, upper, expected):
-    assert BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper).verdict(0.86) == expected
+def test_verdict_depends_on_both_bounds_and_their_intervals(p5, low, upper, upper_high, expected):
+    b = BinMismatch(0, 0, 100, 50, 4, p5, p5, low, 0.85, upper, upper_bound_high=upper_high)
+    assert b.verdict(0.86) == expected
+
+
+def test_runs_logged_without_the_upper_bounds_interval_are_undecided_unless_p5_holds():
+    rows = [bin_row(0, 0.8, 0.75, 0.85), bin_row(1, 0.9, 0.88, 0.93)]
+    for row in rows:
+        del row["upper_bound_high"]
+    old = log_of(step_row(1, mismatch=bins_only(*rows))).bins()
+    assert [b.verdict(0.86) for b in old] == ["undecided", "holds"]
 
 
 def test_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, capsys):
@@ -533,7 +547,7 @@ def test_tables_contain_the_recorded_numbers(parsed, run):
         "length",
         "p5",
         "against tau 0.86",
-        "95 % interval of its lower end",
+        "95 % interval",
         "ceiling",
         "relative p5",
         "tokens",
@@ -545,7 +559,7 @@ def test_tables_contain_the_recorded_numbers(parsed, run):
         assert cells[:2] == [f"{b['start']}-{b['end']}", p5] and p5.startswith("between 0.")
         assert cells[2] in ("holds", "below", "undecided")
         assert cells[3] == (
-            f"[{b['interval_low']:.3f}, {b['interval_high']:.3f}]" if known else "one response"
+            f"[{b['interval_low']:.3f}, {b['upper_bound_high']:.3f}]" if known else "one response"
         )
         assert cells[4:6] == ["n/a", "n/a"]
         assert cells[6:] == [f"{b['n_tokens']:,}", str(b["n_sequences"])]

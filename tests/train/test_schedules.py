@@ -38,7 +38,8 @@ def seen(
     bin: int, p5: float, low: float | None = None, high: float | None = None, sequences: int = 64
 ) -> BinMismatch:
     low, high = p5 if low is None else low, p5 if high is None else high
-    return BinMismatch(bin, bin * 2000, (bin + 1) * 2000, 10**4, sequences, 0.99, p5, low, high, p5)
+    place = (bin, bin * 2000, (bin + 1) * 2000, 10**4, sequences)
+    return BinMismatch(*place, 0.99, p5, low, high, p5, upper_bound_high=high)
 
 
 def turn(top_k, *bins, room_steps=(), floor=(), tau=TAU):
@@ -234,7 +235,7 @@ def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
 
 def loose(bin: int, low: float, high: float) -> BinMismatch:
     """Return a bin whose top-n lists only bound p5 by ``low`` and ``high``."""
-    return replace(seen(bin, low), upper_bound=high)
+    return replace(seen(bin, low), upper_bound=high, upper_bound_high=high)
 
 
 def guard(action="warn", patience=1, **changes) -> Guard:
@@ -272,8 +273,10 @@ def test_the_guard_raises_an_alarm_if_p5_is_certainly_too_low():
     for step, alarm in ((1, False), (2, True), (3, True)):
         watching.propose(sparse, sparse, report(loose(0, 0.5, 0.83)))
         assert watching.alarm is alarm and (watching.warning is not None) is (step == 2)
-    watching.propose(sparse, sparse, report(loose(0, 0.5, 0.85)))
-    assert not watching.alarm and watching.steps_below == 0
+    for harmless in (loose(0, 0.5, 0.85), replace(loose(0, 0.5, 0.83), upper_bound_high=0.85)):
+        watching.propose(sparse, sparse, report(loose(0, 0.5, 0.83)))
+        watching.propose(sparse, sparse, report(harmless))
+        assert not watching.alarm and watching.steps_below == 0
 
 
 def test_the_guard_acts_if_p1_has_certainly_fallen_below_half_of_its_best_value():
