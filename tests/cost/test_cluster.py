@@ -231,6 +231,16 @@ def test_sparrow_cost_plans_a_cluster(capsys):
     )
 
 
+def test_hours_of_a_run_assume_eight_responses_per_prompt_by_default(capsys):
+    arguments = "cost --model qwen3-14b --schedule fixed:64 --gpus 32 --responses 64 --examples 800"
+
+    def printed(*options):
+        main([*arguments.split(), *options])
+        return capsys.readouterr().out
+
+    assert printed() == printed("--samples", "8") != printed("--samples", "4")
+
+
 def test_run_with_too_few_examples_for_a_step_takes_one_step(capsys):
     arguments = "cost --model qwen3-14b --schedule fixed:64 --gpus 32 --responses 64"
     main([*arguments.split(), "--median", "1000", "--examples", "1"])

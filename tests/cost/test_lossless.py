@@ -208,3 +208,21 @@ def test_lossless_decoding_is_not_predicted_for_unsupported_models(capsys):
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "lossless mode needs full attention in every layer" in printed
     assert "lossless rollout" not in printed and "drafts" not in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--acceptance 0.94", "acceptance is 0.94, but must be left out"),
+        ("--gpus 8 --acceptance 0.9", "acceptance is 0.9, but must be left out"),
+        ("--draft-weights fp8", "draft_weights is 'fp8', but must be auto"),
+    ],
+)
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "olmo-3-7b"])
+def test_options_for_lossless_decoding_are_refused_for_unsupported_models(
+    model, options, message, capsys
+):
+    with pytest.raises(SystemExit):
+        main(["cost", "--model", model, "--schedule", "fixed:256", *options.split()])
+    reason = "because lossless mode needs full attention in all layers"
+    assert " ".join(capsys.readouterr().err.split()) == f"sparrow: {message} for {model}, {reason}"

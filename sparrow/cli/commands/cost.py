@@ -16,6 +16,9 @@ from sparrow.settings import Count, Many, Positive, Probability, Share, require
 if TYPE_CHECKING:
     from sparrow.cost import ModelShape
 
+SAMPLES = 8
+ACCEPTANCE = 0.94
+
 
 @dataclass(frozen=True)
 class Cost(Command):
@@ -33,7 +36,8 @@ class Cost(Command):
     gpus: Count = 1
     tensor_parallel: Count = 1  # GPUs per engine.
     responses: Many = 240  # Responses per rollout, over all GPUs.
-    samples: Count = 8  # Responses per prompt.
+    # Responses per prompt, to predict the run's hours. Defaults to 8.
+    samples: Count | None = None
     # On several GPUs: number of prompts in the whole run, to predict the run's hours.
     examples: Count | None = None
     median: Positive = 14000  # Median response length in tokens; lengths are log-normal.
@@ -42,8 +46,8 @@ class Cost(Command):
     max_batch: Count = 256  # Maximum number of sequences decoded together.
     # Lossless: mean acceptance of drafts that read 1,024 tokens, as measured by sparrow measure
     # --mode lossless. The rejected share is assumed to be proportional to the draft budget to the
-    # power of -0.7.
-    acceptance: Probability = 0.94
+    # power of -0.7. Defaults to 0.94.
+    acceptance: Probability | None = None
     # How landmarks are stored in every mode. Defaults to what the schedule specifies (auto in the
     # published schedules).
     landmark_dtype: LandmarkDtype | None = None
@@ -68,11 +72,16 @@ class Cost(Command):
         )
         require(
             self,
+            "samples",
+            self.samples is None or self.examples is not None,
+            "left out unless examples is set, because it only changes the predicted hours",
+        )
+        require(
+            self,
             "rollout_share",
             share is None or not several,
             "left out on several GPUs, where every phase is predicted",
         )
-
         require(
             self,
             "draft_weights",
@@ -89,6 +98,7 @@ class Cost(Command):
 
         shape = find_shape(self.model)
         self._check_context(shape)
+        self._check_lossless(shape)
         lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
         schedule = SparsitySchedule.load(self.schedule)
         machine = MACHINES[self.gpu]
@@ -97,11 +107,11 @@ class Cost(Command):
         batching = (self.prompt, self.max_batch)
         if self.gpus > 1:
             gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
-            acceptance = None if shape.is_hybrid else self.acceptance
+            acceptance = None if shape.is_hybrid else self._acceptance
             whole = cluster.plan(shape, gpus, lengths, schedule, *batching, acceptance=acceptance)
             steps = None
             if self.examples is not None:
-                steps = math.ceil(self.examples * self.samples / self.responses)
+                steps = math.ceil(self.examples * (self.samples or SAMPLES) / self.responses)
             rows = cluster.rows(whole, steps)
         else:
             lossy = one_gpu.predict(
@@ -114,7 +124,7 @@ class Cost(Command):
                     machine,
                     lengths,
                     lossy.dense,
-                    self.acceptance,
+                    self._acceptance,
                     *batching,
                     landmark_dtype=schedule.landmark_dtype,
                     draft_weights=self.draft_weights,
@@ -125,6 +135,19 @@ class Cost(Command):
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
+
+    @property
+    def _acceptance(self) -> float:
+        return ACCEPTANCE if self.acceptance is None else self.acceptance
+
+    def _check_lossless(self, shape: ModelShape) -> None:
+        """Check that no option for lossless mode is set if the model doesn't support this mode.
+        Raises ConfigError if one is.
+        """
+        reason = f"for {self.model}, because lossless mode needs full attention in all layers"
+        supported = not shape.is_hybrid
+        require(self, "acceptance", supported or self.acceptance is None, f"left out {reason}")
+        require(self, "draft_weights", supported or self.draft_weights == "auto", f"auto {reason}")
 
     def _check_context(self, shape: ModelShape) -> None:
         """Check that the longest sequence fits in the model's context. Raises ConfigError if not."""

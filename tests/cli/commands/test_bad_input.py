@@ -79,6 +79,12 @@ TRAIN = ["train", *PROMPTS]
             "--gpus 8 --rollout-share 0.5",
             "rollout_share is 0.5, but must be left out on several GPUs",
         ),
+        (
+            COST,
+            "--samples 4",
+            "samples is 4, but must be left out unless examples is set, because it only",
+        ),
+        (COST, "--gpus 8 --samples 4", "samples is 4, but must be left out unless examples is"),
         (COST, "--median -5", "median is -5.0, but must be greater than 0"),
         (COST, "--median nan", "median is nan, but must be a finite number"),
         (COST, "--responses 0", "responses is 0, but must be greater than or equal to 1"),
