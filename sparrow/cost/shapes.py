@@ -128,7 +128,8 @@ class ModelShape:
 
     def sparse_layers(self, dense_layers: Iterable[int]) -> int:
         """Return how many layers decode sparsely if a schedule keeps ``dense_layers`` dense."""
-        return self.layers - len({*dense_layers, *self.window_layers, *self.linear_layers})
+        others = {*dense_layers, *self.window_layers, *self.linear_layers}
+        return len(set(range(self.layers)) - others)
 
     @property
     def is_hybrid(self) -> bool:

@@ -208,3 +208,7 @@ def test_mixture_makes_verification_slower_but_not_drafting():
     assert drafting_s(mixture) > 0
     assert drafters.break_even(mixture, H200, lengths, eagle) > 1.5
     assert drafters.break_even(dense, H200, lengths, eagle) < 1.5
+
+
+def test_dense_layers_beyond_the_last_layer_do_not_count():
+    assert ModelShape("one layer", 1, 4, 2, 16, 1000).sparse_layers((0, 1)) == 0
