@@ -284,6 +284,21 @@ class RunDir:
             if path.exists():
                 write_parts(path, _lines_up_to(path, step))
 
+    def restart(self) -> None:
+        """Remove what an attempt that ended before its first step left behind: the evaluation and
+        export of step 0. Other files are left alone.
+        """
+        if not (self.path / CONFIG).exists():  # there was no attempt
+            return
+        self.remove("exports", [0])
+        best = self.path / "exports" / "best"
+        if best.is_symlink() and not best.exists():
+            best.unlink()
+        path = self.path / EVALUATIONS
+        if path.exists():
+            lines = path.read_bytes().splitlines(keepends=True)
+            write_parts(path, [x for x in lines if x.endswith(b"\n") and _step_of(x) != 0])
+
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """Return the step and folder of the newest complete checkpoint, or None."""
         steps = self.steps("checkpoints")

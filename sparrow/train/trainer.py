@@ -146,6 +146,8 @@ class Trainer:
         first = range(self.cursor, self.cursor + rollout.prompts)
         problems = [draw(task, i, config.seed) for i in first]
         check_read(self.tokenizer, list(map(prompt_of, problems)))
+        if not config.resume:
+            self.ranks.on_main("start", self.run_dir.restart)
         if self.ranks.is_main:
             recorded.save(self.run_dir.path)
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))

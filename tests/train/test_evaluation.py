@@ -16,10 +16,11 @@ from sparrow.errors import ConfigError
 from sparrow.evaluation.benchmark import run_benchmark
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
-from sparrow.tasks import Problem
+from sparrow.tasks import Problem, build_tokenizer
 from sparrow.train import saving
 from sparrow.train.config import EvalConfig, ExportConfig, RolloutConfig, TrainConfig
 from sparrow.train.evaluation import best_step
+from tests.conftest import tiny_model
 from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
 
 
@@ -150,6 +151,34 @@ def test_an_interrupted_run_has_each_evaluation_and_export_exactly_once(
         load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole")
     )
     assert all(torch.equal(again[name], straight[name]) for name in straight)
+
+
+def test_a_restart_before_the_first_step_evaluates_and_exports_the_new_model(tmp_path):
+    def interrupt(event, metrics):
+        if event == "rollout":
+            raise KeyboardInterrupt
+
+    def start(seed, run_dir=tmp_path / "run"):
+        model = tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.1, seed=seed)
+        benchmarks = {"words": words("a", 3)}
+        made = make_trainer(
+            run_dir, model=model, listener=interrupt, benchmarks=benchmarks, **EVALUATED
+        )
+        with pytest.raises(KeyboardInterrupt):
+            made.train()
+        return made.model
+
+    start(seed=1)
+    evaluations = tmp_path / "run" / "evaluations.jsonl"
+    evaluations.write_text(evaluations.read_text() + '{"step": 0, "ev')  # cut short
+    (tmp_path / "run" / "exports" / "step-0-copy").mkdir()
+    model = start(seed=2)
+    start(seed=2, run_dir=tmp_path / "fresh")
+    assert evaluations_of(tmp_path / "run") == evaluations_of(tmp_path / "fresh")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "exports" / "best")
+    pairs = zip(exported.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+    assert (tmp_path / "run" / "exports" / "step-0-copy").exists()
 
 
 @pytest.mark.parametrize(
