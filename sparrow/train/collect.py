@@ -64,7 +64,7 @@ class Collector:
         """
         config = self.config
         rollout = self.config.rollout
-        problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
+        problems = self.draw(range(min(count, rollout.prompts)))
 
         def sample(rows: Sequence[int]) -> list[Rollout]:
             seeds = [
@@ -74,6 +74,19 @@ class Collector:
             return self._respond([problems[row % len(problems)] for row in rows], seeds)
 
         return self.ranks.spread("ceiling", count, sample)
+
+    def draw(self, indices: range) -> list[Problem]:
+        """Draw the problems in ``indices``. Each process draws all of them.
+
+        Raises TaskError in every process if the task failed in one.
+        """
+        problems: list[Problem] = []
+        seed = self.config.seed
+        # Problems may hold functions, so they can't be sent to other processes.
+        self.ranks.gather(
+            "draw", lambda: problems.extend(draw(self.task, i, seed) for i in indices)
+        )
+        return problems
 
     def _respond(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Rollout]:
         rollout = self.config.rollout
@@ -88,7 +101,7 @@ class Collector:
         """
         config = self.config
         n = self.config.rollout.samples
-        problems = [draw(self.task, i, config.seed) for i in indices]
+        problems = self.draw(indices)
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
             # A response's seed must not depend on which process samples it or what else is in the

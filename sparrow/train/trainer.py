@@ -29,7 +29,6 @@ from sparrow.mismatch.tokens import pool
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
-from sparrow.tasks.base import draw
 from sparrow.tasks.dataset import fingerprint, fingerprint_of
 from sparrow.tasks.prompts import check_read, prompt_of, token_texts
 from sparrow.train import dialing
@@ -144,8 +143,7 @@ class Trainer:
             recorded = self._load(recorded)
         rollout = config.rollout
         first = range(self.cursor, self.cursor + rollout.prompts)
-        problems = [draw(task, i, config.seed) for i in first]
-        check_read(self.tokenizer, list(map(prompt_of, problems)))
+        check_read(self.tokenizer, list(map(prompt_of, self._collector.draw(first))))
         if not config.resume:
             self.ranks.on_main("start", self.run_dir.restart)
         if self.ranks.is_main:

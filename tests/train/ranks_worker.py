@@ -124,9 +124,19 @@ def fail(folder: Path) -> None:
         def problem(self, index: int, seed: int = 0):
             return EarlyWords(fail_from=6 if rank else 10**9).problem(index, seed)
 
+    class CannotBeDrawnElsewhere(EarlyWords):
+        """A task that fails only in the second process, after the first step."""
+
+        def problem(self, index: int, seed: int = 0):
+            if rank and index >= 7:
+                raise ConnectionError("no answer")
+            return super().problem(index, seed)
+
     stop(lambda: trainer(PLAIN, folder / "unequal", seed=rank))
     AcceleratorState._reset_state()
     stop(trainer(replace(PLAIN, save_every=9), folder / "reward", FailsElsewhere()).train)
+    AcceleratorState._reset_state()
+    stop(trainer(replace(PLAIN, save_every=9), folder / "task", CannotBeDrawnElsewhere()).train)
     AcceleratorState._reset_state()
     full = trainer(PLAIN, folder / "disk")
     save = full.accelerator.save_state

@@ -160,14 +160,15 @@ def test_failures_are_reported_in_one_sentence_and_keep_the_last_checkpoint(tmp_
     (code, error), (killed, _) = launch("fail", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
-    unequal, reward, disk, lost = told[0]
-    assert told[1] == [unequal, reward, disk], "all processes must report the same errors"
+    unequal, reward, task, disk, lost = told[0]
+    assert told[1] == [unequal, reward, task, disk], "all processes must report the same errors"
     assert unequal.startswith("ConfigError: the processes of this run start from different weights")
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
+    assert task.startswith("TaskError: problem 7") and "ConnectionError: no answer" in task
     assert disk.startswith("CheckpointError: could not write the checkpoint for step 2")
     assert "No space left" in disk and "resume the run from step 1" in disk
     assert lost.startswith("ProcessLost: a process of this run died") and "with --resume" in lost
-    for run, step in (("reward", 2), ("disk", 1), ("killed", 2)):
+    for run, step in (("reward", 2), ("task", 2), ("disk", 1), ("killed", 2)):
         assert (
             max(p.name for p in (tmp_path / run / "checkpoints").glob("step-*")) == f"step-{step}"
         )
