@@ -87,6 +87,7 @@ class Trainer:
         self.listener = listener
         self.step = 0
         self.cursor = 0  # index of the next problem
+        self._updating = False  # whether an update has begun, but its step does not count yet
         self.schedule = schedule
         self.movers = Movers(config, closed_loop)
         self.dial = dial
@@ -188,13 +189,13 @@ class Trainer:
                         f"{guard.reason}; a checkpoint was saved at step {self.step}, and "
                         f"{guard.remedy}"
                     )
-        except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
-            # Sampling and scoring don't change any state, and updates can't be interrupted, so we
-            # still have the state from the end of self.step. With several processes, an interrupt
-            # may catch each at a different point, so they can't checkpoint together.
-            if self.step > saved_step and (
-                self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
-            ):
+        except (KeyboardInterrupt, RewardError, TaskError, EngineError, ConfigError) as error:
+            # Sampling and scoring don't change any state, and updates can't be interrupted. Unless
+            # an update failed, we therefore still have the state from the end of self.step. With
+            # several processes, an interrupt may catch each at a different point, so they can't
+            # checkpoint together.
+            together = self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)
+            if self.step > saved_step and together and not self._updating:
                 self._save()
             raise
         if self.step > saved_step:
@@ -223,11 +224,13 @@ class Trainer:
         self.listener("update", {})
         with uninterrupted():
             metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
+            self._updating = True
             with self.ranks.connected("update"), checkpointing(self.model):
                 metrics |= self.learner.update(experience, assessment, self.step)
             metrics |= self._move_schedule(experience, assessment, report)
             self.step = self.step + 1
             self.cursor = experience.cursor
+            self._updating = False
             clock["update"] = time.perf_counter()
             try:
                 self.sync()

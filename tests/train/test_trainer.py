@@ -339,6 +339,35 @@ def test_invalid_reward_error_names_the_problem_and_keeps_finished_steps(
     assert len(metrics_of(tmp_path)) == 4
 
 
+def test_a_prompt_that_does_not_fit_stops_the_run_but_keeps_finished_steps(tmp_path):
+    class Lengthening(EarlyWords):
+        def problem(self, index: int, seed: int = 0) -> Problem:
+            problem = super().problem(index, seed)
+            return replace(problem, prompt=problem.prompt * 50) if index >= 12 else problem
+
+    with pytest.raises(ConfigError, match="'words-12'"):
+        make_trainer(tmp_path, steps=9, save_every=100, task=Lengthening()).train()
+    make_trainer(tmp_path, steps=4, resume=True).train()
+    make_trainer(tmp_path / "whole", steps=4).train()
+    assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
+
+
+def test_an_error_within_an_update_saves_no_checkpoint(tmp_path):
+    made = make_trainer(tmp_path, save_every=100)
+    update = made.learner.update
+
+    def failing(experience, assessment, step):
+        metrics = update(experience, assessment, step)
+        if step == 1:
+            raise ConfigError("after the weights have changed")
+        return metrics
+
+    made.learner.update = failing
+    with pytest.raises(ConfigError, match="after the weights"):
+        made.train()
+    assert made.run_dir.last_checkpoint() is None
+
+
 def test_a_nan_loss_stops_the_run_before_the_weights_change(tmp_path):
     model = tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.1)
     before = []
