@@ -84,6 +84,7 @@ def test_one_registry_entry_makes_an_engine_available_to_all_commands(echo):
     engine = loading.load_engine("echo:loud=true", "reasoner", None, None, DENSE, "fp32")
     assert engine.loud is True
     assert loading.prompt_room(100, "echo:longest=50", 20) == 30
+    assert loading.prompt_room(100, "echo:longest=-1", 20) == 80
     with pytest.raises(ConfigError, match="or echo, echo:option=value"):
         parse_engine("other")
     with pytest.raises(ConfigError, match="engine is 'echo', but mode 'auto' works only"):

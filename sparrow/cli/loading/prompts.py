@@ -29,7 +29,8 @@ def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
     spec = parse_engine(engine)
     if spec.kind.length_option is not None:
         limit = spec.options.get(spec.kind.length_option)
-        context = min(context, limit) if isinstance(limit, int) else context
+        # vLLM takes -1 as the model's own limit, or less if the memory is short.
+        context = min(context, limit) if isinstance(limit, int) and limit > 0 else context
     if max_new_tokens >= context:
         raise ConfigError(
             f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {context}-token "
