@@ -118,13 +118,15 @@ class Exports:
     evaluation.
 
     Keeps the newest ``keep`` periodic exports and the best export so far. Also keeps the export
-    that was best at the last checkpoint, in case the run resumes from that checkpoint.
+    that was best at the last checkpoint, in case the run resumes from that checkpoint. Exports from
+    before the run was resumed count as periodic, since ``every`` may have been different then.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
+        self._inherited = frozenset(run_dir.steps("exports"))
 
     def update(
         self,
@@ -155,9 +157,11 @@ class Exports:
 
     def _prune(self, best: int | None, evaluations: Sequence[Row]) -> None:
         steps = self.run_dir.steps("exports")
-        kept = {*list(filter(self._periodic, steps))[-self.config.keep :], best}
+        bests = {best}
         if self.config.best and (checkpoint := self.run_dir.last_checkpoint()):
-            kept.add(best_step([row for row in evaluations if row["step"] <= checkpoint[0]]))
+            bests.add(best_step([row for row in evaluations if row["step"] <= checkpoint[0]]))
+        regular = [s for s in steps if self._periodic(s) or s in self._inherited - bests]
+        kept = {*regular[-self.config.keep :], *bests}
         self.run_dir.remove("exports", set(steps) - kept)
         if steps:
             self.run_dir.mark_best(best)

@@ -134,7 +134,6 @@ class Trainer:
         self.learner = Learner(config, model, schedule, self.accelerator, self.ranks)
         self._collector = Collector(config, self.tokenizer, task, self.engine, self.ranks)
         self._evaluator = Evaluator(config, self.tokenizer, benchmarks, self.engine, self.ranks)
-        self._exports = Exports(config.export, self.run_dir, self.ranks)
         data = {
             "train": fingerprint(task),
             "eval": {name: fingerprint_of(problems) for name, problems in benchmarks.items()},
@@ -147,6 +146,7 @@ class Trainer:
         check_read(self.tokenizer, list(map(prompt_of, self._collector.draw(first))))
         if not config.resume:
             self.ranks.on_main("start", self.run_dir.restart)
+        self._exports = Exports(config.export, self.run_dir, self.ranks)
         if self.ranks.is_main:
             recorded.save(self.run_dir.path)
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))

@@ -112,6 +112,16 @@ def test_old_exports_are_deleted_and_the_best_export_is_linked(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "exports" / "best")) == len(made.tokenizer)
 
 
+def test_a_resumed_run_with_another_export_period_keeps_the_newest_earlier_exports(tmp_path):
+    def exports():
+        return sorted(path.name for path in (tmp_path / "exports").iterdir())
+
+    make_trainer(tmp_path, steps=4, export=ExportConfig(every=2, keep=2)).train()
+    changed = ExportConfig(every=5, keep=2)
+    make_trainer(tmp_path, steps=5, resume=True, export=changed).train()
+    assert exports() == ["step-4", "step-5"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", ["in an evaluation", "in an export", "after one"])
 def test_an_interrupted_run_has_each_evaluation_and_export_exactly_once(
