@@ -10,7 +10,7 @@ float64, so the product of 32K ratios neither overflows nor loses precision.
 
 Masked-out tokens have weight 0 but still count in the denominator of the loss, as in IcePop,
 Sparse-RL and M2PO. Masking a token therefore doesn't change any other token's share of the
-gradient.
+gradient. The exception is `obrs`, whose weights are relative to the accepted tokens.
 
 Metrics are computed over response tokens, or over sequences with a response. r is the ratio p/q,
 and w is the weight, which is 0 for masked-out tokens:
@@ -27,7 +27,8 @@ and w is the weight, which is 0 for masked-out tokens:
   kl_k1, kl_k3               KL(q || p) per token, as the mean of -log r and of r - 1 - log r
                              (Schulman 2020, "Approximating KL divergence"); k1 may be negative, k3
                              may not
-  weight_mean                of w: the factor by which the correction scales the loss
+  weight_mean                of w: the factor by which the correction scales the loss, except with
+                             obrs
 """
 
 import math
@@ -46,6 +47,7 @@ class Correction:
 
     weight_BT: Tensor  # float32, >= 0; 0 where mask_BT is false. No gradient.
     mask_BT: Tensor  # bool, the tokens kept: a subset of the response tokens.
+    counted_BT: Tensor  # bool, the tokens that the loss's denominator counts.
     metrics: dict[str, float]  # See the module docstring.
 
 
@@ -186,9 +188,10 @@ def obrs(
     z_BT [B, T] contains Z. If lambda = 1, Z is the acceptance rate that sparrow.mismatch measures.
     uniform_BT [B, T] contains one random number from [0, 1) per token, so that the result depends
     only on the arguments. Without the cap, sum_v q a w f = Z E_p[f] for any function f of the
-    token. The loss therefore estimates E_p[f] if it is divided by the number of kept tokens (with
-    Correction.mask_BT as its mask). If it were divided by the number of response tokens, each
-    position would be scaled by its Z.
+    token. The loss therefore estimates E_p[f], averaged over positions in proportion to Z, if it is
+    divided by the number of accepted tokens (with Correction.counted_BT as its mask). If it were
+    divided by the number of response tokens, it would be scaled by the mean of Z, as it is with
+    dr_grpo, whose denominator doesn't depend on the tokens.
 
     Source: Jackpot, arXiv 2602.06107. Its objective also truncates the weight, as cap does here.
 
@@ -278,4 +281,9 @@ def compute_correction(
     }
     # One device-to-host copy for all values.
     values = torch.stack(list(metrics.values())).tolist()
-    return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))
+    return Correction(
+        weight_BT.float(),
+        kept_BT,
+        counted_BT=kept_BT if config.kind == "obrs" else mask_BT,
+        metrics=dict(zip(metrics, values, strict=True)),
+    )

@@ -277,7 +277,8 @@ class Learner:
         )
         trains_BT = self._trained_tokens(experience, assessment)
         correction = self._correct(assessment, trains_BT, step)
-        lesson = _Lesson(experience, assessment, advantages_B, trains_BT, correction.weight_BT)
+        counted_BT = trains_BT & correction.counted_BT
+        lesson = _Lesson(experience, assessment, advantages_B, counted_BT, correction.weight_BT)
 
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         steps = [

@@ -72,8 +72,9 @@ def policy_loss(
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under
     the dense policy at rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT.
-    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers. These are all tokens of
-    responses being trained on, including tokens that the correction masks out (weight 0).
+    mask_BT bool [B, T]: the tokens counted by the loss and the normalizers. These are the tokens in
+    Correction.counted_BT of responses being trained on. Except with obrs, they include tokens that
+    the correction masks out (weight 0).
 
     Metrics. All except *_max add up over micro-batches (see `merge_metrics`), and all except loss
     and *_max are means over normalizers.tokens:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparrow.errors import ConfigError
-from sparrow.train.config import CorrectionConfig
+from sparrow.train.config import CorrectionConfig, LossConfig
 from sparrow.train.corrections import Correction, compute_correction
+from sparrow.train.losses import count_normalizers, policy_loss
 
 KINDS = [
     "none",
@@ -340,6 +341,35 @@ def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
     # result estimates E_p itself.
     accepted = (q_V * correction.mask_BT.double().mean(0)).sum().item()
     assert accepted == pytest.approx(0.6, abs=1e-4)
+
+
+@pytest.mark.parametrize("obrs_lambda", [1.0, 2.0, 4.0])
+def test_obrs_does_not_scale_the_gradient_if_the_actor_is_the_policy(obrs_lambda):
+    B, T = 64, 200
+    logp = torch.full((B, T), math.log(0.1), requires_grad=True)
+    fixed, mask = logp.detach(), torch.ones(B, T, dtype=torch.bool)
+    correction = correct(
+        "obrs", fixed, fixed, mask, torch.full((B, T), 1 / obrs_lambda), obrs_lambda=obrs_lambda
+    )
+    counted = correction.counted_BT
+    loss, _ = policy_loss(
+        logp,
+        fixed,
+        torch.ones(B),
+        counted,
+        correction.weight_BT,
+        LossConfig(),
+        count_normalizers(counted, T),
+    )
+    loss.backward()
+    assert -logp.grad.sum().item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_counts_masked_out_tokens_except_with_obrs(kind):
+    correction = correct(kind, *EXAMPLE)
+    expected = correction.mask_BT if kind == "obrs" else EXAMPLE[-1]
+    assert torch.equal(correction.counted_BT, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -158,6 +158,22 @@ def test_the_gradient_is_zero_if_all_responses_are_excluded(tmp_path, monkeypatc
     assert all(not g.any() for g in grad.values())
 
 
+def test_the_loss_divides_by_the_tokens_that_obrs_accepted(tmp_path, monkeypatch):
+    counts = []
+    whole = learner.policy_loss
+
+    def watched(logp, old, advantages, mask_BT, weight_BT, config, normalizers):
+        assert torch.equal(mask_BT, weight_BT > 0)
+        counts.append((int(mask_BT.sum()), normalizers.tokens, mask_BT.shape))
+        return whole(logp, old, advantages, mask_BT, weight_BT, config, normalizers)
+
+    monkeypatch.setattr(learner, "policy_loss", watched)
+    step_of(tmp_path, monkeypatch, correction=CorrectionConfig(kind="obrs", obrs_lambda=2.0))
+    accepted = sum(count for count, _, _ in counts)
+    assert {tokens for _, tokens, _ in counts} == {accepted}
+    assert 0 < accepted < 0.8 * sum(shape.numel() for _, _, shape in counts)
+
+
 def test_the_correction_ignores_excluded_responses(tmp_path, monkeypatch):
     masks = []
     whole = learner.compute_correction
