@@ -88,7 +88,8 @@ class Learner:
         self.lora: PolicyLora | None = None
         self._reference: TokenScorer | None = None
         if config.loss.beta and not config.lora.r:
-            self._reference = TokenScorer(copy.deepcopy(model).requires_grad_(False))
+            reference = TokenScorer(copy.deepcopy(model).requires_grad_(False))
+            self._reference = reference.to(accelerator.device)
         if config.lora.r:
             from sparrow.train.lora import PolicyLora  # importing PEFT takes a second
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from sparrow.engines.hf import HFEngine
@@ -20,6 +21,7 @@ from sparrow.train.config import (
     RolloutConfig,
     TrainConfig,
 )
+from sparrow.train.ranks import Ranks
 from sparrow.train.trainer import Trainer
 from tests.conftest import tiny_model
 from tests.train.test_trainer import SCHEDULE, EarlyWords, make_trainer, metrics_of
@@ -108,6 +110,15 @@ def test_the_reference_policy_is_the_initial_model(tmp_path):
     for found in rows.values():
         assert found[0] == pytest.approx(0, abs=1e-9) and found[1] > 1e-6
     assert rows[100.0][-1] < 0.8 * rows[1e-6][-1]
+
+
+def test_the_reference_policy_moves_to_the_device_of_the_run(monkeypatch):
+    accelerator = Accelerator()
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    config = TrainConfig(loss=LossConfig(beta=0.5))
+    made = learner.Learner(config, tiny_model(), SCHEDULE, accelerator, Ranks(accelerator))
+    for scorer in (made.plain_scorer, made._reference):
+        assert {p.device.type for p in scorer.parameters()} == {"meta"}
 
 
 def test_only_the_lora_is_trained_and_the_engine_receives_merged_weights(tmp_path):
