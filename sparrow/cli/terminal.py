@@ -164,7 +164,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
             *counts,
             f"{b.mean:.3f}",
             f"{b.lower_bound:.3f} and {b.upper_bound:.3f}",
-            f"{b.interval_low:.3f}-{b.upper_bound_high:.3f}",
+            f"{b.interval_low:.3f}-{b.interval_end:.3f}",
             tau.verdict(b),
         )
 

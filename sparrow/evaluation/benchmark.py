@@ -163,6 +163,8 @@ def run_benchmark(
     stored = [(i, n) for i, name in enumerate(names) if is_complete(name) for n in range(k)]
     again = [samples[(*names[i], n)] for i, n in stored]
     if _judge_again([problems[i] for i, _ in stored], again):
+        # Another call may have added samples in the meantime.
+        samples = {**_read_samples(path), **samples}
         files.write_text(path, _lines(samples.values()))
 
     for begin in range(0, len(missing), CHUNK):

@@ -140,8 +140,8 @@ class SparseGRPOTrainer(Trainer):
         self._rpc("sparrow_set_schedule", schedule.to_json())
         if self.vllm_mode == "colocate":
             self.vllm_generation.llm.reset_prefix_cache()
-        elif self.accelerator.is_main_process:
-            self.vllm_generation.vllm_client.reset_prefix_cache()
+        else:
+            self._on_main(lambda: _forget_cached(self.vllm_generation.vllm_client))
         self.schedule = schedule
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,12 +236,19 @@ class SparseGRPOTrainer(Trainer):
         """
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
+        return self._on_main(lambda: _ask(self.vllm_generation.vllm_client, method, args))
+
+    def _on_main(self, ask: Callable[[], Any]) -> Any:
+        """Call ``ask`` on the main process, and return its result on every process.
+
+        A SparrowError is raised on every process, because the others wait for the result.
+        """
         answers: list[Any] = []
         if self.accelerator.is_main_process:
             try:
-                answers = [_ask(self.vllm_generation.vllm_client, method, args)]
+                answers = [ask()]
             except SparrowError as error:
-                answers = [error]  # to be raised on every process, since the others wait
+                answers = [error]
         [answer] = gather_object(answers)
         if isinstance(answer, SparrowError):
             raise answer
@@ -251,7 +258,7 @@ class SparseGRPOTrainer(Trainer):
 def _ask(client: Any, method: str, args: Sequence[Any]) -> list[Any]:
     """Call a method on the workers of a server, through TRL's client.
 
-    Raises EngineError if the server doesn't answer. Raises ConfigError if it refuses the call.
+    Raises EngineError if no vLLM server answers. Raises ConfigError if it refuses the call.
     """
     url = client.base_url
     try:
@@ -266,7 +273,27 @@ def _ask(client: Any, method: str, args: Sequence[Any]) -> list[Any]:
             f"{answer.text[:300]}); start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow "
             "schedule that allows this"
         )
-    return answer.json()["results"]
+    try:
+        return answer.json()["results"]
+    except (ValueError, KeyError) as error:
+        raise EngineError(
+            f"the answer of {url} to {method} is not a vLLM server's ({answer.text[:300]}); check "
+            "the address"
+        ) from error
+
+
+def _forget_cached(client: Any) -> None:
+    """Empty a server's prefix cache, through TRL's client.
+
+    Raises EngineError if this fails.
+    """
+    try:
+        client.reset_prefix_cache()
+    except Exception as error:  # TRL raises no narrower one
+        raise EngineError(
+            f"the vLLM server at {client.base_url} did not empty its prefix cache ({error}); "
+            "restart it, and resume training"
+        ) from error
 
 
 def _check_sampling(config: GRPOConfig) -> None:

@@ -97,6 +97,13 @@ class BinMismatch:
         """The two bounds on the percentile, as text."""
         return between(self.lower_bound, self.upper_bound)
 
+    @property
+    def interval_end(self) -> float:
+        """Upper end of the interval to show: that of the upper bound's interval or, in files that
+        lack it, of the lower bound's.
+        """
+        return self.interval_high if isnan(self.upper_bound_high) else self.upper_bound_high
+
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
         """Compare the percentile with ``tau``. It holds if the lower bound and its interval reach
         tau, and is below if the upper bound and its interval don't. Unknown ends (nan) leave it

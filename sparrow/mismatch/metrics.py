@@ -6,10 +6,11 @@ sparrow/p5                     the 5th percentile of the lower bound on acceptan
 sparrow/p5/START-END           the 5th percentile of the lower bound in one bin. /low and /high are
                                its 95 % interval from resampling sequences, if at least two
                                sequences reach the bin. /upper is the 5th percentile of the upper
-                               bound. If dense rollouts were measured, /ceiling is their p5,
-                               /ceiling/low and /ceiling/high are the interval of this p5, and
-                               /relative is the relative p5 (``mismatch.tau``). For samples from the
-                               dense policy itself, only /upper and /ceiling are logged, because the
+                               bound, and /upper/high the upper end of its interval. If dense
+                               rollouts were measured, /ceiling is their p5, /ceiling/low and
+                               /ceiling/high are the interval of this p5, and /relative is the
+                               relative p5 (``mismatch.tau``). For samples from the dense policy
+                               itself, only /upper, /upper/high and /ceiling are logged, because the
                                lower bound depends on the list length rather than on mismatch
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
@@ -49,6 +50,7 @@ def mismatch_metrics(report: MismatchReport, dense_up_to: float = 0) -> dict[str
             }
         metrics |= {
             f"{at}/upper": b.upper_bound,
+            f"{at}/upper/high": b.upper_bound_high,
             f"{at}/ceiling": b.ceiling,
             f"{at}/ceiling/low": b.ceiling_low,
             f"{at}/ceiling/high": b.ceiling_high,

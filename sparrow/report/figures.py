@@ -154,7 +154,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
             )
             ax.hlines(b.ceiling, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
             # Lines, not error bars, because a bootstrap interval may not contain its estimate.
-            ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
+            ax.vlines(x, b.interval_low, b.interval_end, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, MARKERS[i], color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
             if log.tau.relative:

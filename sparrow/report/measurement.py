@@ -47,7 +47,13 @@ def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
     """
     rows = np.array(
         [
-            [b["mean"], b["lower_bound"], b["interval_low"], b["interval_high"], b["ceiling"]]
+            [
+                b["mean"],
+                b["lower_bound"],
+                b["interval_low"],
+                b.get("upper_bound_high", b["interval_high"]),  # older files lack it
+                b["ceiling"],
+            ]
             for b in bins
         ],
         dtype=float,

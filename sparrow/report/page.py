@@ -102,7 +102,7 @@ def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
         "length": bin_name(b.start, b.end),
         "p5": b.p5,
         f"against {tau}": tau.verdict(b),
-        "95 % interval": f"[{number(b.interval_low)}, {number(b.upper_bound_high)}]"
+        "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_end)}]"
         if known
         else "one response",
         "ceiling": number(b.ceiling),

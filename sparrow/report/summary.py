@@ -145,9 +145,7 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
     """Format the bounds on p5, its interval, and the verdict against ``tau``."""
     interval = (
-        f" [{number(b.interval_low)}, {number(b.upper_bound_high)}]"
-        if isfinite(b.interval_low)
-        else ""
+        f" [{number(b.interval_low)}, {number(b.interval_end)}]" if isfinite(b.interval_low) else ""
     )
     verdict = tau.verdict(b)
     against = "undecided against" if verdict == "undecided" else verdict

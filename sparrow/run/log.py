@@ -10,7 +10,7 @@ Shapes: S steps, E evaluations, N length bins starting at length 0. A bin's valu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf, nan
 from operator import attrgetter
 from pathlib import Path
@@ -203,10 +203,14 @@ class RunLog:
         """
         rows = self.metrics[index]["mismatch"]["bins"]
         names = [field.name for field in fields(BinMismatch)]
-        return tuple(
-            BinMismatch(**{name: _number(row[name]) for name in names if name in row})
-            for row in rows
-        )
+        bins = []
+        for row in rows:
+            b = BinMismatch(**{name: _number(row[name]) for name in names if name in row})
+            # In logs of older versions, the upper bound has no interval, but equal bounds share one.
+            if "upper_bound_high" not in row and b.lower_bound == b.upper_bound:
+                b = replace(b, upper_bound_high=b.interval_high)
+            bins.append(b)
+        return tuple(bins)
 
     def sparse_bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
         """Select the ``bins`` in which a sparse actor sampled. In other bins, acceptance bounds

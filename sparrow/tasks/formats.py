@@ -93,7 +93,7 @@ class Format:
 
 def text_of(row: Row, *names: str) -> str:
     """Return the text of the first non-empty field among ``names``, ignoring case in field names.
-    A list with a single text counts as this text, as in OlympiadBench's answers.
+    A list with a single text or number counts as this one, as in OlympiadBench's answers.
 
     Raises KeyError if all of the fields are missing or empty. Raises ValueError if the field is
     another container, such as a list of messages.
@@ -101,8 +101,8 @@ def text_of(row: Row, *names: str) -> str:
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
         value = fields.get(name)
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-            value = value[0]
+        if isinstance(value, list | tuple) and len(value) == 1:
+            [value] = value if isinstance(value[0], str | int | float) else [value]
         if isinstance(value, Collection) and not isinstance(value, str):
             if not len(value):
                 continue

@@ -119,7 +119,8 @@ class Exports:
 
     Keeps the newest ``keep`` periodic exports and the best export so far. Also keeps the export
     that was best at the last checkpoint, in case the run resumes from that checkpoint. Exports from
-    before the run was resumed count as periodic, since ``every`` may have been different then.
+    before the run was resumed count as periodic unless they were the best for a while, since
+    ``every`` may have been different then.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
@@ -158,9 +159,12 @@ class Exports:
     def _prune(self, best: int | None, evaluations: Sequence[Row]) -> None:
         steps = self.run_dir.steps("exports")
         bests = {best}
-        if self.config.best and (checkpoint := self.run_dir.last_checkpoint()):
-            bests.add(best_step([row for row in evaluations if row["step"] <= checkpoint[0]]))
-        regular = [s for s in steps if self._periodic(s) or s in self._inherited - bests]
+        once_best = set[int | None]()
+        if self.config.best:
+            once_best = {best_step(evaluations[: i + 1]) for i in range(len(evaluations))}
+            if checkpoint := self.run_dir.last_checkpoint():
+                bests.add(best_step([row for row in evaluations if row["step"] <= checkpoint[0]]))
+        regular = [s for s in steps if self._periodic(s) or s in self._inherited - once_best]
         kept = {*regular[-self.config.keep :], *bests}
         self.run_dir.remove("exports", set(steps) - kept)
         if steps:

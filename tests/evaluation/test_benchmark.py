@@ -231,6 +231,31 @@ def test_stored_responses_are_judged_again_without_sampling(tmp_path, engine_cal
     assert [json.loads(line)["reward"] for line in path.read_text().splitlines()] == [0.5] * 10
 
 
+def test_samples_that_another_call_adds_during_judging_are_kept(tmp_path):
+    tokenizer = build_tokenizer()
+    engine = HFEngine(
+        tiny_model(vocab_size=len(tokenizer)), SparsitySchedule.dense(), [tokenizer.eos_token_id]
+    )
+
+    def evaluate(verify):
+        problem = Problem(id="p", prompt=" 1 2 3", verify=verify)
+        benchmark.run_benchmark(
+            engine, tokenizer, [problem], Sampling(8, top_n=0), 1, tmp_path, "qa", "dense", {}
+        )
+
+    def slow(text):
+        with path.open("a") as file:
+            file.write(json.dumps({**mine, "sample": 1}) + "\n")
+        return 1.0
+
+    evaluate(lambda text: 0.0)
+    (path,) = tmp_path.glob("*.jsonl")
+    mine = json.loads(path.read_text())
+    evaluate(slow)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["sample"]: row["reward"] for row in rows} == {0: 1.0, 1: 0.0}
+
+
 def test_weight_digest_detects_a_single_changed_bit():
     model = tiny_model()
     before = benchmark.weights_digest(model)

@@ -275,24 +275,33 @@ def test_drafts_are_counted_once_per_engine(monkeypatch, mode, per_engine, draft
     assert adapter.SparseGRPOTrainer._counted(trainer)["sparrow/drafts/drafted"] == drafted
 
 
+def served(client, is_main=True):
+    """Return a trainer with a vLLM server, on the main process or another one."""
+    trainer = object.__new__(adapter.SparseGRPOTrainer)
+    trainer.vllm_mode = "server"
+    trainer.accelerator = SimpleNamespace(is_main_process=is_main)
+    trainer.vllm_generation = SimpleNamespace(vllm_client=client if is_main else None)
+    return trainer
+
+
 def test_server_without_sparrow_raises_an_error():
     refusal = SimpleNamespace(status_code=500, text="no attribute sparrow_describe")
     client = SimpleNamespace(
         base_url="http://h:1", session=SimpleNamespace(post=lambda *a, **k: refusal)
     )
-    trainer = SimpleNamespace(
-        vllm_mode="server",
-        accelerator=SimpleNamespace(is_main_process=True),
-        vllm_generation=SimpleNamespace(vllm_client=client),
-    )
+    trainer = served(client)
     with pytest.raises(
         ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"
     ):
-        adapter.SparseGRPOTrainer._rpc(trainer, "sparrow_describe")
+        trainer._rpc("sparrow_describe")
 
 
 def unreachable(*args, **kwargs):
     raise ConnectionError("connection refused")
+
+
+def proxy_page(*args, **kwargs):
+    return SimpleNamespace(status_code=200, text="<html>", json=lambda: json.loads("<html>"))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +309,11 @@ def unreachable(*args, **kwargs):
     [
         (lambda *a, **k: SimpleNamespace(status_code=500, text="no"), ConfigError, "refused drop"),
         (unreachable, EngineError, r"no vLLM server answers at http://h:1 \(connection refused\)"),
+        (
+            proxy_page,
+            EngineError,
+            r"answer of http://h:1 to drop is not a vLLM server's \(<html>\)",
+        ),
     ],
 )
 def test_refusal_of_a_server_is_raised_on_every_process(monkeypatch, post, error, match):
@@ -313,14 +327,33 @@ def test_refusal_of_a_server_is_raised_on_every_process(monkeypatch, post, error
     monkeypatch.setattr(adapter, "gather_object", gather)
     client = SimpleNamespace(base_url="http://h:1", session=SimpleNamespace(post=post))
     for is_main in (True, False):
-        trainer = SimpleNamespace(
-            vllm_mode="server",
-            accelerator=SimpleNamespace(is_main_process=is_main),
-            vllm_generation=SimpleNamespace(vllm_client=client if is_main else None),
-        )
         with pytest.raises(error, match=match):
-            adapter.SparseGRPOTrainer._rpc(trainer, "drop")
+            served(client, is_main)._rpc("drop")
     assert len(sent) == 1
+
+
+def test_failure_to_empty_a_servers_prefix_cache_is_raised_on_every_process(monkeypatch):
+    sent = []
+
+    def gather(objects):
+        sent.extend(objects)
+        return sent[-1:]
+
+    def reset_prefix_cache():
+        raise Exception("Request failed: 500")
+
+    answer = SimpleNamespace(status_code=200, json=lambda: {"results": []})
+    client = SimpleNamespace(
+        base_url="http://h:1",
+        session=SimpleNamespace(post=lambda *a, **k: answer),
+        reset_prefix_cache=reset_prefix_cache,
+    )
+    main, other = served(client), served(client, is_main=False)
+    monkeypatch.setattr(adapter, "gather_object", gather)
+    with pytest.raises(EngineError, match=r"http://h:1 did not empty its .* \(Request failed: 500"):
+        main.set_schedule(SparsitySchedule.fixed(3))
+    with pytest.raises(EngineError, match="did not empty its prefix cache"):
+        other._on_main(None)
 
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])

@@ -32,5 +32,6 @@ def test_only_an_upper_bound_is_logged_for_bins_sampled_by_the_dense_policy():
     assert set(mismatch_metrics(report, dense_up_to=np.inf)) == {
         "sparrow/sequences",
         "sparrow/p5/0-4/upper",
+        "sparrow/p5/0-4/upper/high",
         "sparrow/p5/4-8/upper",
     }

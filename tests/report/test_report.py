@@ -437,12 +437,14 @@ def test_verdict_depends_on_both_bounds_and_their_intervals(p5, low, upper, uppe
     assert b.verdict(0.86) == expected
 
 
-def test_runs_logged_without_the_upper_bounds_interval_are_undecided_unless_p5_holds():
-    rows = [bin_row(0, 0.8, 0.75, 0.85), bin_row(1, 0.9, 0.88, 0.93)]
+def test_runs_logged_without_the_upper_bounds_interval_are_below_only_if_the_bounds_agree():
+    rows = [bin_row(0, 0.8, 0.75, 0.85), bin_row(1, 0.9, 0.88, 0.93), bin_row(2, 0.8, 0.75, 0.85)]
     for row in rows:
         del row["upper_bound_high"]
+    rows[2]["upper_bound"] = 0.82
     old = log_of(step_row(1, mismatch=bins_only(*rows))).bins()
-    assert [b.verdict(0.86) for b in old] == ["undecided", "holds"]
+    assert [b.verdict(0.86) for b in old] == ["below", "holds", "undecided"]
+    assert [b.interval_end for b in old] == [0.85, 0.93, 0.85]
 
 
 def test_schedule_cannot_be_reported_together_with_a_run_or_steps(tmp_path, capsys):

@@ -108,8 +108,9 @@ def test_numeric_answers_are_converted_to_text():
     assert next(iter(task([{"problem": "2+2?", "answer": 4}]))).verify("4") == 1.0
 
 
-def test_a_list_with_a_single_text_is_read_as_this_text():
-    rows = [{"question": "2+2?", "final_answer": ["4"], "solution": ["Count.", "Or add."]}]
+@pytest.mark.parametrize("answer", [["4"], [4], ("4",)])
+def test_a_list_with_a_single_text_or_number_is_read_as_this_one(answer):
+    rows = [{"question": "2+2?", "final_answer": answer, "solution": ["Count.", "Or add."]}]
     (problem,) = task(rows)
     assert problem.answer == "4" and problem.verify("4") == 1.0 and problem.solution is None
 

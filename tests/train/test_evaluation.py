@@ -5,6 +5,7 @@ training.
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.evaluation.benchmark import run_benchmark
 from sparrow.rollout import Sampling
+from sparrow.run.directory import RunDir
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Problem, build_tokenizer
 from sparrow.train import saving
@@ -120,6 +122,28 @@ def test_a_resumed_run_with_another_export_period_keeps_the_newest_earlier_expor
     changed = ExportConfig(every=5, keep=2)
     make_trainer(tmp_path, steps=5, resume=True, export=changed).train()
     assert exports() == ["step-4", "step-5"]
+
+
+@pytest.mark.parametrize("config", [ExportConfig(best=True), ExportConfig(every=3, best=True)])
+def test_a_resumed_run_keeps_the_same_exports_as_an_uninterrupted_one(
+    tmp_path, monkeypatch, config
+):
+    """The evaluations improve with every step, so every step was the best for a while."""
+    alone = SimpleNamespace(on_main=lambda phase, work: work())
+    monkeypatch.setattr(saving, "export", lambda learner, tokenizer, folder, adapter: None)
+
+    def exports(name, resumed_at):
+        run_dir = RunDir(tmp_path / name, resume=False)
+        kept = saving.Exports(replace(config, keep=2), run_dir, alone)
+        rows = []
+        for step in range(8):
+            if step == resumed_at:
+                kept = saving.Exports(replace(config, keep=2), run_dir, alone)
+            rows.append({"step": step, "eval": {"words": {"mean": {"value": step / 10}}}})
+            kept.update(None, None, step, rows)
+        return run_dir.steps("exports")
+
+    assert exports("resumed", 4) == exports("whole", None)
 
 
 @pytest.mark.slow

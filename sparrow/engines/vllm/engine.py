@@ -202,7 +202,7 @@ class VLLMEngine(InProcessClient):
         if model_processes > 1:
             check_discoverable()
         additional = {
-            **options.pop("additional_config", {}),
+            **(options.pop("additional_config", None) or {}),
             config.KEY: Decoding.load(schedule).to_dict(),
         }
         defaults: dict[str, Any] = dict(

@@ -31,8 +31,8 @@ class StockEngine(InProcessClient):
     """An engine that samples with vLLM in this process, without Sparrow. ``options`` are the user's
     options for ``vllm.LLM``. The options may include ``adapter``, as for ``VLLMEngine``.
 
-    Raises ConfigError if vLLM is missing or the options would make it run Sparrow, or EngineError
-    if vLLM does not start.
+    Raises ConfigError if vLLM is missing or lacks a name that Sparrow replaces, or if the options
+    would make it run Sparrow. Raises EngineError if vLLM does not start.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
