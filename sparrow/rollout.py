@@ -165,8 +165,8 @@ class Standing:
     # total probability of the common tokens: those with at least a given probability
     common: NDArray[np.float64]
     is_common: NDArray[np.bool_]  # whether the token is one of the common tokens
-    # log-probs after temperature and truncation; nan where only the probability of a group of tokens
-    # is known
+    # log-probs after temperature and truncation; nan where only the probability of a group of
+    # tokens is known
     logprobs: NDArray[np.float64]
     raw_logprobs: NDArray[np.float64]  # log-probs at temperature 1 and without truncation
 

@@ -68,9 +68,9 @@ pass over several tokens doesn't sum in the same order as a pass over one.
 
 LARGE: Mapping[Unit, float] = {"nats": 0.1, "correlation": 0.05, "chi-square": 0.05}
 LARGE_GAP = 0.25
-"""If a mean of the dense arm is larger than this, or a share is larger than ``resolution``, rounding
-can't be the cause, not even in bfloat16. ``LARGE_GAP`` is for reported log-probs, in nats. With
-twice this gap in the dense arm, no engine could fail, because gaps are capped at 1.
+"""If a mean of the dense arm is larger than this, or a share is larger than ``resolution``,
+rounding can't be the cause, not even in bfloat16. ``LARGE_GAP`` is for reported log-probs, in nats.
+With twice this gap in the dense arm, no engine could fail, because gaps are capped at 1.
 """
 
 COMMON = 0.02

@@ -206,7 +206,7 @@ class RunLog:
         bins = []
         for row in rows:
             b = BinMismatch(**{name: _number(row[name]) for name in names if name in row})
-            # In logs of older versions, the upper bound has no interval, but equal bounds share one.
+            # In older versions' logs, the upper bound has no interval, but equal bounds share one.
             if "upper_bound_high" not in row and b.lower_bound == b.upper_bound:
                 b = replace(b, upper_bound_high=b.interval_high)
             bins.append(b)

@@ -348,12 +348,11 @@ def test_failure_to_empty_a_servers_prefix_cache_is_raised_on_every_process(monk
         session=SimpleNamespace(post=lambda *a, **k: answer),
         reset_prefix_cache=reset_prefix_cache,
     )
-    main, other = served(client), served(client, is_main=False)
     monkeypatch.setattr(adapter, "gather_object", gather)
     with pytest.raises(EngineError, match=r"http://h:1 did not empty its .* \(Request failed: 500"):
-        main.set_schedule(SparsitySchedule.fixed(3))
+        served(client).set_schedule(SparsitySchedule.fixed(3))
     with pytest.raises(EngineError, match="did not empty its prefix cache"):
-        other._on_main(None)
+        served(client, is_main=False)._on_main(None)
 
 
 @pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])

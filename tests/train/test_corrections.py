@@ -345,9 +345,11 @@ def test_obrs_is_unbiased_when_averaged_over_a_grid_of_draws():
 
 @pytest.mark.parametrize("obrs_lambda", [1.0, 2.0, 4.0])
 def test_obrs_does_not_scale_the_gradient_if_the_actor_is_the_policy(obrs_lambda):
-    B, T = 64, 200
+    B = 64
+    T = 200
     logp = torch.full((B, T), math.log(0.1), requires_grad=True)
-    fixed, mask = logp.detach(), torch.ones(B, T, dtype=torch.bool)
+    fixed = logp.detach()
+    mask = torch.ones(B, T, dtype=torch.bool)
     correction = correct(
         "obrs", fixed, fixed, mask, torch.full((B, T), 1 / obrs_lambda), obrs_lambda=obrs_lambda
     )

@@ -75,8 +75,8 @@ class Tune(Command):
             )
         if torch.version.hip is not None:
             raise ConfigError(
-                "Sparrow's kernels do not run on AMD GPUs, so there is nothing to tune; decode with "
-                "engine 'hf', which needs no kernels"
+                "Sparrow's kernels do not run on AMD GPUs, so there is nothing to tune; decode "
+                "with engine 'hf', which needs no kernels"
             )
 
         from sparrow.attention.triton.search import Grid, tune

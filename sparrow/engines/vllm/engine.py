@@ -247,8 +247,8 @@ def check_not_in_options(options: Mapping[str, Any], reason: str, remedy: str) -
     additional = options.get("additional_config") or {}
     if config.KEY in additional:
         raise ConfigError(
-            f"additional_config has {config.KEY!r} set to {additional[config.KEY]!r}, but {reason}; "
-            f"{remedy}"
+            f"additional_config has {config.KEY!r} set to {additional[config.KEY]!r}, but "
+            f"{reason}; {remedy}"
         )
 
 
