@@ -279,6 +279,18 @@ def test_the_guard_raises_an_alarm_if_p5_is_certainly_too_low():
         assert not watching.alarm and watching.steps_below == 0
 
 
+def test_the_guard_raises_the_schedule_again_for_as_long_as_p5_is_certainly_too_low():
+    watching = guard("raise", patience=2)
+    schedule = SparsitySchedule((17, 40))
+    pages = []
+    for upper_bound_high in (0.83, 0.83, 0.83, 0.83, 0.85):
+        tail = replace(loose(0, 0.5, 0.82), upper_bound_high=upper_bound_high)
+        schedule = watching.propose(schedule, schedule, report(tail))
+        pages.append(schedule.top_k)
+    # 20, 30, 45 and 68 pages, including the 3 that are always kept
+    assert pages == [(17, 40), (27, 40), (42, 42), (65, 65), (65, 65)]
+
+
 def test_the_guard_acts_if_p1_has_certainly_fallen_below_half_of_its_best_value():
     watching, sparse = guard("raise", patience=2), SparsitySchedule((17, 40))
     below_half = []
