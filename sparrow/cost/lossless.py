@@ -296,7 +296,10 @@ def verdict(lossy: Prediction, lossless: LosslessPrediction | None) -> str:
     """Recommend a mode in one or two sentences; see ``rows``."""
     lossy_pays = lossy.speedup >= WORTHWHILE
     if lossless is None:
-        gain = f"{lossy.speedup:.2f}x lossy; in vLLM, lossless mode needs full attention in every layer"
+        gain = (
+            f"{lossy.speedup:.2f}x lossy; in vLLM, lossless mode needs full attention in every "
+            "layer"
+        )
         if lossy_pays:
             return f"Sparse rollouts pay off ({gain}), but need a schedule that keeps p5 on target."
         return f"Sparse rollouts do not pay off ({gain}): decode densely. {_limit(lossy)}"

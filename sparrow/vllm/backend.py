@@ -155,8 +155,8 @@ class SparseBuilder(VLLMClass):
                 f"vLLM splits the model's {len(layers)} layers with full attention into groups of "
                 f"{len(ours)}, each with its own KV blocks, but Sparrow supports only one such "
                 "group; set disable_hybrid_kv_cache_manager=True if the other layers have a "
-                "sliding window (they then cache whole sequences too), choose a different model, or "
-                "start vLLM without a schedule"
+                "sliding window (they then cache whole sequences too), choose a different model, "
+                "or start vLLM without a schedule"
             )
         for layer in ours:
             layer.impl.forget_cache()

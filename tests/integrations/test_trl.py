@@ -371,7 +371,9 @@ def test_server_in_a_different_mode_raises_an_error(monkeypatch, runs, wanted):
 
 def test_server_with_other_lossless_settings_raises_an_error(monkeypatch):
     def init(self, *args, **kwargs):
-        self.use_vllm, self.vllm_generation, self.vllm_mode = True, None, "server"
+        self.use_vllm = True
+        self.vllm_generation = None
+        self.vllm_mode = "server"
 
     theirs = Decoding.lossless(draft_tokens=2)
     described = [{"mode": "lossless", "draft_tokens": 2, "schedule": theirs.schedule.to_dict()}]
