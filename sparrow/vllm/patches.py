@@ -138,8 +138,8 @@ def watch(worker: Any, vllm_config: Any) -> None:
 
 
 def follow_weights(worker: Any, vllm_config: Any) -> None:
-    """Mark the draft weights as stale whenever vLLM writes to a worker's parameters without calling
-    the model's ``load_weights``.
+    """Mark the draft weights as stale whenever vLLM writes, or may write, to a worker's parameters
+    without calling the model's ``load_weights``.
     """
 
     def followed(stock: Any) -> Any:
@@ -153,7 +153,7 @@ def follow_weights(worker: Any, vllm_config: Any) -> None:
 
         return change_weights
 
-    for name in ("reload_weights", "update_weights", "finish_weight_update"):
+    for name in ("reload_weights", "update_weights", "finish_weight_update", "apply_model"):
         setattr(worker, name, followed(getattr(worker, name)))
 
 

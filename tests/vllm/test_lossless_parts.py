@@ -279,6 +279,7 @@ def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
         reload_weights=lambda **given: done.append(given),
         update_weights=update_weights,
         finish_weight_update=lambda: "done",
+        apply_model=lambda change: change("model"),
     )
     runtime = SimpleNamespace(renew_draft_weights=lambda: stale.append(len(stale)))
     monkeypatch.setattr(patches, "find", lambda vllm_config: runtime)
@@ -291,11 +292,13 @@ def test_the_weight_copy_is_renewed_however_vllm_changes_weights(monkeypatch):
         and done == [{"weights_path": "somewhere"}]
         and len(stale) == 3
     )
+    worker.apply_model(done.append)
+    assert done[-1] == "model" and len(stale) == 4
     monkeypatch.setattr(
         patches, "find", lambda vllm_config: None
     )  # before layers have their backend
     worker.reload_weights()
-    assert len(stale) == 3
+    assert len(stale) == 4
 
 
 def speculative_configs():
