@@ -60,7 +60,7 @@ SHARED_ACCEPTANCE = 0.921
 """The text model's acceptance of drafts that read 1,024 tokens. ``ACCEPTANCE`` is for pages
 selected for each token, and ``SHARED_ACCEPTANCE`` for pages selected once for four tokens.
 """
-YIELDS = (1.5, 2.0, 2.5)  # drafts per pass
+YIELDS = (1.5, 2.1, 2.5)  # drafts per pass
 DRAFT_WEIGHTS: dict[str, DraftWeights] = {"lossless": "auto", "fp8": "fp8"}
 """The weights that drafts use in each arm of ``synthetic``."""
 STEPS = 12
@@ -141,24 +141,16 @@ def keep_some_guesses(rate: Any) -> None:
 
     from sparrow.vllm.lossless import cascade
 
-    stock = cascade.gumbel_sample
-    drafters: list[Any] = []
-    prepare = cascade.CascadeDrafter.__init__
+    stock = cascade.CascadeDrafter._sample
 
-    def init(self: Any, *args: Any) -> None:
-        prepare(self, *args)
-        drafters.append(self)
-
-    def sample(logits: Any, *args: Any, **named: Any) -> Any:
-        drawn = stock(logits, *args, **named)
-        drafter = drafters[-1]
+    def sample(drafter: Any, logits: Any, *args: Any) -> Any:
+        drawn = stock(drafter, logits, *args)
         ids = drafter._vllm.input_buffers.input_ids[: len(drawn)].view(-1, drafter.tokens)
         is_kept = torch.rand(ids.shape, device=ids.device) < rate
         is_kept[:, -1:].zero_()  # there's no guess after the last token
         return torch.where(is_kept.flatten(), ids.roll(-1, 1).flatten().long(), drawn)
 
-    cascade.CascadeDrafter.__init__ = init
-    cascade.gumbel_sample = sample
+    cascade.CascadeDrafter._sample = sample
 
 
 def captured(drafter: Any) -> dict[int, Any]:
@@ -349,9 +341,9 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
     "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 0},
-    "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3, "guess_lookup_min": 0},
     "mixed2_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 2},
     "mixed4_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 4},
+    "adaptive_mixed4_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3, "guess_lookup_min": 4},
 }
 """Lossless settings for the other arms of ``real``. An arm that isn't adaptive drafts and guesses
 in every cycle. In a ``mixed`` arm, history guesses where at least so many tokens repeat, and the
@@ -360,9 +352,9 @@ head elsewhere.
 WITH_HEAD = (
     "eagle3",
     "head_guess3",
-    "adaptive_head_guess3",
     "mixed2_guess3",
     "mixed4_guess3",
+    "adaptive_mixed4_guess3",
 )
 """Arms that need ``--head``."""
 

@@ -4,9 +4,11 @@ prompts.
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,9 @@ def test_each_arm_with_a_head_names_the_sources_of_its_guesses(cascade, tmp_path
     }
     assert least == {
         "head_guess3": 0,
-        "adaptive_head_guess3": 0,
         "mixed2_guess3": 2,
         "mixed4_guess3": 4,
+        "adaptive_mixed4_guess3": 4,
     }
 
 
@@ -57,3 +59,17 @@ def test_text_is_divided_into_prompts_of_equal_length(cascade, tmp_path):
     assert ["".join(map(chr, ids)) for ids in found] == ["abcd", "defg", "ghij"]
     with pytest.raises(AssertionError, match="has 10 tokens, fewer than a prompt of 11"):
         cascade.real_prompts(Letters(), path, 1, 11)
+
+
+def test_guesses_are_kept_with_the_given_probability(cascade, monkeypatch):
+    drafter = pytest.importorskip("sparrow.vllm.lossless.cascade").CascadeDrafter
+    drawn = torch.full((6,), 9)
+    monkeypatch.setattr(drafter, "_sample", lambda self, logits, *rest: drawn)
+    rate = torch.zeros(())
+    cascade.keep_some_guesses(rate)
+    # Two sequences with a token and two guesses each.
+    inputs = SimpleNamespace(input_ids=torch.tensor([1, 2, 3, 4, 5, 6, 0, 0]))
+    state = SimpleNamespace(_vllm=SimpleNamespace(input_buffers=inputs), tokens=3)
+    assert drafter._sample(state, None).tolist() == [9] * 6
+    rate.fill_(1.0)
+    assert drafter._sample(state, None).tolist() == [2, 3, 9, 5, 6, 9]
