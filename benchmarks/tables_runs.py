@@ -15,6 +15,9 @@ def equalities() -> str:
         "bfloat16": "vllm_equal_bf16",
         "bfloat16, tensor parallel 2": "vllm_equal_bf16_tp2",
         "float16": "vllm_equal_fp16",
+        "bfloat16, Qwen3-Next": "vllm_equal_hybrid",
+        "bfloat16, Qwen3-Next, tensor parallel 2": "vllm_equal_hybrid_tp2",
+        "bfloat16, EXAONE 4": "vllm_equal_windowed",
     }
     names = {
         "unbounded": "unbounded",

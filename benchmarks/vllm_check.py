@@ -60,6 +60,9 @@ PREEMPTION_BLOCKS = {"hybrid": 48, "windowed": 640}
 With windows, a prompt needs blocks in every group of layers.
 """
 
+LINEAR_ATTENTION = {"gdn_prefill_backend": "triton"}
+"""vLLM options for hybrids. On Hopper GPUs, vLLM's default is FlashInfer, a separate package."""
+
 
 def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
     """Return a function that adds a result, prints it, and writes all results so far."""
@@ -193,6 +196,8 @@ def main() -> None:
     arguments = command.parse_args()
     note = notes(arguments.out, dtype=arguments.dtype)
     shared = options(arguments.dtype, tensor_parallel_size=arguments.tensor_parallel)
+    if arguments.kind == "hybrid":
+        shared |= LINEAR_ATTENTION
 
     config = config_of(arguments.kind)
     with tempfile.TemporaryDirectory() as name:
