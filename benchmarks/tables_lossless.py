@@ -199,7 +199,7 @@ def lossless_exact_guesses() -> str:
     for source, equal, chi_square in (
         ("history", "guess3", "guess2"),
         ("head", "head3", "head2"),
-        ("history from 2 tokens, head elsewhere", "mixed3", None),
+        ("history from 2 tokens, head elsewhere", "mixed3", "mixed2"),
         ("history, drafts in 8 bits", "guess3_draft_fp8", None),
     ):
         result = load(f"lossless_equal_{equal}_vary")
