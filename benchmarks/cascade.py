@@ -343,7 +343,11 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 0},
     "mixed2_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 2},
     "mixed4_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 4},
-    "adaptive_mixed4_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3, "guess_lookup_min": 4},
+    "adaptive_mixed4_guess3": {
+        "adapt_draft_tokens": True,
+        "guess_tokens": 3,
+        "guess_lookup_min": 4,
+    },
 }
 """Lossless settings for the other arms of ``real``. An arm that isn't adaptive drafts and guesses
 in every cycle. In a ``mixed`` arm, history guesses where at least so many tokens repeat, and the

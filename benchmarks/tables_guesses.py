@@ -28,6 +28,7 @@ REAL_ARMS = {
     "mixed4_guess3": "both guess in every cycle, history from 4 tokens",
     "adaptive_guess3": "lossless, may guess from history",
     "adaptive_head_guess3": "lossless, head may guess",
+    "adaptive_mixed4_guess3": "lossless, both may guess, history from 4 tokens",
 }
 """Maps arms of ``cascade.py real`` to their names in the tables."""
 STOCK_ARMS = {"ngram": "stock, n-gram", "eagle3": "stock, head"}
@@ -258,6 +259,13 @@ def real_speed() -> str:
     return table(["", *text_names(run)], rows)
 
 
+def real_earlier_speed() -> str:
+    """Tabulate, for each text, the speeds of arms that only the run before the last one has."""
+    *_, earlier, last = real_runs()
+    arms = {arm: name for arm, name in REAL_ARMS.items() if arm not in last}
+    return table(["", *text_names(earlier)], speed_rows(earlier, arms))
+
+
 def real_stock_drafters() -> str:
     """Tabulate, for each text, the speeds of vLLM's own drafters, from the first run."""
     run, *_ = real_runs()
@@ -288,32 +296,34 @@ def relative_time(rows: Sequence[Row], history: Sequence[Row]) -> str:
 
 
 def real_yields() -> str:
-    """Tabulate, for each text, acceptance, drafts per pass and tokens per cycle of each arm. For arms
-    that guess in every cycle, also the simulated drafts per pass, and the time per cycle relative
-    to the arm with history.
+    """Tabulate, for each text, acceptance, drafts per pass and tokens per cycle of each arm, from the
+    last run that has it. For arms that guess in every cycle, also the simulated drafts per pass,
+    and the time per cycle relative to the arm with history in the same run.
     """
-    *_, run = real_runs()
+    *_, last = all_runs = real_runs()
     rows = []
-    history = by_text(run, "guess3")
     for arm, arm_name in REAL_ARMS.items():
+        *_, run = (run for run in all_runs if arm in run)
+        history = by_text(run, "guess3")
         repeats = by_text(run, arm)
         for name, shown in YIELDS.items():
             cells = [average(each, name) for each in repeats]
             if any(cells):
                 rows.append([f"{arm_name}: {shown}", *cells])
             if any(cells) and name == "drafts_per_pass" and arm in SIMULATED:
-                expected = [simulated_drafts(text, arm) for text in texts(run["stock"])]
+                expected = [simulated_drafts(text, arm) for text in texts(last["stock"])]
                 rows.append([f"{arm_name}: {shown}, simulated", *expected])
-        if arm in SIMULATED and arm in run and arm != "guess3":
+        if arm in SIMULATED and arm != "guess3":
             times = map(relative_time, repeats, history)
             rows.append([f"{arm_name}: time per cycle relative to history", *times])
-    return table(["", *text_names(run)], rows)
+    return table(["", *text_names(last)], rows)
 
 
 TABLES = {
     "guesses passes": passes,
     "guesses speed": speed,
     "guesses real speed": real_speed,
+    "guesses real earlier speed": real_earlier_speed,
     "guesses real stock drafters": real_stock_drafters,
     "guesses real yields": real_yields,
 }
