@@ -69,6 +69,9 @@ SECONDS = 1.0
 REPLAYS = 30
 TRIALS = 20_000  # simulated cycles
 
+CYCLES = ("cycles", "cycles_with_guesses", "cycles_with_guesses_alone")
+"""Counts of cycles in ``sparrow_acceptance``."""
+
 Save = Callable[..., None]
 
 
@@ -458,6 +461,8 @@ def time_sampling(
         drawn = counts["drafted"] - counts["guessed"]
         found["drafts_per_pass"] = drawn / max(counts["passes"], 1)
         found["passes_per_cycle"] = counts["passes"] / max(steps, 1)
+    if decoding.adapt_draft_tokens:  # which choices vLLM made, in cycles by number of drafts
+        found["choices"] = {name: told[name] for name in CYCLES if name in told}
     return found
 
 
