@@ -303,7 +303,7 @@ def real_yields() -> str:
     *_, last = all_runs = real_runs()
     rows = []
     for arm, arm_name in REAL_ARMS.items():
-        *_, run = (run for run in all_runs if arm in run)
+        run = next((run for run in reversed(all_runs) if arm in run), last)
         history = by_text(run, "guess3")
         repeats = by_text(run, arm)
         for name, shown in YIELDS.items():
@@ -313,7 +313,7 @@ def real_yields() -> str:
             if any(cells) and name == "drafts_per_pass" and arm in SIMULATED:
                 expected = [simulated_drafts(text, arm) for text in texts(last["stock"])]
                 rows.append([f"{arm_name}: {shown}, simulated", *expected])
-        if arm in SIMULATED and arm != "guess3":
+        if arm in SIMULATED and arm in run and arm != "guess3":
             times = map(relative_time, repeats, history)
             rows.append([f"{arm_name}: time per cycle relative to history", *times])
     return table(["", *text_names(last)], rows)

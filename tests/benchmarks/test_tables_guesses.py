@@ -142,3 +142,23 @@ def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
         ("16", "4.00x", "100%"),
         ("8", "8.00x", "133%"),
     ]
+
+
+def test_arms_that_the_last_run_lacks_come_from_the_run_before(tables, tmp_path):
+    earlier = {
+        "stock": [point(1000, 4.0)],
+        "guess3": [point(1000, 4.0, tokens_per_cycle=4.0)],
+        "head_guess3": [point(1000, 2.0, tokens_per_cycle=4.0)],
+    }
+    last = {"stock": [point(1000, 2.0)], "guess3": [point(1000, 1.0, tokens_per_cycle=8.0)]}
+    write(tables, tmp_path, earlier, **last)
+    (tmp_path / f"{tables.SIMULATION}.json").write_text(json.dumps({"cells": []}))
+    head = tables.REAL_ARMS["head_guess3"]
+    _, _, *rows = cells(tables.real_earlier_speed())
+    assert rows == [["stock, tokens/s", "250 (0%)"], [head, "2.00x (0%)"]]
+    _, _, *rows = cells(tables.real_yields())
+    assert rows == [
+        [f"{tables.REAL_ARMS['guess3']}: tokens per cycle", "8.00"],
+        [f"{head}: tokens per cycle", "4.00"],
+        [f"{head}: time per cycle relative to history", "0.50x"],
+    ]
