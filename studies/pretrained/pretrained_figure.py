@@ -7,7 +7,7 @@ python studies/pretrained/pretrained_figure.py    # writes docs/figures/pretrain
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -28,15 +28,20 @@ from sparrow.report.theme import INK, MATPLOTLIB, SERIES  # noqa: E402
 PATH = ROOT / "docs/figures/pretrained.png"
 READ = 1024
 """Budget, in tokens, of the lossy actor in the tail plot."""
-DOMAINS = ("#8c564b", "#a14690", "#1899a8", "#7f7f7f")
+DOMAINS = ("#8c564b", "#d6336c", "#1899a8", "#7f7f7f")
 """Colors of the kinds of text, which differ from those of the training arms."""
+STYLES = {
+    "dense": (INK, "-"),
+    "lossless": (SERIES[0], "-"),
+    "p80": (SERIES[1], "-"),
+    "p80-distill": (SERIES[1], "--"),
+    "p86": (SERIES[2], "-"),
+    "auto86": (SERIES[2], "--"),
+    "p92": (SERIES[3], "-"),
+}
+"""The color and line of each arm, in the order of the legend. The color shows the p5 aimed for."""
 SMOOTH = 5
 """How many steps to smooth rewards over."""
-
-
-def colors_of(runs: Sequence[Row]) -> dict[str, str]:
-    """Return the color of each arm, the same in all panels."""
-    return dict(zip(by_arm(runs), (INK, *SERIES), strict=False))
 
 
 def smoothed(values: ArrayLike) -> NDArray[np.float64]:
@@ -44,31 +49,35 @@ def smoothed(values: ArrayLike) -> NDArray[np.float64]:
     return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid")
 
 
-def draw_clock(ax: Axes, runs: Sequence[Row], colors: Mapping[str, str]) -> None:
+def draw_clock(ax: Axes, runs: Sequence[Row]) -> None:
     """Draw the actor's reward by minutes of training: a thin line per run, and a smoothed one."""
     for run in runs:
         minutes = np.array(run["clock"]) / 60
-        color = colors[run["arm"]]
-        ax.plot(minutes, run["reward"], color=color, lw=0.7, alpha=0.45)
-        ax.plot(smoothed(minutes), smoothed(run["reward"]), color=color, lw=2.2, label=run["arm"])
+        color, line = STYLES[run["arm"]]
+        ax.plot(minutes, run["reward"], line, color=color, lw=0.7, alpha=0.45)
+        smooth = smoothed(run["reward"])
+        ax.plot(smoothed(minutes), smooth, line, color=color, lw=2.2, label=run["arm"])
     ax.set(xlabel="minutes of training", ylabel="reward of the rollouts", ylim=(0, 1.03))
     ax.set_xlim(0, None)
     ax.legend(loc="lower right", fontsize=7)
 
 
-def draw_rewards(ax: Axes, runs: Sequence[Row], colors: Mapping[str, str]) -> None:
+def draw_rewards(ax: Axes, runs: Sequence[Row]) -> None:
     """Draw the actor's reward by step: a thin line per run, and each arm's mean over seeds,
     smoothed, for as many steps as all of its runs completed.
     """
-    for arm, some in by_arm(runs).items():
+    arms = by_arm(runs)
+    for arm in sorted(arms, key=list(STYLES).index):
+        some = arms[arm]
+        color, line = STYLES[arm]
         for run in some:
             steps = np.arange(1, len(run["reward"]) + 1)
-            ax.plot(steps, run["reward"], color=colors[arm], lw=0.7, alpha=0.45)
+            ax.plot(steps, run["reward"], line, color=color, lw=0.5, alpha=0.3)
         fewest = min(len(run["reward"]) for run in some)
         smooth = smoothed(np.mean([run["reward"][:fewest] for run in some], axis=0))
         middle = np.arange(len(smooth)) + (SMOOTH + 1) / 2
         seeds = f"{len(some)} seed{'s' if len(some) > 1 else ''}"
-        ax.plot(middle, smooth, color=colors[arm], lw=2.2, label=f"{arm} ({seeds})")
+        ax.plot(middle, smooth, line, color=color, lw=1.8, label=f"{arm} ({seeds})")
     ax.set(xlabel="training step", ylabel="reward of the rollouts", ylim=(0, 1.03), xlim=(0, None))
     ax.legend(loc="lower right", fontsize=7)
 
@@ -96,11 +105,10 @@ def main() -> None:
     """Draw the figure. The same results always produce an identical file."""
     timed = load("pretrained_training_clock")["runs"]
     runs = load("pretrained_training_story")["runs"]
-    colors = colors_of([*runs, *timed])
     with plt.rc_context(MATPLOTLIB):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.1), layout="constrained")
-        draw_clock(left, timed, colors)
-        draw_rewards(middle, runs, colors)
+        draw_clock(left, timed)
+        draw_rewards(middle, runs)
         draw_tail(right, load("pretrained_acceptance")["rows"])
         left.set_title("What training earns by the clock", loc="left", fontsize=10)
         middle.set_title("What training earns by step", loc="left", fontsize=10)

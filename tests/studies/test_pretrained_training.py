@@ -311,7 +311,7 @@ def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study):
     _, ax = figure.plt.subplots()
     runs = [{"arm": arm, "reward": [0.1, 0.2, 0.3, 0.4, 0.5]} for arm in ("dense", "p80", "p80")]
     runs[2]["reward"] = [0.5] * 6
-    figure.draw_rewards(ax, runs, figure.colors_of(runs))
+    figure.draw_rewards(ax, runs)
     dense, dense_mean, one, other, mean = ax.lines
     assert dense.get_color() == dense_mean.get_color() != one.get_color()
     assert one.get_color() == other.get_color() == mean.get_color()
@@ -326,9 +326,9 @@ def test_figure_shows_rewards_by_the_clock_in_the_colors_of_the_other_panel(
     figure = study.pretrained_figure
     _, ax = figure.plt.subplots()
     runs = [timed_run(arm, [60 * i for i in range(1, 7)]) for arm in ("dense", "p86")]
-    colors = {"dense": "black", "p80": "red", "p86": "green"}
-    figure.draw_clock(ax, runs, colors)
-    assert [line.get_color() for line in ax.lines] == ["black", "black", "green", "green"]
+    figure.draw_clock(ax, runs)
+    colors = [figure.STYLES[arm][0] for arm in ("dense", "dense", "p86", "p86")]
+    assert [line.get_color() for line in ax.lines] == colors
     thin, smooth, *_ = (line.get_xydata().tolist() for line in ax.lines)
     assert thin[1] == [2, 0.02] and len(thin) == 6
     assert smooth == [[3, pytest.approx(0.04)], [4, pytest.approx(0.06)]]
