@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from common import Row, interval, load, table
 
 LAST = 10
 """The number of steps at the end of training over which rewards are averaged."""
+LOOP = (1, 3, 5, 7, 9)
+"""The steps at which rows of the closed loop's table start."""
 
 
 def _where(b: Row) -> str:
@@ -169,11 +173,11 @@ def longer() -> str:
     return table(["actor", "tokens read", *bins], rows)
 
 
-def training() -> str:
-    """Tabulate the comparison of arms by seed: mean reward over the steps that all runs completed,
-    the difference from dense rollouts, and held-out scores.
+def training(task: str) -> str:
+    """Tabulate the comparison of a task's arms by seed: mean reward over the steps that all runs
+    completed, the difference from dense rollouts, and held-out scores.
     """
-    result = load("pretrained_training_story")
+    result = load(f"pretrained_training_{task}")
     dense, *_ = (row for row in result["rows"] if row["arm"] == "dense")
     dense_reward = dict(zip(dense["seeds"], dense["reward"], strict=True))
     rows = []
@@ -263,17 +267,24 @@ def _last(run: Row, steps: int) -> float:
     return sum(some) / len(some)
 
 
-def training_p5() -> str:
-    """Tabulate p5 by length in training: the means of the first and last three steps that arms are
-    compared over, and the lowest p5 of any step. Schedules also have the p5 that calibration found.
+def training_p5(task: str) -> str:
+    """Tabulate p5 by length in a task's training: the means of the first and last three steps that
+    arms are compared over, and the lowest p5 of any step. Only lengths that all runs have are
+    shown. Each schedule also has the p5 that calibration found, above the first arm that uses it.
     """
-    result = load("pretrained_training_story")
+    result = load(f"pretrained_training_{task}")
     steps = result["compared_steps"]
+    lengths = [{bin_["start"]: bin_ for bin_ in run["bins"]} for run in result["runs"]]
+    shown = [start for start in lengths[0] if all(start in bins for bins in lengths)]
     rows: list[list[str]] = []
+    calibrations: list[list[str]] = []
+
+    def bins_of(run: Row) -> list[Row]:
+        return [bin_ for bin_ in run["bins"] if bin_["start"] in shown]
 
     def summarised(runs: list[Row]) -> list[str]:
         cells = []
-        for same in zip(*(run["bins"] for run in runs), strict=True):
+        for same in zip(*map(bins_of, runs), strict=True):
             series = [bin_["p5"][:steps] for bin_ in same]
             ends = [sum(map(sum, part)) / (3 * len(runs)) for part in _ends(series)]
             cells.append(f"{ends[0]:.3f}, {ends[1]:.3f}; {min(map(min, series)):.3f}")
@@ -281,18 +292,43 @@ def training_p5() -> str:
 
     for row in result["rows"]:
         runs = [run for run in result["runs"] if run["arm"] == row["arm"]]
-        found = [bin_.get("calibrated") for bin_ in runs[0]["bins"]]
-        if not any(found):
+        if row["arm"] in ("dense", "lossless"):
             rows.append([row["arm"], "all seeds", *summarised(runs)])
             continue
-        rows.append([row["arm"], "calibration", *(interval(x, 3) if x else "" for x in found)])
+        measured = [bin_.get("calibrated") for bin_ in bins_of(runs[0])]
+        found = [interval(x, 3) if x else "" for x in measured]
+        if any(found) and found not in calibrations:
+            calibrations.append(found)
+            rows.append([row["arm"], "calibration", *found])
         rows += [[row["arm"], f"seed {run['seed']}", *summarised([run])] for run in runs]
-    return table(["rollouts", "", *map(_where, result["runs"][0]["bins"])], rows)
+    return table(["rollouts", "", *map(_where, bins_of(result["runs"][0]))], rows)
 
 
 def _ends(series: list[list[float]]) -> tuple[list[list[float]], list[list[float]]]:
     """Return the first and the last three values of every series."""
     return [x[:3] for x in series], [x[-3:] for x in series]
+
+
+def closed_loop() -> str:
+    """Tabulate what the closed loop read and the p5 by length, in spans of steps: the lowest and
+    the highest value of each.
+    """
+    runs = [run for run in load("pretrained_training_story")["runs"] if run["arm"] == "auto86"]
+    rows = []
+    for run in runs:
+        ends = [start - 1 for start in LOOP[1:]] + [len(run["read_by_step"])]
+        for start, end in zip(LOOP, ends, strict=True):
+            span = slice(start - 1, end)
+            read = run["read_by_step"][span]
+            tails = [_range(bin_["p5"][span], ".3f") for bin_ in run["bins"]]
+            rows.append([str(run["seed"]), f"{start} to {end}", _range(read, ".0%"), *tails])
+    return table(["seed", "steps", "KV read", *map(_where, runs[0]["bins"])], rows)
+
+
+def _range(values: list[float], form: str) -> str:
+    """Format the lowest and the highest value, or only one if they look the same."""
+    ends = [f"{end:{form}}" for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 TABLES = {
@@ -305,8 +341,11 @@ TABLES = {
     "pretrained schedules": schedules,
     "pretrained longer loss": longer_loss,
     "pretrained longer": longer,
-    "pretrained training": training,
+    "pretrained training": partial(training, "story"),
     "pretrained training clock": training_clock,
     "pretrained long training": long_training,
-    "pretrained training p5": training_p5,
+    "pretrained training p5": partial(training_p5, "story"),
+    "pretrained closed loop": closed_loop,
+    "pretrained ledger": partial(training, "ledger"),
+    "pretrained ledger p5": partial(training_p5, "ledger"),
 }

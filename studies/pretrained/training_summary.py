@@ -12,7 +12,8 @@ with the same seed. The model assumes that all runs scatter equally around it. A
 over seeds are 95 % t-intervals.
 
 With ``--clock``, for runs that had a GPU to themselves, the summary says how long steps and their
-parts take, and leaves out p5 by length and the length of each step's responses.
+parts take, and leaves out p5 by length, the length of each step's responses, and the fraction of
+the KV cache read in each step.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ def read(folder: Path) -> Run:
     steps = logged_rows(folder / "metrics.jsonl")
     path = folder / "evaluations.jsonl"
     evaluations = logged_rows(path) if path.exists() else []
+    fractions = [row["kv"]["read_fraction"] for row in steps]
     return {
         "arm": arm,
         "seed": int(seed),
         "reward": rounded(row["reward"]["mean"] for row in steps),
         "clock": [round(s) for s in accumulate(sum(row["seconds"].values()) for row in steps)],
         "tokens": [round(row["response"]["mean"]) for row in steps],
-        "read": round(float(np.mean([row["kv"]["read_fraction"] for row in steps])), 3),
+        "read": round(float(np.mean(fractions)), 3),
+        "read_by_step": rounded(fractions),
         **drafts(steps),
         "held_out": [
             [row["step"], *rounded((score["mean"][name] for name in ("value", "low", "high")), 4)]
@@ -252,7 +255,8 @@ def shown(value: list[float | None] | None) -> str:
 
 def timed(run: Run, folder: Path) -> Run:
     """Return a run's series with the times of its steps instead of series by length."""
-    kept = {name: value for name, value in run.items() if name not in ("bins", "tokens")}
+    left_out = ("bins", "tokens", "read_by_step")
+    kept = {name: value for name, value in run.items() if name not in left_out}
     return kept | times(folder / f"{run['arm']}-{run['seed']}")
 
 

@@ -165,6 +165,7 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     (only,) = found["runs"][0]["bins"]  # the other one has less than a tenth as many tokens
     assert only["p5"] == [0.99] * 3 and only["last"] == [0.99, 0.89, 1.09]
     assert only["ceiling"] == [0.99, None, None]
+    assert found["runs"][0]["read_by_step"] == [0.5] * 3
 
 
 def test_a_drafting_runs_acceptance_and_a_schedules_calibrated_p5_are_read(study, tmp_path):
@@ -214,13 +215,58 @@ def test_training_tables_show_every_seed(study, monkeypatch):
     runs[1]["bins"][0]["calibrated"] = [0.72, 0.7, 0.74]
     result = {"compared_steps": 4, "rows": rows, "runs": runs}
     monkeypatch.setattr(tables, "load", lambda name: result)
-    *_, dense, p80 = tables.training().splitlines()
+    *_, dense, p80 = tables.training("story").splitlines()
     assert dense == "| dense | 5 | 50% |  | 0.500 |  |  | 0.30 |  |"
     assert p80 == "| p80 | 5 | 50% |  | 0.300 | -0.200 | -0.250 [-0.300, -0.200] | 0.30 |  |"
-    assert tables.training_p5().splitlines()[2:] == [
+    assert tables.training_p5("story").splitlines()[2:] == [
         "| dense | all seeds | 0.900, 0.867; 0.800 |",
         "| p80 | calibration | 0.720 [0.700, 0.740] |",
         "| p80 | seed 0 | 0.700, 0.667; 0.600 |",
+    ]
+
+
+def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monkeypatch):
+    def run(arm, seed, p5, starts, **more):
+        bins = [{"start": start, "end": start + 512, "p5": [p5] * 3, **more} for start in starts]
+        return {"arm": arm, "seed": seed, "bins": bins}
+
+    found = {"calibrated": [0.72, 0.7, 0.74]}
+    runs = [
+        run("dense", 0, 0.9, [2560]),
+        run("auto80", 0, 0.8, [2560]),
+        run("p70", 0, 0.7, [2560, 3072], **found),
+        run("p70-distill", 0, 0.6, [2560], **found),
+        run("p70-distill", 1, 0.5, [2560], **found),
+    ]
+    arms = dict.fromkeys(each["arm"] for each in runs)
+    result = {"compared_steps": 3, "rows": [{"arm": arm} for arm in arms], "runs": runs}
+    monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_training_x": result}.get)
+    assert study.tables_pretrained.training_p5("x").splitlines() == [
+        "| rollouts |  | 2,560 to 3,072 |",
+        "| --- | --- | --- |",
+        "| dense | all seeds | 0.900, 0.900; 0.900 |",
+        "| auto80 | seed 0 | 0.800, 0.800; 0.800 |",
+        "| p70 | calibration | 0.720 [0.700, 0.740] |",
+        "| p70 | seed 0 | 0.700, 0.700; 0.700 |",
+        "| p70-distill | seed 0 | 0.600, 0.600; 0.600 |",
+        "| p70-distill | seed 1 | 0.500, 0.500; 0.500 |",
+    ]
+
+
+def test_closed_loop_table_shows_the_extremes_of_each_span_of_steps(study, monkeypatch):
+    read = [1.0, 1.0, 0.9, 0.9, 0.7, 0.72, 0.6, 0.6, 0.58, 0.63, 0.6]
+    p5 = [0.95, 0.94, 0.93, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.86, 0.87]
+    bins = [{"start": 0, "end": 512, "p5": p5}]
+    runs = [
+        {"arm": arm, "seed": 4, "read_by_step": read, "bins": bins} for arm in ("p86", "auto86")
+    ]
+    monkeypatch.setattr(study.tables_pretrained, "load", lambda name: {"runs": runs})
+    assert study.tables_pretrained.closed_loop().splitlines()[2:] == [
+        "| 4 | 1 to 2 | 100% | 0.940 to 0.950 |",
+        "| 4 | 3 to 4 | 90% | 0.930 |",
+        "| 4 | 5 to 6 | 70% to 72% | 0.910 to 0.920 |",
+        "| 4 | 7 to 8 | 60% | 0.890 to 0.900 |",
+        "| 4 | 9 to 11 | 58% to 63% | 0.860 to 0.880 |",
     ]
 
 
@@ -281,7 +327,7 @@ def test_only_the_clock_summary_has_times_and_only_the_other_has_lengths(
         runs = study.common.read_result(out)["runs"]
         assert [run["arm"] for run in runs] == ["dense", "p86"]
         assert all(run["clock"] == [3, 6, 9, 12] for run in runs)
-        for name in ("bins", "tokens"):
+        for name in ("bins", "tokens", "read_by_step"):
             assert all((name in run) != is_clock for run in runs)
         for name in ("seconds", "rollout_tokens_per_s", "seconds_per_1000_tokens"):
             assert all((name in run) == is_clock for run in runs)
