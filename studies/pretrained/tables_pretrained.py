@@ -29,7 +29,7 @@ def acceptance() -> str:
         if row["temperature"] == 1:
             bins = [_where(b) for b in row["bins"]]
             cells = [
-                f"{b['mean'][0]:.3f} / {b['p5'][0]:.2f} / {b['tokens_a_cycle']['8'][0]:.1f}"
+                f"{b['mean'][0]:.3f} / {interval(b['p5'], 2)} / {b['tokens_a_cycle']['8'][0]:.1f}"
                 for b in row["bins"]
             ]
             rows.append([row["domain"], f"{row['budget']:,}", *cells])
