@@ -223,11 +223,15 @@ def test_renewing_draft_weights_without_a_copy_raises_an_error(old_and_new):
 # --- the copy follows the weights ---
 
 
-def negate(worker):
-    """Write to the parameters directly."""
-    for name, weight in worker.model_runner.model.named_parameters():
+def negate_model(model):
+    for name, weight in model.named_parameters():
         if "mlp" in name:
             weight.data.neg_()
+
+
+def negate(worker):
+    """Write to the parameters directly."""
+    negate_model(worker.model_runner.model)
 
 
 @torch.no_grad()
@@ -241,9 +245,7 @@ def negate_by_vllm(worker):
 
 def negated(model):
     other = copy.deepcopy(model)
-    for name, weight in other.named_parameters():
-        if "mlp" in name:
-            weight.data.neg_()
+    negate_model(other)
     return other
 
 
@@ -275,6 +277,8 @@ def test_the_weight_copy_is_updated_however_weights_are_loaded(old_and_new, cycl
         assert gap(old, model, cycles, written) < 0.01 < 0.1 < gap(old, old, cycles, written)
         llm.collective_rpc("sparrow_renew_draft_weights")
         follows(old)
+        llm.apply_model(negate_model)
+        follows(negated(old))
         assert llm.collective_rpc(where_copies_are) == addresses
 
 
