@@ -8,7 +8,8 @@ tokens, and the speed relative to stock vLLM and to lossless mode without guesse
 (``benchmarks/rollout.py``). Such a model's drafts and guesses are meaningless, so chance decides
 which ones are kept. Every guess is kept with the same probability, which makes a pass yield a given
 number of drafts on average. vLLM's synthetic rejection sampler accepts drafts with the probability
-measured with the text model (docs/lossless.md). Drafts that no pass has made are never accepted.
+measured with the text model or with SmolLM2 (``RATES``). Drafts that no pass has made are never
+accepted.
 Passes over 1, 2, 4 and 8 tokens are also timed on their own. The arm ``fp8`` drafts with an 8-bit
 copy of the weights, at the same acceptance rates.
 
@@ -30,6 +31,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +58,29 @@ DRAFT_PAGES = 61
 DRAFTS = (4, 8, 12)
 """The numbers of drafts per cycle that adaptive drafting chooses from by default."""
 GUESSES = 3
-ACCEPTANCE = 0.945
-SHARED_ACCEPTANCE = 0.921
-"""The text model's acceptance of drafts that read 1,024 tokens. ``ACCEPTANCE`` is for pages
-selected for each token, and ``SHARED_ACCEPTANCE`` for pages selected once for four tokens.
-"""
-YIELDS = (1.5, 2.1, 2.5)  # drafts per pass
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often drafts and guesses are accepted.
+
+    Attributes:
+        acceptance: acceptance of drafts that read 1,024 tokens, with pages selected for each token.
+        shared: the same with pages selected once for four tokens.
+        drafts_per_pass: the numbers of drafts per pass to measure.
+    """
+
+    acceptance: float
+    shared: float
+    drafts_per_pass: tuple[float, ...]
+
+
+RATES = (
+    Rates(0.945, 0.921, (1.5, 2.1, 2.5)),  # the text model (docs/lossless.md), yields assumed
+    # SmolLM2 on sources, with 4,096 tokens at temperature 0.7: acceptance from
+    # cascade_shared_selection.json, drafts per pass from cascade_real_smollm2.json
+    Rates(0.955, 0.943, (2.27,)),
+)
 DRAFT_WEIGHTS: dict[str, DraftWeights] = {"lossless": "auto", "fp8": "fp8"}
 """The weights that drafts use in each arm of ``synthetic``."""
 STEPS = 12
@@ -228,11 +248,18 @@ def time_without_guesses(bench: Any, point: tuple[int, int], keep: Save) -> None
     from lossless import hold, runner
 
     batch, length = point
-    runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(ACCEPTANCE)
-    for drafts in DRAFTS:
+    conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
+    for rates, drafts in product(RATES, DRAFTS):
+        conditional.fill_(rates.acceptance)
         hold(bench, drafts)
-        found = cycles(bench, batch, length)
-        keep("points", batch=batch, length=length, drafts=drafts, **found)
+        keep(
+            "points",
+            batch=batch,
+            length=length,
+            drafts=drafts,
+            acceptance=rates.acceptance,
+            **cycles(bench, batch, length),
+        )
 
 
 def time_with_guesses(bench: Any, point: tuple[int, int], keep: Save, rate: Any) -> None:
@@ -244,30 +271,29 @@ def time_with_guesses(bench: Any, point: tuple[int, int], keep: Save, rate: Any)
 
     batch, length = point
     conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
-    for per_pass in YIELDS:
+    asked = [(rates.shared, of) for rates in RATES for of in rates.drafts_per_pass]
+    for (acceptance, per_pass), drafts in product(asked, DRAFTS):
         rate.fill_(keep_rate(per_pass, GUESSES))
-        for drafts in DRAFTS:
-            passes = passes_of(drafts)
-            rates = acceptance_by_place(
-                SHARED_ACCEPTANCE, float(rate), GUESSES, passes, len(conditional)
-            )
-            conditional.copy_(conditional.new_tensor(rates))
-            hold(bench, Guessed(drafts))
-            bench.llm.collective_rpc("sparrow_counters")
-            found = cycles(bench, batch, length)
-            counts = bench.llm.collective_rpc("sparrow_counters")[0]
-            yielded = (counts["drafted"] - counts["guessed"]) / max(counts["passes"], 1)
-            keep(
-                "points",
-                batch=batch,
-                length=length,
-                drafts=drafts,
-                guesses=GUESSES,
-                passes=passes,
-                asked_per_pass=per_pass,
-                drafts_per_pass=yielded,
-                **found,
-            )
+        passes = passes_of(drafts)
+        by_place = acceptance_by_place(acceptance, float(rate), GUESSES, passes, len(conditional))
+        conditional.copy_(conditional.new_tensor(by_place))
+        hold(bench, Guessed(drafts))
+        bench.llm.collective_rpc("sparrow_counters")
+        found = cycles(bench, batch, length)
+        counts = bench.llm.collective_rpc("sparrow_counters")[0]
+        yielded = (counts["drafted"] - counts["guessed"]) / max(counts["passes"], 1)
+        keep(
+            "points",
+            batch=batch,
+            length=length,
+            drafts=drafts,
+            acceptance=acceptance,
+            guesses=GUESSES,
+            passes=passes,
+            asked_per_pass=per_pass,
+            drafts_per_pass=yielded,
+            **found,
+        )
 
 
 def synthetic(arguments: argparse.Namespace, keep: Save) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import predicted
-from cascade import LOSSLESS_ARMS, PASS_TOKENS
+from cascade import LOSSLESS_ARMS, PASS_TOKENS, RATES
 from common import RESULTS, SHAPES, Row, read_result, table
 from never_slower import Cell
 
@@ -107,6 +107,7 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
         f"{stock['tokens_per_s']:,.0f}",
         bits,
         str(best.get("guesses", 0)),
+        f"{rates_of(best)[1]:.3f}",
         f"{best.get('drafts_per_pass', 1):.2f}",
         str(count),
         f"{best['tokens_per_cycle']:.1f}",
@@ -116,9 +117,18 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
     ]
 
 
+def rates_of(row: Row) -> tuple[bool, float, float]:
+    """Return whether a row has guesses, the acceptance of its drafts, and the drafts per pass that
+    were asked for. Older results lack the acceptance.
+    """
+    has_guesses = bool(row.get("guesses"))
+    usual = RATES[0].shared if has_guesses else RATES[0].acceptance
+    return has_guesses, row.get("acceptance", usual), row.get("asked_per_pass", 1.0)
+
+
 def speed() -> str:
-    """One row per run, state, arm and number of drafts per pass. Each row has the fastest number of
-    drafts or passes per cycle.
+    """One row per run, state, arm, acceptance and number of drafts per pass. Each row has the
+    fastest number of drafts or passes per cycle.
     """
     rows = []
     for name, engines in runs():
@@ -126,8 +136,8 @@ def speed() -> str:
             state = at(stock)
             for arm in [arm for arm in WEIGHTS if arm in engines]:
                 points = [row for row in engines[arm]["points"] if at(row) == state]
-                for asked in sorted({row.get("asked_per_pass", 1) for row in points}):
-                    best = fastest(row for row in points if row.get("asked_per_pass", 1) == asked)
+                for rates in sorted({rates_of(row) for row in points}):
+                    best = fastest(row for row in points if rates_of(row) == rates)
                     one_pass = pass_ms(engines[arm])[state][best.get("guesses", 0) + 1]
                     rows.append(speed_row(name, WEIGHTS[arm], stock, best, one_pass))
     head = [
@@ -136,6 +146,7 @@ def speed() -> str:
         "stock: tokens/s",
         "bits of the weights",
         "guesses",
+        "acceptance",
         "drafts per pass",
         "passes per cycle",
         "tokens per cycle",

@@ -11,6 +11,7 @@ from history import HISTORIES, speed
 
 RESULT = "cascade_history"
 HEAD = "cascade_head"
+SHARED = "cascade_shared_selection"
 LABELS = {
     "own": "prompt and response",
     "siblings": "and siblings",
@@ -134,9 +135,33 @@ def _text(cell: Row) -> list[str]:
 
 
 # ``cascade_speed`` needs measured times, which no committed result has yet.
+def cascade_shared_selection() -> str:
+    """Tabulate the mean and p5 of acceptance for each kind of text and temperature, with pages
+    selected for each token and once for several.
+    """
+    result = load(SHARED)
+    cells: dict[tuple[str, float], dict[int, Row]] = {}
+    for row in result["rows"]:
+        cells.setdefault((row["kind"], row["temperature"]), {})[row["tokens"]] = row
+    several = result["settings"]["shared"]
+    rows = [
+        [
+            kind,
+            f"{temperature:g}",
+            *(interval(cell[tokens][of], 3) for of in ("mean", "p5") for tokens in (1, several)),
+        ]
+        for (kind, temperature), cell in cells.items()
+    ]
+    head = ["text", "temperature"]
+    for of in ("mean", "p5"):
+        head += [f"{of}, a selection per token", f"once for {several} tokens"]
+    return table(head, rows)
+
+
 TABLES = {
     "cascade history": cascade_history,
     "cascade head": cascade_head,
     "cascade head mixed": cascade_head_mixed,
     "cascade head positions": cascade_head_positions,
+    "cascade shared selection": cascade_shared_selection,
 }

@@ -138,9 +138,34 @@ def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
     ]
     _, _, *speeds = cells(tables.speed())
     # sum of the parts: four passes and a dense step
-    assert [(row[3], row[9], row[10]) for row in speeds] == [
+    assert [(row[3], row[10], row[11]) for row in speeds] == [
         ("16", "4.00x", "100%"),
         ("8", "8.00x", "133%"),
+    ]
+
+
+def test_speeds_at_each_acceptance_have_their_own_rows(tables, tmp_path):
+    state = {"batch": 8, "length": 100}
+    passes = [{**state, "tokens": t, "ms": 1.0 * t} for t in tables.PASS_TOKENS]
+    cycle = {**state, "drafts": 4, "ms": 6.0, "tokens_per_cycle": 3.0}
+    guessed = {**cycle, "guesses": 3, "passes": 2, "drafts_per_pass": 2.0, "asked_per_pass": 2.1}
+    points = [
+        {**cycle, "tokens_per_s": 200.0},
+        {**cycle, "tokens_per_s": 400.0, "acceptance": 0.97},
+        {**guessed, "tokens_per_s": 300.0},
+        {**guessed, "tokens_per_s": 310.0, "drafts": 8, "passes": 3},
+        {**guessed, "tokens_per_s": 500.0, "acceptance": 0.96},
+    ]
+    stock = {"points": [{**state, "tokens_per_s": 100.0, "ms": 2.0}]}
+    engines = {"stock": stock, "lossless": {"passes": passes, "points": points}}
+    path = tmp_path / "cascade_qwen3-8b.json"
+    path.write_text(json.dumps({"runs": [{"engines": engines}]}))
+    _, _, *speeds = cells(tables.speed())
+    assert [(row[4], row[5], row[10]) for row in speeds] == [
+        ("0", "0.945", "2.00x"),
+        ("0", "0.970", "4.00x"),
+        ("3", "0.921", "3.10x"),
+        ("3", "0.960", "5.00x"),
     ]
 
 

@@ -1,5 +1,7 @@
 """Test the study of a pretrained model: which positions are measured, and what is compared."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import tiny_model
 
-FOLDERS = ("benchmarks", "studies/text", "studies/pretrained")
-MODULES = ("domains", "longer", "one_schedule", "rounding", "texts", "what_is_read")
+FOLDERS = ("benchmarks", "studies/text", "studies/pretrained", "studies/cascade")
+MODULES = (
+    "domains",
+    "drafts",
+    "longer",
+    "one_schedule",
+    "rounding",
+    "shared_selection",
+    "texts",
+    "what_is_read",
+)
 REQUIRED = ("tyro",)
 
 
@@ -161,3 +172,37 @@ def test_llama_cache_is_rounded_only_inside_the_context_manager(study):
             with context:
                 assert 0 < (model(ids).logits - before).abs().max() < 0.1
             assert torch.equal(model(ids).logits, before)
+
+
+def test_shared_selections_are_measured_at_the_end_of_each_text(study, tmp_path, monkeypatch):
+    shared = study.shared_selection
+    options = shared.Options(
+        out=tmp_path / "shared.json",
+        texts=2,
+        tokens=96,
+        span=48,
+        cycles=3,
+        drafts=4,
+        budget=64,
+        shared=4,
+    )
+    start = shared.starts(options)
+    assert start.tolist() == [[48, 62, 76], [55, 69, 83]]
+    model = tiny_model(attn_implementation=study.drafts.NAME)
+    monkeypatch.setattr(shared, "model_path", lambda name: name)
+    monkeypatch.setattr(shared, "load_model", lambda name, **given: model)
+    monkeypatch.setattr(shared, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda path: None))
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 96))
+    monkeypatch.setattr(shared, "cut", lambda tokenizer, documents, texts, tokens: ids)
+    found = shared.main(options)
+    places = [(row["kind"], row["temperature"], row["tokens"]) for row in found["rows"]]
+    assert places == [
+        (kind, temperature, tokens)
+        for kind in ("sources", "manuals")
+        for temperature in (0.7, 1.0)
+        for tokens in (1, 4)
+    ]
+    assert all(row["n"] == 24 and 0.5 < row["mean"][0] < 1 for row in found["rows"])
+    means = [row["mean"][0] for row in found["rows"]]
+    assert means[0] != means[1]  # a shared selection keeps other pages
+    assert means[:4] == means[4:]  # both kinds have the same tokens here
