@@ -77,8 +77,9 @@ class Rates:
 
 RATES = (
     Rates(0.945, 0.921, (1.5, 2.1, 2.5)),  # the text model (docs/lossless.md), yields assumed
-    # SmolLM2 on sources, with 4,096 tokens at temperature 0.7: acceptance from
-    # cascade_shared_selection.json, drafts per pass from cascade_real_smollm2.json
+    # SmolLM2 on sources at temperature 0.7: acceptance at 4,096 tokens from
+    # cascade_shared_selection.json; drafts per pass of the arm guess3 at 2,048 to 3,072 tokens,
+    # from cascade_real_smollm2.json
     Rates(0.955, 0.943, (2.27,)),
 )
 DRAFT_WEIGHTS: dict[str, DraftWeights] = {"lossless": "auto", "fp8": "fp8"}
@@ -271,7 +272,7 @@ def time_with_guesses(bench: Any, point: tuple[int, int], keep: Save, rate: Any)
 
     batch, length = point
     conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
-    asked = [(rates.shared, of) for rates in RATES for of in rates.drafts_per_pass]
+    asked = [(rates.shared, per_pass) for rates in RATES for per_pass in rates.drafts_per_pass]
     for (acceptance, per_pass), drafts in product(asked, DRAFTS):
         rate.fill_(keep_rate(per_pass, GUESSES))
         passes = passes_of(drafts)
@@ -370,6 +371,7 @@ LOSSLESS_ARMS: dict[str, dict[str, Any]] = {
     "guess7": {"adapt_draft_tokens": False, "guess_tokens": 7},
     "adaptive_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3},
     "head_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 0},
+    "adaptive_head_guess3": {"adapt_draft_tokens": True, "guess_tokens": 3, "guess_lookup_min": 0},
     "mixed2_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 2},
     "mixed4_guess3": {"adapt_draft_tokens": False, "guess_tokens": 3, "guess_lookup_min": 4},
     "adaptive_mixed4_guess3": {
@@ -385,6 +387,7 @@ head elsewhere.
 WITH_HEAD = (
     "eagle3",
     "head_guess3",
+    "adaptive_head_guess3",
     "mixed2_guess3",
     "mixed4_guess3",
     "adaptive_mixed4_guess3",
@@ -458,9 +461,9 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 
 def time_sampling(
     llm: Any, prompts: Sequence[Sequence[int]], wanted: Sequence[Any], decoding: Any
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Time the sampling of one response per prompt, and return its speed and, in lossless mode,
-    what became of the drafts.
+    what became of the drafts and, if the number of drafts is adaptive, which choices were made.
     """
     if decoding is not None:
         llm.collective_rpc("sparrow_counters")
@@ -471,7 +474,11 @@ def time_sampling(
     )
     seconds = clock() - began
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    found = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+    }
     if decoding is None:
         return found
 
@@ -487,7 +494,7 @@ def time_sampling(
         drawn = counts["drafted"] - counts["guessed"]
         found["drafts_per_pass"] = drawn / max(counts["passes"], 1)
         found["passes_per_cycle"] = counts["passes"] / max(steps, 1)
-    if decoding.adapt_draft_tokens:  # which choices vLLM made, in cycles by number of drafts
+    if decoding.adapt_draft_tokens:  # cycles by number of drafts
         found["choices"] = {name: told[name] for name in CYCLES if name in told}
     return found
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import predicted
-from cascade import LOSSLESS_ARMS, PASS_TOKENS, RATES
+from cascade import LOSSLESS_ARMS, PASS_TOKENS
 from common import RESULTS, SHAPES, Row, read_result, table
 from never_slower import Cell
 
@@ -107,7 +108,7 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
         f"{stock['tokens_per_s']:,.0f}",
         bits,
         str(best.get("guesses", 0)),
-        f"{rates_of(best)[1]:.3f}",
+        f"{rates_of(best).acceptance:.3f}",
         f"{best.get('drafts_per_pass', 1):.2f}",
         str(count),
         f"{best['tokens_per_cycle']:.1f}",
@@ -117,13 +118,21 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
     ]
 
 
-def rates_of(row: Row) -> tuple[bool, float, float]:
-    """Return whether a row has guesses, the acceptance of its drafts, and the drafts per pass that
-    were asked for. Older results lack the acceptance.
+class RowRates(NamedTuple):
+    """Whether a row has guesses, the acceptance of its drafts, and the drafts per pass that were
+    asked for.
     """
+
+    has_guesses: bool
+    acceptance: float
+    asked_per_pass: float
+
+
+def rates_of(row: Row) -> RowRates:
+    """Return a row's rates. Rows without an acceptance had the text model's."""
     has_guesses = bool(row.get("guesses"))
-    usual = RATES[0].shared if has_guesses else RATES[0].acceptance
-    return has_guesses, row.get("acceptance", usual), row.get("asked_per_pass", 1.0)
+    text_model = 0.921 if has_guesses else 0.945
+    return RowRates(has_guesses, row.get("acceptance", text_model), row.get("asked_per_pass", 1.0))
 
 
 def speed() -> str:
@@ -271,10 +280,9 @@ def real_speed() -> str:
 
 
 def real_earlier_speed() -> str:
-    """Tabulate, for each text, the speeds of arms that only the run before the last one has."""
-    *_, earlier, last = real_runs()
-    arms = {arm: name for arm, name in REAL_ARMS.items() if arm not in last}
-    return table(["", *text_names(earlier)], speed_rows(earlier, arms))
+    """Tabulate, for each text, every arm's speed in the run before the last one."""
+    *_, earlier, _last = real_runs()
+    return table(["", *text_names(earlier)], speed_rows(earlier, REAL_ARMS))
 
 
 def real_stock_drafters() -> str:
@@ -307,22 +315,23 @@ def relative_time(rows: Sequence[Row], history: Sequence[Row]) -> str:
 
 
 def real_yields() -> str:
-    """Tabulate, for each text, acceptance, drafts per pass and tokens per cycle of each arm, from the
-    last run that has it. For arms that guess in every cycle, also the simulated drafts per pass,
-    and the time per cycle relative to the arm with history in the same run.
+    """Tabulate, for each text of the last run, acceptance, drafts per pass and tokens per cycle of
+    each arm, from the last run that has it. For arms that guess in every cycle, also the simulated
+    drafts per pass, and the time per cycle relative to the arm with history in the same run.
     """
     *_, last = all_runs = real_runs()
+    shown_texts = texts(last["stock"])
     rows = []
     for arm, arm_name in REAL_ARMS.items():
         run = next((run for run in reversed(all_runs) if arm in run), last)
-        history = by_text(run, "guess3")
-        repeats = by_text(run, arm)
+        history = [sampled_from(run.get("guess3", ()), text) for text in shown_texts]
+        repeats = [sampled_from(run.get(arm, ()), text) for text in shown_texts]
         for name, shown in YIELDS.items():
             cells = [average(each, name) for each in repeats]
             if any(cells):
                 rows.append([f"{arm_name}: {shown}", *cells])
             if any(cells) and name == "drafts_per_pass" and arm in SIMULATED:
-                expected = [simulated_drafts(text, arm) for text in texts(last["stock"])]
+                expected = [simulated_drafts(text, arm) for text in shown_texts]
                 rows.append([f"{arm_name}: {shown}, simulated", *expected])
         if arm in SIMULATED and arm in run and arm != "guess3":
             times = map(relative_time, repeats, history)

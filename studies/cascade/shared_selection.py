@@ -1,7 +1,8 @@
 """Measure how much less often drafts are accepted if several tokens share a selection of pages, as
 in a sparse pass over guesses.
 
-    python studies/cascade/shared_selection.py --out benchmarks/results/cascade_shared_selection.json
+    python studies/cascade/shared_selection.py \\
+        --out benchmarks/results/cascade_shared_selection.json
 
 The texts are Python sources and manuals, not samples from the model. Cycles of drafts start at even
 distances in the last ``--span`` tokens of each text. Drafts read a dense cache. Their distributions
@@ -56,8 +57,8 @@ class Options:
 
 
 def starts(options: Options) -> Tensor:
-    """Return the first positions of cycles, ``[S, R]``. In every text, they are shifted by a
-    different part of the distance between two cycles.
+    """Return the first positions of cycles, ``[S, R]``. In each text, they are shifted a little
+    further than in the one before, by less than the distance between two cycles.
     """
     distance = (options.span - options.drafts - 1) // options.cycles
     shift = torch.arange(options.texts) * distance // options.texts

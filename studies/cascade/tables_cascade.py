@@ -134,7 +134,6 @@ def _text(cell: Row) -> list[str]:
     return [cell["kind"], f"{cell['temperature']:g}", f"{cell['nats'][0]:.2f}"]
 
 
-# ``cascade_speed`` needs measured times, which no committed result has yet.
 def cascade_shared_selection() -> str:
     """Tabulate the mean and p5 of acceptance for each kind of text and temperature, with pages
     selected for each token and once for several.
@@ -158,6 +157,7 @@ def cascade_shared_selection() -> str:
     return table(head, rows)
 
 
+# ``cascade_speed`` needs measured times, which no committed result has yet.
 TABLES = {
     "cascade history": cascade_history,
     "cascade head": cascade_head,

@@ -51,7 +51,7 @@ def smoothed(values: ArrayLike) -> NDArray[np.float64]:
 
 def draw_clock(ax: Axes, runs: Sequence[Row]) -> None:
     """Draw the actor's reward by minutes of training: a thin line per run, and a smoothed one."""
-    for run in runs:
+    for run in sorted(runs, key=lambda run: list(STYLES).index(run["arm"])):
         minutes = np.array(run["clock"]) / 60
         color, line = STYLES[run["arm"]]
         ax.plot(minutes, run["reward"], line, color=color, lw=0.7, alpha=0.45)

@@ -269,22 +269,19 @@ def _last(run: Row, steps: int) -> float:
 
 def training_p5(task: str) -> str:
     """Tabulate p5 by length in a task's training: the means of the first and last three steps that
-    arms are compared over, and the lowest p5 of any step. Only lengths that all runs have are
-    shown. Each schedule also has the p5 that calibration found, above the first arm that uses it.
+    arms are compared over, and the lowest p5 of any step. Only lengths that all runs have in all
+    these steps are shown. Each schedule also has the p5 that calibration found, above the first arm
+    that uses it.
     """
     result = load(f"pretrained_training_{task}")
     steps = result["compared_steps"]
-    lengths = [{bin_["start"]: bin_ for bin_ in run["bins"]} for run in result["runs"]]
-    shown = [start for start in lengths[0] if all(start in bins for bins in lengths)]
+    shown = _lengths_of_all(result["runs"], steps)
     rows: list[list[str]] = []
     calibrations: list[list[str]] = []
 
-    def bins_of(run: Row) -> list[Row]:
-        return [bin_ for bin_ in run["bins"] if bin_["start"] in shown]
-
     def summarised(runs: list[Row]) -> list[str]:
         cells = []
-        for same in zip(*map(bins_of, runs), strict=True):
+        for same in zip(*(_bins(run, shown) for run in runs), strict=True):
             series = [bin_["p5"][:steps] for bin_ in same]
             ends = [sum(map(sum, part)) / (3 * len(runs)) for part in _ends(series)]
             cells.append(f"{ends[0]:.3f}, {ends[1]:.3f}; {min(map(min, series)):.3f}")
@@ -295,13 +292,28 @@ def training_p5(task: str) -> str:
         if row["arm"] in ("dense", "lossless"):
             rows.append([row["arm"], "all seeds", *summarised(runs)])
             continue
-        measured = [bin_.get("calibrated") for bin_ in bins_of(runs[0])]
+        measured = [bin_.get("calibrated") for bin_ in _bins(runs[0], shown)]
         found = [interval(x, 3) if x else "" for x in measured]
         if any(found) and found not in calibrations:
             calibrations.append(found)
             rows.append([row["arm"], "calibration", *found])
         rows += [[row["arm"], f"seed {run['seed']}", *summarised([run])] for run in runs]
-    return table(["rollouts", "", *map(_where, bins_of(result["runs"][0]))], rows)
+    return table(["rollouts", "", *map(_where, _bins(result["runs"][0], shown))], rows)
+
+
+def _lengths_of_all(runs: list[Row], steps: int) -> list[int]:
+    """Return the starts of the length bins that every run has in each of the first ``steps``
+    steps.
+    """
+    measured = [
+        [bin_["start"] for bin_ in run["bins"] if None not in bin_["p5"][:steps]] for run in runs
+    ]
+    return [start for start in measured[0] if all(start in starts for starts in measured)]
+
+
+def _bins(run: Row, starts: list[int]) -> list[Row]:
+    """Return a run's length bins with these starts."""
+    return [bin_ for bin_ in run["bins"] if bin_["start"] in starts]
 
 
 def _ends(series: list[list[float]]) -> tuple[list[list[float]], list[list[float]]]:
@@ -314,15 +326,19 @@ def closed_loop() -> str:
     the highest value of each.
     """
     runs = [run for run in load("pretrained_training_story")["runs"] if run["arm"] == "auto86"]
+    shown = _lengths_of_all(runs, max(len(run["read_by_step"]) for run in runs))
     rows = []
     for run in runs:
-        ends = [start - 1 for start in LOOP[1:]] + [len(run["read_by_step"])]
-        for start, end in zip(LOOP, ends, strict=True):
+        steps = len(run["read_by_step"])
+        starts = [start for start in LOOP if start <= steps]
+        ends = [*(start - 1 for start in starts[1:]), steps]
+        for start, end in zip(starts, ends, strict=True):
             span = slice(start - 1, end)
             read = run["read_by_step"][span]
-            tails = [_range(bin_["p5"][span], ".3f") for bin_ in run["bins"]]
-            rows.append([str(run["seed"]), f"{start} to {end}", _range(read, ".0%"), *tails])
-    return table(["seed", "steps", "KV read", *map(_where, runs[0]["bins"])], rows)
+            tails = [_range(bin_["p5"][span], ".3f") for bin_ in _bins(run, shown)]
+            where = _range([start, end], "d")
+            rows.append([str(run["seed"]), where, _range(read, ".0%"), *tails])
+    return table(["seed", "steps", "KV read", *map(_where, _bins(runs[0], shown))], rows)
 
 
 def _range(values: list[float], form: str) -> str:

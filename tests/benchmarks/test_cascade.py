@@ -42,6 +42,7 @@ def test_each_arm_with_a_head_names_the_sources_of_its_guesses(cascade, tmp_path
     }
     assert least == {
         "head_guess3": 0,
+        "adaptive_head_guess3": 0,
         "mixed2_guess3": 2,
         "mixed4_guess3": 4,
         "adaptive_mixed4_guess3": 4,
@@ -73,3 +74,20 @@ def test_guesses_are_kept_with_the_given_probability(cascade, monkeypatch):
     assert drafter._sample(state, None).tolist() == [9] * 6
     rate.fill_(1.0)
     assert drafter._sample(state, None).tolist() == [2, 3, 9, 5, 6, 9]
+
+
+@pytest.mark.parametrize("arm", ["adaptive_guess3", "guess3"])
+def test_samples_of_adaptive_arms_record_the_choices_made(cascade, arm):
+    counts = {"emitted": 60, "accepted": 50, "drafted": 80, "guessed": 8, "passes": 36}
+    cycles = {"cycles": [0] * 9, "cycles_with_guesses": [0] * 8 + [10], "bins": []}
+    answers = {"sparrow_counters": [counts], "sparrow_acceptance": [cycles]}
+    output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2, 3])])
+    llm = SimpleNamespace(
+        collective_rpc=answers.__getitem__, generate=lambda *given, **more: [output, output]
+    )
+    found = cascade.time_sampling(llm, [[1], [2]], [], cascade.real_decoding(arm))
+    assert found["tokens"] == 6
+    assert found["tokens_per_cycle"] == 6.0
+    assert found["drafts_per_pass"] == 2.0
+    expected = {name: cycles[name] for name in ("cycles", "cycles_with_guesses")}
+    assert found.get("choices") == (expected if arm == "adaptive_guess3" else None)

@@ -205,4 +205,5 @@ def test_shared_selections_are_measured_at_the_end_of_each_text(study, tmp_path,
     assert all(row["n"] == 24 and 0.5 < row["mean"][0] < 1 for row in found["rows"])
     means = [row["mean"][0] for row in found["rows"]]
     assert means[0] != means[1]  # a shared selection keeps other pages
+    assert means[0] != means[2]  # another temperature
     assert means[:4] == means[4:]  # both kinds have the same tokens here

@@ -238,6 +238,8 @@ def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monk
         run("p70-distill", 0, 0.6, [2560], **found),
         run("p70-distill", 1, 0.5, [2560], **found),
     ]
+    for each in runs:  # a length that was missing in a step
+        each["bins"].append({"start": 4096, "end": 4608, "p5": [0.9, None, 0.9]})
     arms = dict.fromkeys(each["arm"] for each in runs)
     result = {"compared_steps": 3, "rows": [{"arm": arm} for arm in arms], "runs": runs}
     monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_training_x": result}.get)
@@ -257,8 +259,16 @@ def test_closed_loop_table_shows_the_extremes_of_each_span_of_steps(study, monke
     read = [1.0, 1.0, 0.9, 0.9, 0.7, 0.72, 0.6, 0.6, 0.58, 0.63, 0.6]
     p5 = [0.95, 0.94, 0.93, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.86, 0.87]
     bins = [{"start": 0, "end": 512, "p5": p5}]
+    other = {"start": 512, "end": 1024, "p5": [0.9] * 3}
     runs = [
-        {"arm": arm, "seed": 4, "read_by_step": read, "bins": bins} for arm in ("p86", "auto86")
+        {"arm": "p86", "seed": 4, "read_by_step": read, "bins": bins},
+        {"arm": "auto86", "seed": 4, "read_by_step": read, "bins": bins},
+        {
+            "arm": "auto86",
+            "seed": 5,
+            "read_by_step": read[:3],
+            "bins": [{**bins[0], "p5": p5[:3]}, other],
+        },
     ]
     monkeypatch.setattr(study.tables_pretrained, "load", lambda name: {"runs": runs})
     assert study.tables_pretrained.closed_loop().splitlines()[2:] == [
@@ -267,6 +277,8 @@ def test_closed_loop_table_shows_the_extremes_of_each_span_of_steps(study, monke
         "| 4 | 5 to 6 | 70% to 72% | 0.910 to 0.920 |",
         "| 4 | 7 to 8 | 60% | 0.890 to 0.900 |",
         "| 4 | 9 to 11 | 58% to 63% | 0.860 to 0.880 |",
+        "| 5 | 1 to 2 | 100% | 0.940 to 0.950 |",
+        "| 5 | 3 | 90% | 0.930 |",
     ]
 
 
@@ -373,6 +385,7 @@ def test_figure_shows_rewards_by_the_clock_in_the_colors_of_the_other_panel(
     _, ax = figure.plt.subplots()
     runs = [timed_run(arm, [60 * i for i in range(1, 7)]) for arm in ("dense", "p86")]
     figure.draw_clock(ax, runs)
+    assert len(set(figure.STYLES.values())) == len(figure.STYLES)
     colors = [figure.STYLES[arm][0] for arm in ("dense", "dense", "p86", "p86")]
     assert [line.get_color() for line in ax.lines] == colors
     thin, smooth, *_ = (line.get_xydata().tolist() for line in ax.lines)
