@@ -129,6 +129,7 @@ FP8 = {"kv_cache_dtype": "fp8"}
 INT8 = {"kv_cache_dtype": "int8_per_token_head"}
 CASES = (
     Case("lossless, CUDA graphs", LOSSLESS, GRAPHS),
+    Case("lossless, one sequence", LOSSLESS, GRAPHS | {"max_num_seqs": 1}),
     Case("lossless, eager", LOSSLESS, EAGER),
     Case("lossless, compiled", LOSSLESS, COMPILED),
     Case("lossless, fp8 cache", LOSSLESS, GRAPHS | FP8),
