@@ -62,7 +62,7 @@ GUESSES = 3
 
 @dataclass(frozen=True)
 class Rates:
-    """How often drafts and guesses are accepted.
+    """Rates at which drafts are accepted, and numbers of drafts that passes yield.
 
     Attributes:
         acceptance: acceptance of drafts that read 1,024 tokens, with pages selected for each token.
@@ -467,8 +467,9 @@ def real(arguments: argparse.Namespace, keep: Save) -> None:
 def time_sampling(
     llm: Any, prompts: Sequence[Sequence[int]], wanted: Sequence[Any], decoding: Any
 ) -> dict[str, Any]:
-    """Time the sampling of one response per prompt, and return its speed and, in lossless mode,
-    what became of the drafts and, if the number of drafts is adaptive, which choices were made.
+    """Time the sampling of one response per prompt, and return its speed. In lossless mode, also
+    return how many drafts were made and accepted, and, if their number is adaptive, how many cycles
+    made each choice.
     """
     if decoding is not None:
         llm.collective_rpc("sparrow_counters")

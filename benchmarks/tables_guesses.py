@@ -119,8 +119,8 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
 
 
 class RowRates(NamedTuple):
-    """Whether a row has guesses, the acceptance of its drafts, and the drafts per pass that were
-    asked for.
+    """The rates that a row was measured at: whether it has guesses, the acceptance of its drafts,
+    and the drafts per pass that were asked for.
     """
 
     has_guesses: bool
