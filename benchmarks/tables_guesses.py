@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import predicted
 from cascade import LOSSLESS_ARMS, PASS_TOKENS
@@ -108,7 +107,7 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
         f"{stock['tokens_per_s']:,.0f}",
         bits,
         str(best.get("guesses", 0)),
-        f"{rates_of(best).acceptance:.3f}",
+        f"{best['acceptance']:.3f}",
         f"{best.get('drafts_per_pass', 1):.2f}",
         str(count),
         f"{best['tokens_per_cycle']:.1f}",
@@ -118,21 +117,11 @@ def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> l
     ]
 
 
-class RowRates(NamedTuple):
-    """The rates that a row was measured at: whether it has guesses, the acceptance of its drafts,
-    and the drafts per pass that were asked for.
+def rates_of(row: Row) -> tuple[int, float, float]:
+    """Return the number of guesses, the acceptance of drafts, and the drafts per pass that were
+    asked for.
     """
-
-    has_guesses: bool
-    acceptance: float
-    asked_per_pass: float
-
-
-def rates_of(row: Row) -> RowRates:
-    """Return a row's rates. Rows without an acceptance had the text model's."""
-    has_guesses = bool(row.get("guesses"))
-    text_model = 0.921 if has_guesses else 0.945
-    return RowRates(has_guesses, row.get("acceptance", text_model), row.get("asked_per_pass", 1.0))
+    return row.get("guesses", 0), row["acceptance"], row.get("asked_per_pass", 1.0)
 
 
 def speed() -> str:

@@ -124,7 +124,7 @@ def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
 
     def engine(scale):
         passes = [{**state, "tokens": t, "ms": scale * t} for t in tables.PASS_TOKENS]
-        cycle = {"drafts": 4, "ms": 6.0 * scale, "tokens_per_cycle": 3.0}
+        cycle = {"drafts": 4, "acceptance": 0.9, "ms": 6.0 * scale, "tokens_per_cycle": 3.0}
         return {"passes": passes, "points": [{**state, **cycle, "tokens_per_s": 400 / scale}]}
 
     stock = {"points": [{**state, "tokens_per_s": 100.0, "ms": 2.0}]}
@@ -147,8 +147,15 @@ def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
 def test_speeds_at_each_acceptance_have_their_own_rows(tables, tmp_path):
     state = {"batch": 8, "length": 100}
     passes = [{**state, "tokens": t, "ms": 1.0 * t} for t in tables.PASS_TOKENS]
-    cycle = {**state, "drafts": 4, "ms": 6.0, "tokens_per_cycle": 3.0}
-    guessed = {**cycle, "guesses": 3, "passes": 2, "drafts_per_pass": 2.0, "asked_per_pass": 2.1}
+    cycle = {**state, "drafts": 4, "acceptance": 0.945, "ms": 6.0, "tokens_per_cycle": 3.0}
+    guessed = {
+        **cycle,
+        "acceptance": 0.921,
+        "guesses": 3,
+        "passes": 2,
+        "drafts_per_pass": 2.0,
+        "asked_per_pass": 2.1,
+    }
     points = [
         {**cycle, "tokens_per_s": 200.0},
         {**cycle, "tokens_per_s": 400.0, "acceptance": 0.97},
