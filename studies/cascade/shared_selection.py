@@ -9,7 +9,7 @@ distances in the last ``--span`` tokens of each text. Drafts read a dense cache.
 and the policy's are divided by the temperature, and compared as in ``studies/text/acceptance.py``.
 Intervals come from resampling texts.
 
-Shapes: S texts of T tokens, R cycles per text, W drafts per cycle.
+Shapes: S texts, R cycles per text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.extend(
 import drafts
 from acceptance import lossless, schedule, summary
 from common import save
-from domains import at_temperature, load_model
+from domains import Domain, at_temperature, load_model
 from samples import manuals, sources
 from texts import cut
 
@@ -71,34 +71,25 @@ def main(options: Options) -> dict[str, Any]:
     began = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(model_path(options.model))
     model = load_model(options.model, attn_implementation=drafts.NAME)
-    kept = schedule(options.budget)
-    start_SR = starts(options)
-    position = (start_SR[..., None] + torch.arange(options.drafts)).numpy()
+    cases = [(schedule(options.budget), tokens) for tokens in (1, options.shared)]
+
+    def measure(ids: Tensor, start: Tensor) -> list[Tensor]:
+        return lossless(model, ids, start, options.drafts, cases)[1]
+
     rows = []
     for kind, documents in (("sources", sources()), ("manuals", manuals())):
-        ids_ST = cut(tokenizer, documents, options.texts, options.tokens).astype(np.int64)
+        ids = cut(tokenizer, documents, options.texts, options.tokens).astype(np.int64)
         for temperature in options.temperatures:
-            by_case: dict[int, list[Tensor]] = {1: [], options.shared: []}
-            for ids_T, start_R in zip(torch.from_numpy(ids_ST), start_SR, strict=True):
-                with at_temperature(model, temperature):
-                    _, alphas = lossless(
-                        model,
-                        ids_T[None].to(model.device),
-                        start_R[None].to(model.device),
-                        options.drafts,
-                        [(kept, tokens) for tokens in by_case],
-                    )
-                for found, alpha in zip(by_case.values(), alphas, strict=True):
-                    found.append(alpha.cpu())
-            for tokens, parts in by_case.items():
-                alpha_SRW = torch.cat(parts).double().clamp(0, 1).numpy()
-                measured = summary(alpha_SRW, position, (0, options.tokens), (options.drafts,))
+            domain = Domain(kind, temperature, torch.from_numpy(ids), starts(options))
+            with at_temperature(model, temperature):
+                alphas = domain.measured(measure, 1, str(model.device))
+            position = domain.position(options.drafts)
+            for (_, tokens), alpha in zip(cases, alphas, strict=True):
+                found = summary(alpha, position, (0, options.tokens), (options.drafts,))
                 for name in ("by_step", "bins"):
-                    del measured[name]
-                rows.append(
-                    {"kind": kind, "temperature": temperature, "tokens": tokens, **measured}
-                )
-                print(rows[-1], flush=True)
+                    del found[name]
+                rows.append({"kind": kind, "temperature": temperature, "tokens": tokens, **found})
+                print(f"{kind} at {temperature}, {tokens} tokens: {found['mean'][0]}", flush=True)
     settings = {name: value for name, value in asdict(options).items() if name != "out"}
     seconds = round(time.monotonic() - began)
     result: dict[str, Any] = {"settings": settings, "seconds": seconds, "rows": rows}

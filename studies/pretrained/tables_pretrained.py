@@ -8,8 +8,8 @@ from common import Row, interval, load, table
 
 LAST = 10
 """The number of steps at the end of training over which rewards are averaged."""
-LOOP = (1, 3, 5, 7, 9)
-"""The steps at which rows of the closed loop's table start."""
+SPANS = (1, 3, 5, 7, 9)
+"""The first step of each span in the closed loop's table."""
 
 
 def _where(b: Row) -> str:
@@ -330,7 +330,7 @@ def closed_loop() -> str:
     rows = []
     for run in runs:
         steps = len(run["read_by_step"])
-        starts = [start for start in LOOP if start <= steps]
+        starts = [start for start in SPANS if start <= steps]
         ends = [*(start - 1 for start in starts[1:]), steps]
         for start, end in zip(starts, ends, strict=True):
             span = slice(start - 1, end)
