@@ -6,8 +6,9 @@ base.
 
 The corpus and training loop come from ``studies/text/train.py``. OUT is a checkpoint like that
 script's, so the scripts in ``studies/text`` can measure acceptance on it. ``card.json`` contains
-the held-out loss by position for three models: the original, the one with the larger base before
-training, and the trained one.
+the held-out loss by position, with 95 % t-intervals over held-out windows, for three models: the
+original, the one with the larger base before training, and the trained one. The results of
+``studies/text/acceptance.py`` contain this card.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from sparrow.cli.loading.models import model_path
 
 sys.path.extend(
-    str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/text")
+    str(Path(__file__).parents[2] / folder)
+    for folder in ("benchmarks", "studies/common", "studies/text")
 )
 import corpus
 from common import parser
+from stability_statistics import t_interval
 from train import fit, windows
 
 CHUNK = 2048  # positions to compute logits for at once
@@ -54,21 +57,32 @@ def with_base(path: str, base: float | None, context: int) -> PreTrainedModel:
 def loss_by_position(
     model: PreTrainedModel, ids: Tensor, edges: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the mean loss in nats per token for each position bin, over windows ``[N, T]``."""
-    nats = torch.zeros(ids.shape[1] - 1, dtype=torch.float64)
-    for row in ids.to(model.device):
-        hidden = model.get_decoder()(input_ids=row[None], use_cache=False).last_hidden_state[0]
-        pieces = [
-            torch.nn.functional.cross_entropy(
-                model.get_output_embeddings()(some).float(), target, reduction="none"
-            )
-            for some, target in zip(hidden[:-1].split(CHUNK), row[1:].split(CHUNK), strict=True)
-        ]
-        nats += torch.cat(pieces).double().cpu() / len(ids)
-    return [
-        {"start": low, "end": high, "nats": round(nats[low:high].mean().item(), 4)}
-        for low, high in pairwise(edges)
+    """Return the mean loss in nats per token for each position bin, over windows ``[N, T]``, with
+    the ends of its 95 % t-interval over windows.
+
+    Raises ValueError if there is only one window.
+    """
+    if len(ids) < 2:
+        raise ValueError("one held-out window gives no interval; use --windows 2 or more")
+    nats = torch.stack([window_loss(model, row) for row in ids.to(model.device)])
+    bins = []
+    for low, high in pairwise(edges):
+        mean, half = t_interval(nats[:, low:high].mean(1).tolist())
+        limits = [round(value, 4) for value in (mean, mean - half, mean + half)]
+        bins.append({"start": low, "end": high, "nats": limits})
+    return bins
+
+
+def window_loss(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """Return the loss of every token but the first of a window ``[T]``, float64 ``[T - 1]``."""
+    hidden = model.get_decoder()(input_ids=row[None], use_cache=False).last_hidden_state[0]
+    pieces = [
+        torch.nn.functional.cross_entropy(
+            model.get_output_embeddings()(some).float(), target, reduction="none"
+        )
+        for some, target in zip(hidden[:-1].split(CHUNK), row[1:].split(CHUNK), strict=True)
     ]
+    return torch.cat(pieces).double().cpu()
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -153,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "tokens_seen": len(trained) * args.batch * args.context,
         "tokens_distinct": len(tokens),
         "held_out": list(args.held_out),
+        "held_out_windows": args.windows,
         "held_out_loss": losses,
     }
     (args.out / "card.json").write_text(json.dumps(card, indent=1) + "\n")

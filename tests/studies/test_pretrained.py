@@ -18,6 +18,7 @@ MODULES = (
     "one_schedule",
     "rounding",
     "shared_selection",
+    "tables_pretrained",
     "texts",
     "what_is_read",
 )
@@ -109,8 +110,32 @@ def test_losses_by_position_average_to_the_overall_loss(study):
     )
     with torch.no_grad():
         whole = model(input_ids=ids, labels=ids).loss.item()
-    bins = study.longer.loss_by_position(model, ids, [0, 8, 32])
-    assert (8 * bins[0]["nats"] + 24 * bins[1]["nats"]) / 32 == pytest.approx(whole, abs=1e-4)
+    first, rest = study.longer.loss_by_position(model, ids, [0, 8, 32])
+    assert (8 * first["nats"][0] + 24 * rest["nats"][0]) / 32 == pytest.approx(whole, abs=1e-4)
+
+
+def test_losses_by_position_have_t_intervals_over_windows(study):
+    model = tiny_model()
+    ids = torch.randint(
+        model.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        one, other = (model(input_ids=row[None], labels=row[None]).loss.item() for row in ids)
+    (found,) = study.longer.loss_by_position(model, ids, [0, 32])
+    half = 12.7062 * abs(one - other) / 2  # of a t-interval with one degree of freedom
+    mean = (one + other) / 2
+    assert found["nats"] == pytest.approx([mean, mean - half, mean + half], abs=1e-3)
+    with pytest.raises(ValueError, match="one held-out window gives no interval"):
+        study.longer.loss_by_position(model, ids[:1], [0, 32])
+
+
+def test_the_table_of_losses_shows_their_intervals(study, monkeypatch):
+    bins = [{"start": 0, "end": 2048, "nats": [1.234, 1.1, 1.368]}]
+    result = {"model": {"held_out_loss": {"as it was": bins}}}
+    monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_longer": result}.get)
+    assert study.tables_pretrained.longer_loss().splitlines()[2:] == [
+        "| as it was | 1.23 [1.10, 1.37] |"
+    ]
 
 
 def test_a_larger_rotary_base_rotates_distant_keys_more_slowly(study, tmp_path):
