@@ -12,8 +12,11 @@ with the same seed. The model assumes that all runs scatter equally around it. A
 over seeds are 95 % t-intervals.
 
 With ``--clock``, for runs that had a GPU to themselves, the summary says how long steps and their
-parts take, and leaves out p5 by length, the length of each step's responses, and the fraction of
-the KV cache read in each step.
+parts take, and leaves out p5, the length of each step's responses, and the fraction of the KV cache
+read in each step.
+
+With ``--earlier``, the summary also covers the runs of an earlier summary of the same kind. If both
+have a run with the same arm and seed, the one in the folder counts.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from scipy.stats import t
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
-from common import save, table  # noqa: E402
+from common import read_result, save, table  # noqa: E402
 from stability_statistics import (  # noqa: E402
     Run,
     by_arm,
@@ -51,7 +54,8 @@ class Options:
 
     runs: tyro.conf.Positional[Path]  # The folder of run directories.
     out: Path  # The JSON file of results.
-    clock: bool = False  # Report the times of steps instead of series by length.
+    clock: bool = False  # Report the times of steps instead of p5 and series by step.
+    earlier: Path | None = None  # An earlier summary, whose runs are kept.
     trained_on: str | None = None  # The machine that performed the runs, if not this one.
 
 
@@ -212,7 +216,12 @@ def minus_dense(runs: Sequence[Run], steps: int) -> dict[str, list[float | None]
 
 
 def row(some: Sequence[Run], steps: int) -> dict[str, Any]:
-    """Summarise an arm, given its runs and the number of steps over which arms are compared."""
+    """Summarise an arm, given its runs and the number of steps over which arms are compared. Runs
+    of clock summaries have no p5.
+    """
+    p5 = {}
+    if "bins" in some[0]:
+        p5["lowest_p5"] = limits(*t_interval([lowest_p5(run) for run in some]))
     evaluated = [run["held_out"] for run in some if run["held_out"]]
     start = round(float(np.mean([e[0][1] for e in evaluated])), 3) if evaluated else None
     return {
@@ -224,25 +233,43 @@ def row(some: Sequence[Run], steps: int) -> dict[str, Any]:
         "reward_end": limits(*t_interval([last_reward(run) for run in some])),
         "held_out_start": start,
         "held_out_end": limits(*t_interval([e[-1][1] for e in evaluated])) if evaluated else None,
-        "lowest_p5": limits(*t_interval([lowest_p5(run) for run in some])),
+        **p5,
         "read": round(float(np.mean([run["read"] for run in some])), 3),
     }
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    """Return a row per arm, and all runs that finished a step. Raises ValueError if none did."""
-    logs = sorted(folder.glob("*-*/metrics.jsonl"))
-    runs = [read(path.parent) for path in logs if logged_rows(path)]
-    if not runs:
-        raise ValueError(f"no run in {folder} has finished a step; run training_arms.py first")
-    runs.sort(key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
-    steps = min(len(run["reward"]) for run in runs)
-    differences = minus_dense(runs, steps)
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return a row per arm, and all runs."""
+    ordered = sorted(runs, key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
+    steps = min(len(run["reward"]) for run in ordered)
+    differences = minus_dense(ordered, steps)
     rows = [
         {**row(some, steps), "reward_minus_dense": differences.get(arm)}
-        for arm, some in by_arm(runs).items()
+        for arm, some in by_arm(ordered).items()
     ]
-    return {"compared_steps": steps, "rows": rows, "runs": runs}
+    return {"compared_steps": steps, "rows": rows, "runs": ordered}
+
+
+def finished(folder: Path, clock: bool = False) -> list[Run]:
+    """Return the runs in ``folder`` that finished a step, for a clock summary with the times of
+    their steps. Raises ValueError if there are none.
+    """
+    folders = [path.parent for path in folder.glob("*-*/metrics.jsonl") if logged_rows(path)]
+    if not folders:
+        raise ValueError(f"no run in {folder} has finished a step; run training_arms.py first")
+    return [timed(read(path), path) if clock else read(path) for path in folders]
+
+
+def joined(runs: Sequence[Run], path: Path) -> list[Run]:
+    """Return ``runs`` and those of the summary ``path`` that have another arm or seed. Raises
+    ValueError if only one of them is a clock summary.
+    """
+    earlier: list[Run] = read_result(path)["runs"]
+    if ("bins" in earlier[0]) != ("bins" in runs[0]):
+        kind = "without" if "bins" in earlier[0] else "with"
+        raise ValueError(f"{path} was written {kind} --clock; summarise the new runs {kind} it too")
+    replaced = {(run["arm"], run["seed"]) for run in runs}
+    return [*runs, *(run for run in earlier if (run["arm"], run["seed"]) not in replaced)]
 
 
 def shown(value: list[float | None] | None) -> str:
@@ -254,20 +281,23 @@ def shown(value: list[float | None] | None) -> str:
 
 
 def timed(run: Run, folder: Path) -> Run:
-    """Return a run's series with the times of its steps instead of series by length."""
+    """Return a run's series with the times of its steps instead of p5 and series by step."""
     left_out = ("bins", "tokens", "read_by_step")
     kept = {name: value for name, value in run.items() if name not in left_out}
-    return kept | times(folder / f"{run['arm']}-{run['seed']}")
+    return kept | times(folder)
 
 
 def main(options: Options) -> None:
     """Write the summary, and print the table."""
-    found = summary(options.runs)
-    if options.clock:
-        found["runs"] = [timed(run, options.runs) for run in found["runs"]]
+    runs = finished(options.runs, options.clock)
+    if options.earlier:
+        runs = joined(runs, options.earlier)
+    found = summary(runs)
     where = {"machine": options.trained_on} if options.trained_on else {}
     save(options.out, {**where, **found})
-    values = ("reward_end", "reward_minus_dense", "held_out_end", "lowest_p5")
+    values = ["reward_end", "reward_minus_dense", "held_out_end"]
+    if not options.clock:
+        values.append("lowest_p5")
     cells = [
         [r["arm"], len(r["seeds"]), max(r["steps"]), *(shown(r[name]) for name in values)]
         for r in found["rows"]

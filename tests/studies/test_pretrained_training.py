@@ -148,11 +148,11 @@ def run_directory(folder, rewards, p5, **more):
 
 def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     with pytest.raises(ValueError, match="has finished a step"):
-        study.training_summary.summary(tmp_path)
+        study.training_summary.finished(tmp_path)
     run_directory(tmp_path / "dense-0", [0.1, 0.2, 0.6], 0.99)
     run_directory(tmp_path / "dense-1", [0.3, 0.4], 0.99)
     run_directory(tmp_path / "p80-distill-0", [0.2, 0.4], 0.8)
-    found = study.training_summary.summary(tmp_path)
+    found = study.training_summary.summary(study.training_summary.finished(tmp_path))
     dense, distilled = found["rows"]
     assert [run["arm"] for run in found["runs"]] == ["dense", "dense", "p80-distill"]
     assert dense["steps"] == [3, 2] and dense["minutes"] == [0.1, 0.1]
@@ -166,6 +166,47 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     assert only["p5"] == [0.99] * 3 and only["last"] == [0.99, 0.89, 1.09]
     assert only["ceiling"] == [0.99, None, None]
     assert found["runs"][0]["read_by_step"] == [0.5] * 3
+
+
+@pytest.mark.parametrize("name", ["story", "story_long", "ledger", "clock"])
+def test_the_rows_of_committed_summaries_follow_from_their_runs(study, name):
+    committed = study.common.load(f"pretrained_training_{name}")
+    found = study.training_summary.summary(committed["runs"])
+    assert found == {key: committed[key] for key in ("compared_steps", "rows", "runs")}
+
+
+@pytest.mark.parametrize("is_clock", [False, True])
+def test_an_earlier_summarys_runs_are_kept_unless_they_were_repeated(study, tmp_path, is_clock):
+    timed = {"seconds": {"rollout": 2.0, "update": 1.0}}
+    timed["response"] = {"mean": 100.0, "tokens": 800.0}
+
+    def summarised(folder, is_clock, **runs):
+        """Summarise runs, which are given as their rewards."""
+        (tmp_path / folder).mkdir()
+        for name, rewards in runs.items():
+            run_directory(tmp_path / folder / name.replace("_", "-"), rewards, 0.9, **timed)
+        out = tmp_path / f"{folder}.json"
+        earlier = tmp_path / "old.json"
+        study.training_summary.main(
+            study.training_summary.Options(
+                runs=tmp_path / folder,
+                out=out,
+                clock=is_clock,
+                earlier=earlier if earlier.exists() else None,
+            )
+        )
+        return study.common.read_result(out)
+
+    rewards = {"dense_0": [0.1] * 4, "dense_1": [0.2] * 5, "p86_0": [0.3] * 6}
+    whole = summarised("whole", is_clock, **rewards)
+    summarised("old", is_clock, dense_0=[0.1] * 4, p86_0=[0.9] * 7)
+    found = summarised("new", is_clock, dense_1=[0.2] * 5, p86_0=[0.3] * 6)
+    assert found == whole and found["compared_steps"] == 4
+    assert [row["seeds"] for row in found["rows"]] == [[0, 1], [0]]
+    assert ("lowest_p5" in found["rows"][0]) != is_clock
+    kind = "with" if is_clock else "without"
+    with pytest.raises(ValueError, match=rf"old\.json was written {kind} --clock; .*{kind} it"):
+        summarised("mixed", not is_clock, dense_2=[0.1] * 4)
 
 
 def test_a_drafting_runs_acceptance_and_a_schedules_calibrated_p5_are_read(study, tmp_path):
