@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
 
 from common import Row, interval, load, table
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+from stability_statistics import by_arm, t_interval
 
 LAST = 10
 """The number of steps at the end of training over which rewards are averaged."""
@@ -14,6 +22,10 @@ SPANS = (1, 3, 5, 7, 9)
 
 def _where(b: Row) -> str:
     return f"{b['start']:,} to {b['end']:,}"
+
+
+def _mean_and_p5(b: Row) -> str:
+    return f"{interval(b['mean'], 3)} / {interval(b['p5'], 2)}"
 
 
 def _rows(mode: str) -> list[Row]:
@@ -28,10 +40,7 @@ def acceptance() -> str:
     for row in _rows("lossless"):
         if row["temperature"] == 1:
             bins = [_where(b) for b in row["bins"]]
-            cells = [
-                f"{b['mean'][0]:.3f} / {interval(b['p5'], 2)} / {b['tokens_a_cycle']['8'][0]:.1f}"
-                for b in row["bins"]
-            ]
+            cells = [f"{_mean_and_p5(b)} / {b['tokens_a_cycle']['8'][0]:.1f}" for b in row["bins"]]
             rows.append([row["domain"], f"{row['budget']:,}", *cells])
     return table(["domain", "tokens read", *bins], rows)
 
@@ -44,7 +53,7 @@ def lossy() -> str:
     for row in _rows("lossy"):
         if row["temperature"] == 1:
             bins = [_where(b) for b in row["bins"]]
-            cells = [f"{b['mean'][0]:.3f} / {interval(b['p5'], 2)}" for b in row["bins"]]
+            cells = [_mean_and_p5(b) for b in row["bins"]]
             rows.append([row["domain"], f"{row['budget']:,}", *cells])
     return table(["domain", "tokens read", *bins], rows)
 
@@ -107,7 +116,7 @@ def reading() -> str:
             "landmarks": f"landmarks in {row['landmarks']}",
         }.get(row["study"], row["study"])
         cells = [what, f"{row['budget']:,}", f"{row['tokens_read']:,.0f}"]
-        cells += [f"{row['mean'][0]:.3f}", interval(row["p5"], 3)]
+        cells += [interval(row["mean"], 3), interval(row["p5"], 3)]
         cells.append(f"{row['tokens_a_cycle']['8'][0]:.2f}")
         less = row.get("minus_even")
         gains = [interval(less[name], 3) for name in ("mean", "p5")] if less else []
@@ -137,12 +146,17 @@ def schedules() -> str:
     rows = []
     for on, found in by_schedule.items():
         cells = [
-            f"{interval(found[d]['p5'], 3)}; {min(b[1] for b in found[d]['bins']):.3f}; "
-            f"{found[d]['below']}"
+            f"{interval(found[d]['p5'], 3)} / {interval(_worst(found[d]), 3)} / {found[d]['below']}"
             for d in domains
         ]
         rows.append([on, f"{found[domains[0]]['tokens_read']:,.0f}", *cells])
     return table(["calibrated on", "tokens read", *domains], rows)
+
+
+def _worst(row: Row) -> list[float]:
+    """Return p5, with its interval, of the length bin with the lowest p5."""
+    limits: list[list[float]] = [b[1:] for b in row["bins"]]
+    return min(limits)
 
 
 def longer_loss() -> str:
@@ -173,7 +187,7 @@ def longer() -> str:
             for b in row["bins"]:
                 drafts = b["tokens_a_cycle"]
                 tokens = f" / {drafts['8'][0]:.1f}" if drafts else ""
-                cells.append(f"{b['mean'][0]:.3f} / {interval(b['p5'], 2)}{tokens}")
+                cells.append(_mean_and_p5(b) + tokens)
             rows.append([names[row["mode"]], f"{row['budget']:,}", *cells])
     return table(["actor", "tokens read", *bins], rows)
 
@@ -230,40 +244,48 @@ def long_training() -> str:
 
 
 def training_clock() -> str:
-    """Tabulate the training runs that had a GPU to themselves: how long their steps take, and the
-    reward after equally many steps and after the same time. Runs are compared with the dense run
-    that has the same seed.
+    """Tabulate the training runs that had a GPU to themselves, by arm: how long their steps take,
+    and the reward after the same time. Intervals are over seeds.
     """
     runs = load("pretrained_training_clock")["runs"]
     dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
-    steps = min(len(run["reward"]) for run in runs)
     end = min(run["clock"][-1] for run in runs)
     rows = []
-    for run in runs:
-        base = dense[run["seed"]]
-        seconds = run["seconds"]
-        by_then = sum(time <= end for time in run["clock"])
-        rollout = run["rollout_tokens_per_s"]
-        whole = run["seconds_per_1000_tokens"]
-        rows.append(
-            [
-                run["arm"],
-                len(run["reward"]),
-                interval(seconds["step"], 1),
-                *(f"{seconds[part]:.1f}" for part in ("rollout", "update", "other")),
-                f"{run['tokens_per_response']:,}",
-                f"{rollout:,} ({rollout / base['rollout_tokens_per_s']:.2f}x)",
-                f"{whole:.3f} ({base['seconds_per_1000_tokens'] / whole:.2f}x)",
-                f"{_last(run, steps):.3f}",
-                f"{_last(run, by_then):.3f}",
-            ]
-        )
+    for arm, some in by_arm(runs).items():
+        seconds = [run["seconds"] for run in some]
+        cells = [arm, _listed([len(run["reward"]) for run in some], "d")]
+        cells.append(interval(_over_seeds([spent["step"][0] for spent in seconds]), 1))
+        for part in ("rollout", "update", "other"):
+            cells.append(f"{fmean(spent[part] for spent in seconds):.1f}")
+        cells.append(_listed([run["tokens_per_response"] for run in some], "d"))
+        cells.append(f"{fmean(run['rollout_tokens_per_s'] for run in some):,.0f}")
+        cells.append(_relative(some, dense, lambda run: run["rollout_tokens_per_s"]))
+        cells.append(f"{fmean(run['seconds_per_1000_tokens'] for run in some):.3f}")
+        cells.append(_relative(some, dense, lambda run: 1 / run["seconds_per_1000_tokens"]))
+        by_then = [sum(time <= end for time in run["clock"]) for run in some]
+        cells.append(_listed(list(map(_last, some, by_then)), ".3f"))
+        rows.append(cells)
     head = ["rollouts", "steps", "seconds per step", "of which rollout", "update", "other"]
-    head += ["tokens per response", "rollout, tokens/s (relative to dense)"]
-    head += ["step, seconds per 1,000 tokens (speed relative to dense)"]
-    head += [f"mean reward of steps {steps - LAST + 1} to {steps}"]
-    head += [f"of the last {LAST} steps within {end / 60:.1f} minutes"]
+    head += ["tokens per response", "rollout, tokens/s", "relative to dense"]
+    head += ["step, seconds per 1,000 tokens", "speed relative to dense"]
+    head += [f"mean reward of the last {LAST} steps within {end / 60:.1f} minutes"]
     return table(head, rows)
+
+
+def _relative(some: Sequence[Row], dense: dict[int, Row], speed: Callable[[Row], float]) -> str:
+    """Format an arm's speed relative to the dense runs with the same seeds: the geometric mean over
+    seeds, with its interval. Return nothing for the dense arm itself.
+    """
+    if some[0]["arm"] == "dense":
+        return ""
+    logs = [log(speed(run) / speed(dense[run["seed"]])) for run in some]
+    return interval([exp(x) for x in _over_seeds(logs)], 2)
+
+
+def _over_seeds(values: Sequence[float]) -> list[float]:
+    """Return the mean over seeds with its 95 % t-interval, or without one for a single seed."""
+    mean, half = t_interval(values)
+    return [mean, mean - half, mean + half] if len(values) > 1 else [mean]
 
 
 def _last(run: Row, steps: int) -> float:
@@ -274,9 +296,10 @@ def _last(run: Row, steps: int) -> float:
 
 def training_p5(task: str) -> str:
     """Tabulate p5 by length in a task's training: the means of the first and last three steps that
-    arms are compared over, and the lowest p5 of any step. Only lengths that all runs have in all
-    these steps are shown. Each schedule also has the p5 that calibration found, above the first arm
-    that uses it.
+    arms are compared over, and the lowest p5 of any of these steps. Single runs also have p5 in
+    their own last step, with its interval; the dense and lossless arms have an interval over seeds
+    for the last three steps. Only lengths that all runs have in all compared steps are shown. Each
+    schedule also has the p5 that calibration found, above the first arm that uses it.
     """
     result = load(f"pretrained_training_{task}")
     steps = result["compared_steps"]
@@ -284,25 +307,29 @@ def training_p5(task: str) -> str:
     rows: list[list[str]] = []
     calibrations: list[list[str]] = []
 
-    def summarised(runs: list[Row]) -> list[str]:
+    def summarised(runs: list[Row], single: bool) -> list[str]:
         cells = []
         for same in zip(*(_bins(run, shown) for run in runs), strict=True):
             series = [bin_["p5"][:steps] for bin_ in same]
-            ends = [sum(map(sum, part)) / (3 * len(runs)) for part in _ends(series)]
-            cells.append(f"{ends[0]:.3f}, {ends[1]:.3f}; {min(map(min, series)):.3f}")
+            first = fmean(fmean(x[:3]) for x in series)
+            last = _over_seeds([fmean(x[-3:]) for x in series])
+            cell = f"{first:.3f} / {interval(last, 3)} / {min(map(min, series)):.3f}"
+            cells.append(f"{cell} / {interval(same[0]['last'], 3)}" if single else cell)
         return cells
 
     for row in result["rows"]:
         runs = [run for run in result["runs"] if run["arm"] == row["arm"]]
         if row["arm"] in ("dense", "lossless"):
-            rows.append([row["arm"], "all seeds", *summarised(runs)])
+            rows.append([row["arm"], "all seeds", *summarised(runs, single=False)])
             continue
         measured = [bin_.get("calibrated") for bin_ in _bins(runs[0], shown)]
         found = [interval(x, 3) if x else "" for x in measured]
         if any(found) and found not in calibrations:
             calibrations.append(found)
             rows.append([row["arm"], "calibration", *found])
-        rows += [[row["arm"], f"seed {run['seed']}", *summarised([run])] for run in runs]
+        rows += [
+            [row["arm"], f"seed {run['seed']}", *summarised([run], single=True)] for run in runs
+        ]
     return table(["rollouts", "", *map(_where, _bins(result["runs"][0], shown))], rows)
 
 
@@ -321,14 +348,9 @@ def _bins(run: Row, starts: list[int]) -> list[Row]:
     return [bin_ for bin_ in run["bins"] if bin_["start"] in starts]
 
 
-def _ends(series: list[list[float]]) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the first and the last three values of every series."""
-    return [x[:3] for x in series], [x[-3:] for x in series]
-
-
 def closed_loop() -> str:
-    """Tabulate what the closed loop read and the p5 by length, in spans of steps: the lowest and
-    the highest value of each.
+    """Tabulate what the closed loop read and the p5 by length: the lowest and the highest value in
+    spans of steps, and the values of the last step, with p5's interval.
     """
     runs = [run for run in load("pretrained_training_story")["runs"] if run["arm"] == "auto86"]
     shown = _lengths_of_all(runs, max(len(run["read_by_step"]) for run in runs))
@@ -343,6 +365,8 @@ def closed_loop() -> str:
             tails = [_range(bin_["p5"][span], ".3f") for bin_ in _bins(run, shown)]
             where = _range([start, end], "d")
             rows.append([str(run["seed"]), where, _range(read, ".0%"), *tails])
+        tails = [interval(bin_["last"], 3) for bin_ in _bins(run, shown)]
+        rows.append([str(run["seed"]), f"{steps}", f"{run['read_by_step'][-1]:.0%}", *tails])
     return table(["seed", "steps", "KV read", *map(_where, _bins(runs[0], shown))], rows)
 
 

@@ -10,7 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import tiny_model
 
-FOLDERS = ("benchmarks", "studies/text", "studies/pretrained", "studies/cascade")
+FOLDERS = (
+    "benchmarks",
+    "studies/common",
+    "studies/text",
+    "studies/pretrained",
+    "studies/cascade",
+)
 MODULES = (
     "domains",
     "drafts",
@@ -79,6 +85,16 @@ def test_bins_are_counted_as_above_within_or_below_the_target(study):
     # Sequences of 64 tokens or more read four pages of 16 tokens. Shorter sequences are read in
     # full.
     assert found["tokens_read"] == pytest.approx((64 * 65 / 2 + 64 * 236) / 300, abs=0.05)
+
+
+def test_the_table_of_schedules_shows_the_worst_bin_with_its_interval(study, monkeypatch):
+    bins = [[0, 0.87, 0.85, 0.89], [1024, 0.83, 0.8, 0.86], [2048, 0.9, 0.7, 0.95]]
+    row = {"on": "prose", "domain": "sources", "p5": [0.86, 0.85, 0.87], "tokens_read": 748.0}
+    result = {"rows": [{**row, "bins": bins, "below": 1}]}
+    monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_schedules": result}.get)
+    assert study.tables_pretrained.schedules().splitlines()[2:] == [
+        "| prose | 748 | 0.860 [0.850, 0.870] / 0.830 [0.800, 0.860] / 1 |"
+    ]
 
 
 def test_sequences_are_spread_over_all_documents(study):

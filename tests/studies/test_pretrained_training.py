@@ -250,7 +250,8 @@ def test_training_tables_show_every_seed(study, monkeypatch):
     for row, p5 in zip(rows, (0.9, 0.7), strict=True):
         row |= {"seeds": [0], "steps": [5], "reward": [p5 - 0.4]}
         series = [p5, p5, p5, p5 - 0.1, p5 - 0.2]
-        bins = [{"start": 0, "end": 512, "p5": series}]
+        last = [p5 - 0.2, p5 - 0.25, p5 - 0.15]
+        bins = [{"start": 0, "end": 512, "p5": series, "last": last}]
         measured = {"read": 0.5, "held_out": [[10, 0.3, 0.2, 0.4]], "bins": bins}
         runs.append({"arm": row["arm"], "seed": 0, **measured})
     runs[1]["bins"][0]["calibrated"] = [0.72, 0.7, 0.74]
@@ -260,20 +261,22 @@ def test_training_tables_show_every_seed(study, monkeypatch):
     assert dense == "| dense | 5 | 50% |  | 0.500 |  |  | 0.30 |  |"
     assert p80 == "| p80 | 5 | 50% |  | 0.300 | -0.200 | -0.250 [-0.300, -0.200] | 0.30 |  |"
     assert tables.training_p5("story").splitlines()[2:] == [
-        "| dense | all seeds | 0.900, 0.867; 0.800 |",
+        "| dense | all seeds | 0.900 / 0.867 / 0.800 |",
         "| p80 | calibration | 0.720 [0.700, 0.740] |",
-        "| p80 | seed 0 | 0.700, 0.667; 0.600 |",
+        "| p80 | seed 0 | 0.700 / 0.667 / 0.600 / 0.500 [0.450, 0.550] |",
     ]
 
 
 def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monkeypatch):
     def run(arm, seed, p5, starts, **more):
-        bins = [{"start": start, "end": start + 512, "p5": [p5] * 3, **more} for start in starts]
+        series = {"p5": [p5] * 3, "last": [p5, p5 - 0.1, p5 + 0.1], **more}
+        bins = [{"start": start, "end": start + 512, **series} for start in starts]
         return {"arm": arm, "seed": seed, "bins": bins}
 
     found = {"calibrated": [0.72, 0.7, 0.74]}
     runs = [
-        run("dense", 0, 0.9, [2560]),
+        run("dense", 0, 0.85, [2560]),
+        run("dense", 1, 0.95, [2560]),
         run("auto80", 0, 0.8, [2560]),
         run("p70", 0, 0.7, [2560, 3072], **found),
         run("p70-distill", 0, 0.6, [2560], **found),
@@ -287,20 +290,21 @@ def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monk
     assert study.tables_pretrained.training_p5("x").splitlines() == [
         "| rollouts |  | 2,560 to 3,072 |",
         "| --- | --- | --- |",
-        "| dense | all seeds | 0.900, 0.900; 0.900 |",
-        "| auto80 | seed 0 | 0.800, 0.800; 0.800 |",
+        # a t-interval with one degree of freedom: 12.706 times half the difference
+        "| dense | all seeds | 0.900 / 0.900 [0.265, 1.535] / 0.850 |",
+        "| auto80 | seed 0 | 0.800 / 0.800 / 0.800 / 0.800 [0.700, 0.900] |",
         "| p70 | calibration | 0.720 [0.700, 0.740] |",
-        "| p70 | seed 0 | 0.700, 0.700; 0.700 |",
-        "| p70-distill | seed 0 | 0.600, 0.600; 0.600 |",
-        "| p70-distill | seed 1 | 0.500, 0.500; 0.500 |",
+        "| p70 | seed 0 | 0.700 / 0.700 / 0.700 / 0.700 [0.600, 0.800] |",
+        "| p70-distill | seed 0 | 0.600 / 0.600 / 0.600 / 0.600 [0.500, 0.700] |",
+        "| p70-distill | seed 1 | 0.500 / 0.500 / 0.500 / 0.500 [0.400, 0.600] |",
     ]
 
 
-def test_closed_loop_table_shows_the_extremes_of_each_span_of_steps(study, monkeypatch):
+def test_closed_loop_table_shows_the_extremes_of_each_span_and_the_last_step(study, monkeypatch):
     read = [1.0, 1.0, 0.9, 0.9, 0.7, 0.72, 0.6, 0.6, 0.58, 0.63, 0.6]
     p5 = [0.95, 0.94, 0.93, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.86, 0.87]
-    bins = [{"start": 0, "end": 512, "p5": p5}]
-    other = {"start": 512, "end": 1024, "p5": [0.9] * 3}
+    bins = [{"start": 0, "end": 512, "p5": p5, "last": [0.87, 0.85, 0.89]}]
+    other = {"start": 512, "end": 1024, "p5": [0.9] * 3, "last": [0.9, 0.8, 1.0]}
     runs = [
         {"arm": "p86", "seed": 4, "read_by_step": read, "bins": bins},
         {"arm": "auto86", "seed": 4, "read_by_step": read, "bins": bins},
@@ -308,7 +312,7 @@ def test_closed_loop_table_shows_the_extremes_of_each_span_of_steps(study, monke
             "arm": "auto86",
             "seed": 5,
             "read_by_step": read[:3],
-            "bins": [{**bins[0], "p5": p5[:3]}, other],
+            "bins": [{**bins[0], "p5": p5[:3], "last": [0.93, 0.92, 0.94]}, other],
         },
     ]
     monkeypatch.setattr(study.tables_pretrained, "load", lambda name: {"runs": runs})
@@ -318,8 +322,10 @@ def test_closed_loop_table_shows_the_extremes_of_each_span_of_steps(study, monke
         "| 4 | 5 to 6 | 70% to 72% | 0.910 to 0.920 |",
         "| 4 | 7 to 8 | 60% | 0.890 to 0.900 |",
         "| 4 | 9 to 11 | 58% to 63% | 0.860 to 0.880 |",
+        "| 4 | 11 | 60% | 0.870 [0.850, 0.890] |",
         "| 5 | 1 to 2 | 100% | 0.940 to 0.950 |",
         "| 5 | 3 | 90% | 0.930 |",
+        "| 5 | 3 | 90% | 0.930 [0.920, 0.940] |",
     ]
 
 
@@ -387,22 +393,39 @@ def test_only_the_clock_summary_has_times_and_only_the_other_has_lengths(
     assert "| p86 | 1 | 4 |" in capsys.readouterr().out
 
 
-def test_the_clock_table_compares_rewards_at_equal_steps_and_at_equal_times(study, monkeypatch):
+def test_the_clock_table_compares_arms_by_the_clock(study, monkeypatch):
     tables = study.tables_pretrained
     slow = timed_run("dense", [30 * i for i in range(1, 21)])
     fast = timed_run("lossless", [20 * i for i in range(1, 41)], rollout_tokens_per_s=1500)
     fast["seconds_per_1000_tokens"] = 0.16
-    monkeypatch.setattr(tables, "load", lambda name: {"runs": [slow, fast]})
+    runs = [slow, fast]
+    monkeypatch.setattr(tables, "load", lambda name: {"runs": runs})
     head, _, *rows = tables.training_clock().splitlines()
-    assert head.endswith(
-        "| mean reward of steps 11 to 20 | of the last 10 steps within 10.0 minutes |"
-    )
-    times = "10.0 [8.0, 12.0] | 6.0 | 3.0 | 1.0 | 1,234"
+    assert head.endswith("| mean reward of the last 10 steps within 10.0 minutes |")
+    times = "10.0 | 6.0 | 3.0 | 1.0 | 1234"
     # in ten minutes, the slow run makes 20 steps, and the fast one 30
     assert rows == [
-        f"| dense | 20 | {times} | 1,000 (1.00x) | 0.200 (1.00x) | 0.290 | 0.290 |",
-        f"| lossless | 40 | {times} | 1,500 (1.50x) | 0.160 (1.25x) | 0.290 | 0.490 |",
+        f"| dense | 20 | {times} | 1,000 |  | 0.200 |  | 0.290 |",
+        f"| lossless | 40 | {times} | 1,500 | 1.50 | 0.160 | 1.25 | 0.490 |",
     ]
+
+    # Another dense run takes twice as long per step, at half the rate of tokens. Its lossless
+    # counterpart is as fast as the first one, so its gains are twice as large.
+    slow_times = {**slow["seconds"], "step": [20.0, 15.0, 25.0]}
+    slower = timed_run("dense", [60 * i for i in range(1, 21)], seconds=slow_times)
+    slower |= {"seed": 4, "rollout_tokens_per_s": 500, "seconds_per_1000_tokens": 0.4}
+    runs = [slow, slower, fast, {**fast, "seed": 4, "tokens_per_response": 1500}]
+    *_, dense, lossless = tables.training_clock().splitlines()
+    # t-intervals with one degree of freedom: 15.02 +- 12.706 * 4.98, and factors of
+    # 2 ** (12.706 / 2) around the geometric mean
+    assert dense == (
+        "| dense | 20, 20 | 15.0 [-48.3, 78.3] | 6.0 | 3.0 | 1.0 | 1234, 1234 "
+        "| 750 |  | 0.300 |  | 0.290, 0.090 |"
+    )
+    assert lossless == (
+        "| lossless | 40, 40 | 10.0 [10.0, 10.0] | 6.0 | 3.0 | 1.0 | 1234, 1500 "
+        "| 1,500 | 2.12 [0.03, 173.41] | 0.160 | 1.77 [0.02, 144.51] | 0.490, 0.490 |"
+    )
 
 
 def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study):
