@@ -25,6 +25,7 @@ from stability_statistics import by_arm  # noqa: E402
 
 from sparrow.report.theme import INK, MATPLOTLIB, SERIES  # noqa: E402
 
+Floats = NDArray[np.float64]
 PATH = ROOT / "docs/figures/pretrained.png"
 READ = 1024
 """Budget, in tokens, of the lossy actor in the tail plot."""
@@ -44,22 +45,38 @@ SMOOTH = 5
 """How many steps to smooth rewards over."""
 
 
-def smoothed(values: ArrayLike) -> NDArray[np.float64]:
+def smoothed(values: ArrayLike) -> Floats:
     """Return the mean of every ``SMOOTH`` successive values."""
     return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid")
 
 
 def draw_clock(ax: Axes, runs: Sequence[Row]) -> None:
-    """Draw the actor's reward by minutes of training: a thin line per run, and a smoothed one."""
-    for run in sorted(runs, key=lambda run: list(STYLES).index(run["arm"])):
-        minutes = np.array(run["clock"]) / 60
-        color, line = STYLES[run["arm"]]
-        ax.plot(minutes, run["reward"], line, color=color, lw=0.7, alpha=0.45)
-        smooth = smoothed(run["reward"])
-        ax.plot(smoothed(minutes), smooth, line, color=color, lw=2.2, label=run["arm"])
+    """Draw the actor's reward by minutes of training: a thin line per run, and each arm's mean over
+    seeds, smoothed, for as long as all of its runs lasted.
+    """
+    arms = by_arm(runs)
+    for arm in sorted(arms, key=list(STYLES).index):
+        color, line = STYLES[arm]
+        smooth = []
+        for run in arms[arm]:
+            minutes = np.array(run["clock"]) / 60
+            ax.plot(minutes, run["reward"], line, color=color, lw=0.7, alpha=0.45)
+            smooth.append((smoothed(minutes), smoothed(run["reward"])))
+        ax.plot(*mean_curve(smooth), line, color=color, lw=2.2, label=arm)
     ax.set(xlabel="minutes of training", ylabel="reward of the rollouts", ylim=(0, 1.03))
     ax.set_xlim(0, None)
     ax.legend(loc="lower right", fontsize=7)
+
+
+def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    """Return the mean of curves, each given as x and y, where all of them have values. Curves are
+    linear between their points.
+    """
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    first = max(x[0] for x, _ in curves)
+    last = min(x[-1] for x, _ in curves)
+    shared = every[(every >= first) & (every <= last)]
+    return shared, np.mean([np.interp(shared, x, y) for x, y in curves], axis=0)
 
 
 def draw_rewards(ax: Axes, runs: Sequence[Row]) -> None:

@@ -457,6 +457,17 @@ def test_figure_shows_rewards_by_the_clock_in_the_colors_of_the_other_panel(
     assert smooth == [[3, pytest.approx(0.04)], [4, pytest.approx(0.06)]]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["dense", "p86"]
 
+    # Two seeds: the second run's steps take twice as long. Smoothed, the first lasts from minute 3
+    # to 10, and the second from minute 6 on.
+    runs = [timed_run("p86", [seconds * i for i in range(1, 13)]) for seconds in (60, 120)]
+    _, ax = figure.plt.subplots()
+    figure.draw_clock(ax, runs)
+    one, other, mean = (line.get_xydata() for line in ax.lines)
+    assert one[-1].tolist() == [12, 0.22] and other[-1].tolist() == [24, 0.22]
+    # At x minutes, the runs' rewards are 0.02 (x - 1) and 0.02 (x / 2 - 1).
+    assert mean[:, 0] == pytest.approx([6, 7, 8, 9, 10])
+    assert mean[:, 1] == pytest.approx(0.015 * mean[:, 0] - 0.02)
+
     load = figure.load
     monkeypatch.setattr(
         figure,
