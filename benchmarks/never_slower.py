@@ -132,6 +132,11 @@ _llm: Any
 _sleeps = False
 
 
+def engine() -> Any:
+    """Return this process's engine, which ``start`` has started."""
+    return _llm
+
+
 def start(name: str, folder: str, tree: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine in this process, with Sparrow imported from the source tree ``tree``. Return
     the GPU, the versions and the start-up time.

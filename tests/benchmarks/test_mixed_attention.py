@@ -1,0 +1,216 @@
+"""Test how ``benchmarks/mixed_attention.py`` times decode steps, and the table of its results. One
+test runs the script with tiny models in a real vLLM on a CPU.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparrow.cost import SHAPES
+from tests.conftest import SMALL
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    names = ("mixed_attention", "tables_mixed_attention")
+    yield tuple(importlib.import_module(name) for name in names)
+    for name in (*names, "never_slower", "predicted", "common"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-next", "olmo3-7b"])
+def test_all_layers_cost_as_much_as_the_published_model(scripts, shape):
+    script, _ = scripts
+    published = SHAPES[script.SHAPES[shape].published]
+    assert script.cost_shape(shape, published.layers) == published
+
+
+def test_fewer_layers_keep_the_share_of_full_layers(scripts):
+    script, _ = scripts
+    model, whole = script.cost_shape("qwen3-next", 12), SHAPES["qwen3-next-80b-a3b"]
+    assert (model.layers, model.full_layers, model.experts.layers) == (12, 3, 12)
+    assert 4 * (model.weights - model.output) == whole.weights - whole.output
+    assert 4 * model.state_bytes == whole.state_bytes
+
+
+@pytest.mark.parametrize("shape", ["qwen3-next", "olmo3-7b"])
+def test_configs_have_the_sizes_of_the_cost_model(scripts, shape):
+    script, _ = scripts
+    chosen = script.SHAPES[shape]
+    model, config = script.cost_shape(shape, chosen.layers), chosen.config(chosen.layers)
+    full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    others = {*model.window_layers, *model.linear_layers}
+    assert len(config.layer_types) == config.num_hidden_layers == model.layers
+    assert full == [i for i in range(model.layers) if i not in others]
+    assert (config.num_key_value_heads, config.num_attention_heads) == (model.kv_heads, model.heads)
+    assert config.vocab_size * config.hidden_size == model.output
+    assert config.eos_token_id is None
+    if model.experts:
+        assert (config.num_experts, config.num_experts_per_tok) == (
+            model.experts.count,
+            model.experts.per_token,
+        )
+        assert 3 * config.hidden_size * config.moe_intermediate_size == model.experts.weights
+    else:
+        assert config.sliding_window == model.window
+
+
+def test_two_engines_fit_on_an_h200(scripts):
+    script, _ = scripts
+    for name, shape in script.SHAPES.items():
+        model = script.cost_shape(name, shape.layers)
+        held = model.weight_bytes * (model.weights + model.embedding)
+        held += script.cache_bytes(model, shape.points)
+        assert 2 * held < 0.9 * 143_771 * 2**20
+        tokens = max(point.sequences * point.prompt for point in shape.points)
+        assert script.cache_bytes(model, shape.points) > 2 * tokens * model.layer_width * (
+            model.full_layers
+        )
+
+
+class Engine:
+    """A stand-in for vLLM's engine: sequence i begins in step i, and every step takes a second."""
+
+    def __init__(self, monkeypatch, new):
+        self.steps = 0
+        self.names = []
+        self.left = new
+        monkeypatch.setattr("time.perf_counter", lambda: float(self.steps))
+
+    def add_request(self, name, prompt, parameters):
+        self.names.append(name)
+
+    def step(self):
+        self.steps += 1
+        if self.steps % 10 == 0:
+            return []  # vLLM has only begun a step
+        self.left -= 1
+        completion = SimpleNamespace(token_ids=[5])
+        return [
+            SimpleNamespace(request_id=name, finished=self.left < 0, outputs=[completion])
+            for name in self.names[: self.steps]
+        ]
+
+
+def test_turn_times_steps_in_which_every_sequence_gets_a_token(scripts, monkeypatch):
+    pytest.importorskip("vllm.version")
+    script, _ = scripts
+    engine = Engine(monkeypatch, new=100)
+    batch = script.Batch(engine, [[1] * 20, [1] * 20, [1] * 20], new=100)
+    batch.begin()
+    assert engine.steps == 3
+    found = batch.decode()
+    # Steps 4, 5, 6 and 7 settle. Of steps 8 to 42, steps 10, 20, 30 and 40 only begin, so 32 timed
+    # ones end with step 43.
+    assert found["seconds"] == 43 - 7 and found["steps"] == script.STEPS
+    assert found["length"] == 20 + 2 + 4 + 16  # the three sequences began in steps 1, 2 and 3
+    engine.names = engine.names[:2]
+    with pytest.raises(RuntimeError, match="gave 2 of 3 sequences 2 tokens"):
+        batch.decode()
+
+
+def test_sequences_that_end_early_are_an_error(scripts, monkeypatch):
+    pytest.importorskip("vllm.version")
+    script, _ = scripts
+    batch = script.Batch(Engine(monkeypatch, new=6), [[1]], new=6)
+    batch.begin()
+    with pytest.raises(RuntimeError, match="sequence 0 ended before the measurement did"):
+        batch.decode()
+
+
+def test_table_shows_medians_and_the_predicted_ratio(scripts, tmp_path, monkeypatch):
+    script, tables = scripts
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.mixed_attention() == ""
+    point = dict(sequences=64, prompt=15_000, length=15_300.4)
+    point["ms"] = {"stock": [10.0, 12.0, 30.0], "lossy": [8.0, 8.0, 10.0]}
+    result = dict(shape="qwen3-next", layers=12, schedule="fixed:61", points=[point])
+    path = tmp_path / "mixed_attention_qwen3-next.json"
+    path.write_text(json.dumps(result | {"machine": "NVIDIA H200"}))
+    _, _, line = tables.mixed_attention().splitlines()
+    assert line == (
+        "| Qwen3-Next-80B-A3B | 3 of 12 | 64 x 15,300 | 12.00 [10.00, 30.00] | 8.00 [8.00, 10.00] "
+        f"| {tables.prediction(result, point):.2f} | 1.50 [1.25, 3.00] |"
+    )
+    # 12 layers' overhead, weights, states and cache
+    model = script.cost_shape("qwen3-next", 12)
+    dense = 12 * 49.65e-6 + 64 * 1.191e-6
+    read = 2 * model.weights_read(64) + 64 * 2 * model.state_bytes
+    dense += (read + 64 * 15_300 * 3 * 2048) / (0.9362 * 4.65e12)
+    assert tables.prediction(result, point) == pytest.approx(
+        dense / (dense - 64 * 3 * 2048 * (15_300 - 976 - 15_300 / 32) / (0.9362 * 4.65e12)),
+        rel=0.01,
+    )
+    path.write_text(json.dumps(result | {"machine": "NVIDIA H100"}))
+    assert tables.mixed_attention().splitlines()[2].split(" | ")[5] == ""
+
+
+def tiny_qwen3_next(layers):
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **{**SMALL, "num_hidden_layers": layers, "hidden_size": 64, "head_dim": 32},
+        layer_types=["linear_attention", "full_attention"] * (layers // 2),
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        architectures=["Qwen3NextForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+def tiny_olmo3(layers):
+    from transformers import Olmo3Config
+
+    return Olmo3Config(
+        **{**SMALL, "num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": 32},
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        sliding_window=50,
+        architectures=["Olmo3ForCausalLM"],
+        pad_token_id=0,
+        eos_token_id=None,
+        dtype="bfloat16",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape, config", [("qwen3-next", tiny_qwen3_next), ("olmo3-7b", tiny_olmo3)]
+)
+def test_script_measures_tiny_models(scripts, tmp_path, monkeypatch, shape, config):
+    pytest.importorskip("vllm.version")
+    script, tables = scripts
+    for name, value in dict(
+        VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR"
+    ).items():
+        monkeypatch.setenv(name, value)
+    chosen = script.SHAPES[shape]._replace(config=config)
+    monkeypatch.setitem(script.SHAPES, shape, chosen)
+    monkeypatch.setattr(script, "cache_bytes", lambda *_: 64 * 2**20)
+    out = tmp_path / f"mixed_attention_{shape}.json"
+    arguments = ["--shape", shape, "--layers", "4", "--pages", "2", "--out", str(out)]
+    arguments += ["--points", "3x200", "2x100"]
+    monkeypatch.setattr(sys, "argv", ["mixed_attention.py", *arguments])
+    script.main()
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    [result] = tables.results()
+    assert [(row["sequences"], row["prompt"]) for row in result["points"]] == [(3, 200), (2, 100)]
+    for row in result["points"]:
+        rounds = script.ROUNDS - 1
+        assert all(len(row["ms"][arm]) == rounds and min(row["ms"][arm]) > 0 for arm in script.ARMS)
+        steps = rounds * (script.SETTLE + script.STEPS)
+        assert abs(row["counts"]["rows"] - steps * row["sequences"]) <= 2 * row["sequences"]
+        assert row["counts"]["tokens_read"] < row["counts"]["tokens_held"]
+    assert len(tables.mixed_attention().splitlines()) == 4
