@@ -17,6 +17,7 @@ import tables_drafters
 import tables_fp8 as fp8
 import tables_guesses
 import tables_lossless as lossless
+import tables_mixed_attention
 import tables_mixture
 import tables_never_slower
 import tables_runs as runs
@@ -54,6 +55,7 @@ MODULES = (
     tables_verl,
     tables_serving,
     tables_mixture,
+    tables_mixed_attention,
     tables_never_slower,
     tables_guesses,
     tables_drafters,
