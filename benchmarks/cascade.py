@@ -134,9 +134,16 @@ def acceptance_by_place(
 # --- synthetic ---
 
 
-def start_synthetic(
-    shape: str, arm: str, folder: Path, points: Sequence[tuple[int, int]], cache_gib: float | None
-) -> Any:
+def adaptive_choices(draft_tokens: int) -> list[int]:
+    """Return the numbers of drafts per cycle that adaptive drafting chooses from, without 0."""
+    from sparrow.decoding import Decoding
+    from sparrow.vllm.lossless.setup import draft_choices
+
+    _, *some = draft_choices(Decoding.lossless(draft_tokens=draft_tokens))
+    return some
+
+
+def start_synthetic(arm: str, folder: Path, arguments: argparse.Namespace) -> Any:
     """Start an engine for an arm, as a ``rollout.Bench``."""
     from rollout import Bench
 
@@ -147,20 +154,21 @@ def start_synthetic(
     if arm != "stock":
         decoding = Decoding.lossless(
             SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=()),
-            draft_tokens=max(DRAFTS),
+            draft_tokens=arguments.draft_tokens,
             guess_tokens=max(PASS_TOKENS) - 1,
             draft_weights=DRAFT_WEIGHTS[arm],
         )
-    batches = [batch for batch, _ in points]
-    sizes = sorted({batch * (drafts + 1) for batch in batches for drafts in (0, *DRAFTS)})
+    batches = [batch for batch, _ in arguments.points]
+    drafts_per_cycle = [0, *adaptive_choices(arguments.draft_tokens)]
+    sizes = sorted({batch * (drafts + 1) for batch in batches for drafts in drafts_per_cycle})
     return Bench(
-        shape,
+        arguments.shape,
         "stock" if arm == "stock" else "lossless",
         str(folder),
         lossless=decoding,
         slots=max(batches),
         cudagraph_capture_sizes=sizes,
-        **cache_size(cache_gib),
+        **cache_size(arguments.cache_gib),
     )
 
 
@@ -217,7 +225,7 @@ def time_pass(drafter: Any, rows: int) -> dict[str, float]:
 
 
 def time_passes(
-    bench: Any, points: Sequence[tuple[int, int]], keep: Save, graphs: dict[int, Any]
+    bench: Any, arguments: argparse.Namespace, keep: Save, graphs: dict[int, Any]
 ) -> None:
     """Time passes over one token per sequence without guesses, and over several with guesses."""
     from lossless import abandon, begin, hold, runner
@@ -225,13 +233,13 @@ def time_passes(
     from sparrow.vllm.lossless.plan import Guessed
 
     drafter = runner(bench).speculator.drafter
-    for batch, length in points:
+    for batch, length in arguments.points:
         for tokens in PASS_TOKENS:
             if tokens == 1:
-                hold(bench, max(DRAFTS))
+                hold(bench, arguments.draft_tokens)
                 timed = drafter._plain
             else:
-                hold(bench, Guessed(max(DRAFTS)))
+                hold(bench, Guessed(arguments.draft_tokens))
                 timed = drafter._guessing
                 use_tokens(timed, graphs, tokens)
             begin(bench, [length] * batch)
@@ -249,13 +257,15 @@ def cycles(bench: Any, batch: int, length: int) -> dict[str, float]:
     return found
 
 
-def time_without_guesses(bench: Any, point: tuple[int, int], keep: Save) -> None:
+def time_without_guesses(
+    bench: Any, point: tuple[int, int], drafts_per_cycle: Sequence[int], keep: Save
+) -> None:
     """Time cycles without guesses in a state."""
     from lossless import hold, runner
 
     batch, length = point
     conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
-    for rates, drafts in product(RATES, DRAFTS):
+    for rates, drafts in product(RATES, drafts_per_cycle):
         conditional.fill_(rates.acceptance)
         hold(bench, drafts)
         keep(
@@ -268,7 +278,9 @@ def time_without_guesses(bench: Any, point: tuple[int, int], keep: Save) -> None
         )
 
 
-def time_with_guesses(bench: Any, point: tuple[int, int], keep: Save, rate: Any) -> None:
+def time_with_guesses(
+    bench: Any, point: tuple[int, int], drafts_per_cycle: Sequence[int], keep: Save, rate: Any
+) -> None:
     """Time cycles with guesses in a state, at each number of drafts per pass."""
     from lossless import hold, runner
 
@@ -278,7 +290,7 @@ def time_with_guesses(bench: Any, point: tuple[int, int], keep: Save, rate: Any)
     batch, length = point
     conditional = runner(bench).rejection_sampler.synthetic_conditional_rates
     asked = [(rates.shared, per_pass) for rates in RATES for per_pass in rates.drafts_per_pass]
-    for (acceptance, per_pass), drafts in product(asked, DRAFTS):
+    for (acceptance, per_pass), drafts in product(asked, drafts_per_cycle):
         rate.fill_(keep_rate(per_pass, GUESSES))
         passes = passes_of(drafts)
         by_place = acceptance_by_place(acceptance, float(rate), GUESSES, passes, len(conditional))
@@ -307,11 +319,12 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     from lossless import runner
 
     arm = arguments.child
+    drafts_per_cycle = adaptive_choices(arguments.draft_tokens)
     rate = torch.zeros((), device="cuda" if torch.cuda.is_available() else "cpu")
     keep_some_guesses(rate)
     began = time.monotonic()
     folder = arguments.out.parent  # shared by all arms, as vLLM caches compiled code by its path
-    bench = start_synthetic(arguments.shape, arm, folder, arguments.points, arguments.cache_gib)
+    bench = start_synthetic(arm, folder, arguments)
     for _ in range(2):  # compile the remaining kernels
         bench.start([256] * 8, [4] * 8, None)
         bench.finish()
@@ -325,11 +338,11 @@ def synthetic(arguments: argparse.Namespace, keep: Save) -> None:
     with torch.inference_mode():  # as in the engine, since passes change its tensors
         drafter = runner(bench).speculator.drafter._guessing
         graphs = captured(drafter)
-        time_passes(bench, arguments.points, keep, graphs)
+        time_passes(bench, arguments, keep, graphs)
         use_tokens(drafter, graphs, GUESSES + 1)
     for point in arguments.points:
-        time_without_guesses(bench, point, keep)
-        time_with_guesses(bench, point, keep, rate)
+        time_without_guesses(bench, point, drafts_per_cycle, keep)
+        time_with_guesses(bench, point, drafts_per_cycle, keep, rate)
 
 
 # --- real ---
@@ -538,6 +551,7 @@ def again(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.part == "synthetic":
         yield from ("--shape", arguments.shape, "--points")
         yield from (f"{batch}x{length}" for batch, length in arguments.points)
+        yield from ("--draft-tokens", str(arguments.draft_tokens))
         if arguments.cache_gib is not None:
             yield from ("--cache-gib", str(arguments.cache_gib))
         return
@@ -605,6 +619,12 @@ def main() -> None:
         if part == "synthetic":
             each.add_argument("--shape", choices=SIZES, default="qwen3-1.7b")
             each.add_argument("--points", nargs="+", type=pair, default=POINTS)
+            each.add_argument(
+                "--draft-tokens",
+                type=int,
+                default=max(DRAFTS),
+                help="the most drafts per cycle; about a third and two thirds are measured too",
+            )
             add_cache_size(each)
             continue
         each.add_argument("--model", type=Path, required=True, help="a folder with a checkpoint")

@@ -34,6 +34,16 @@ def test_drafts_not_made_by_any_pass_are_rejected(cascade):
     )
 
 
+def test_a_process_measures_the_choices_of_its_most_drafts(cascade):
+    pytest.importorskip("vllm")
+    assert tuple(cascade.adaptive_choices(max(cascade.DRAFTS))) == cascade.DRAFTS
+    assert cascade.adaptive_choices(10) == [3, 7, 10]
+    arguments = SimpleNamespace(
+        part="synthetic", shape="qwen3-1.7b", points=[(64, 4096)], draft_tokens=10, cache_gib=None
+    )
+    assert "--points 64x4096 --draft-tokens 10" in " ".join(cascade.again(arguments))
+
+
 def test_each_arm_with_a_head_names_the_sources_of_its_guesses(cascade, tmp_path):
     least = {
         arm: decoding.lookup_min
