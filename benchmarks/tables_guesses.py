@@ -54,12 +54,31 @@ def at(row: Row) -> tuple[int, int]:
 
 
 def runs() -> Iterator[tuple[str, dict[str, Row]]]:
-    """Yield the shape's name and the engines of each run with synthetic rates."""
+    """Yield the shape's name and the engines of each run with synthetic rates. States that a later
+    run has measured again with the same arm are left out.
+    """
     for shape, name in SHAPES.items():
         path = RESULTS / f"cascade_{shape}.json"
-        if path.exists():
-            for run in read_result(path)["runs"]:
-                yield name, run["engines"]
+        if not path.exists():
+            continue
+        measured = [run["engines"] for run in read_result(path)["runs"]]
+        for number, engines in enumerate(measured):
+            later = measured[number + 1 :]
+            kept = {
+                arm: not_measured_again(engine, [run[arm] for run in later if arm in run])
+                for arm, engine in engines.items()
+                if arm != "stock"
+            }
+            yield name, {"stock": engines["stock"], **kept}
+
+
+def not_measured_again(engine: Row, later: Iterable[Row]) -> Row:
+    """Return an engine's rows without the states that one of the later engines has."""
+    again = {at(row) for other in later for row in other["points"]}
+    return {
+        part: [row for row in engine.get(part, ()) if at(row) not in again]
+        for part in ("passes", "points")
+    }
 
 
 def state_name(state: tuple[int, int]) -> str:
@@ -269,9 +288,23 @@ def real_speed() -> str:
 
 
 def real_earlier_speed() -> str:
-    """Tabulate, for each text, every arm's speed in the run before the last one."""
-    *_, earlier, _last = real_runs()
-    return table(["", *text_names(earlier)], speed_rows(earlier, REAL_ARMS))
+    """Tabulate, for each text, every arm's speed relative to stock vLLM in each run before the last
+    one.
+    """
+    *earlier, _last = real_runs()
+    rows = []
+    for arm, name in REAL_ARMS.items():
+        with_arm = [run for run in earlier if arm in run]
+        ratios = [[f"{ratio:.2f}x" for ratio in relative_speeds(run, arm)] for run in with_arm]
+        if ratios:
+            rows.append([name, *(", ".join(cells) for cells in zip(*ratios, strict=True))])
+    return table(["", *text_names(earlier[0])], rows)
+
+
+def relative_speeds(run: dict[str, list[Row]], arm: str) -> list[float]:
+    """Return an arm's speed relative to stock vLLM, for each text."""
+    pairs = zip(by_text(run, arm), by_text(run, "stock"), strict=True)
+    return [tokens_per_s(ours) / tokens_per_s(stock) for ours, stock in pairs]
 
 
 def real_stock_drafters() -> str:

@@ -186,16 +186,49 @@ def test_arms_that_the_last_run_lacks_come_from_the_run_before(tables, tmp_path)
     write(tables, tmp_path, earlier, **last)
     (tmp_path / f"{tables.SIMULATION}.json").write_text(json.dumps({"cells": []}))
     head = tables.REAL_ARMS["head_guess3"]
-    _, _, *rows = cells(tables.real_earlier_speed())
     history = tables.REAL_ARMS["guess3"]
-    assert rows == [
-        ["stock, tokens/s", "250 (0%)"],
-        [history, "1.00x (0%)"],
-        [head, "2.00x (0%)"],
-    ]
     _, _, *rows = cells(tables.real_yields())
     assert rows == [
         [f"{history}: tokens per cycle", "8.00"],
         [f"{head}: tokens per cycle", "4.00"],
         [f"{head}: time per cycle relative to history", "0.50x"],
+    ]
+
+
+def test_states_measured_again_are_shown_once(tables, tmp_path):
+    def run(speed, *lengths, arms=("lossless",)):
+        states = [{"batch": 8, "length": length} for length in lengths]
+        cycle = {"drafts": 4, "acceptance": 0.9, "ms": 6.0, "tokens_per_cycle": 3.0}
+        passes = [{**s, "tokens": t, "ms": 1.0 * t} for s in states for t in tables.PASS_TOKENS]
+        points = [{**s, **cycle, "tokens_per_s": speed} for s in states]
+        stock = {"points": [{**s, "tokens_per_s": 100.0, "ms": 2.0} for s in states]}
+        return {
+            "engines": {"stock": stock, **{a: {"passes": passes, "points": points} for a in arms}}
+        }
+
+    runs = [run(200.0, 100, 300, arms=("lossless", "fp8")), run(300.0, 100)]
+    (tmp_path / "cascade_qwen3-8b.json").write_text(json.dumps({"runs": runs}))
+    _, _, *speeds = cells(tables.speed())
+    assert [(row[1], row[3], row[10]) for row in speeds] == [
+        ("8 x 100", "8", "2.00x"),
+        ("8 x 300", "16", "2.00x"),
+        ("8 x 300", "8", "2.00x"),
+        ("8 x 100", "16", "3.00x"),
+    ]
+    _, _, *passes = cells(tables.passes())
+    assert [row[1:3] for row in passes].count(["8 x 100", "16"]) == 1
+
+
+def test_runs_before_the_last_share_a_table(tables, tmp_path):
+    stock = [point(1000, 2.0)]
+    runs = [
+        {"stock": stock, "ngram": stock},
+        {"stock": stock, "guess3": [point(1000, 1.0)], "head_guess3": [point(1000, 4.0)]},
+        {"stock": stock, "guess3": [point(1000, 0.5)]},
+    ]
+    write(tables, tmp_path, *runs, stock=stock, guess3=stock)
+    _, _, *rows = cells(tables.real_earlier_speed())
+    assert rows == [
+        [tables.REAL_ARMS["guess3"], "2.00x, 4.00x"],
+        [tables.REAL_ARMS["head_guess3"], "0.50x"],
     ]
