@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -214,6 +215,14 @@ def small_windowed() -> Any:
         bos_token_id=None,
         pad_token_id=None,
     )
+
+
+def free_port() -> int:
+    """Return a port on this machine that nothing listens on."""
+    with socket.socket() as tried:
+        tried.bind(("localhost", 0))
+        port: int = tried.getsockname()[1]
+    return port
 
 
 def write_head(model: Mapping[str, Any], folder: Path) -> Path:

@@ -21,7 +21,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
-from common import REASONER, parser, read_result, write
+from common import REASONER, free_port, parser, read_result, write
 from vllm_train import ENGINE, SPARSE, TRAIN, columns, read
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes"]
@@ -163,12 +162,6 @@ class Bench:
             began = time.monotonic()
             os.killpg(server.pid, signal.SIGKILL)
         return self.ended("server", process) | {"seconds": time.monotonic() - began}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 def answers(url: str) -> bool:

@@ -26,7 +26,6 @@ import multiprocessing
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, ROOT, machine, parser, write
+from common import RESULTS, ROOT, free_port, machine, parser, write
 from numpy.typing import ArrayLike
 
 MODES = ("stock", "lossless", "lossy")
@@ -380,12 +379,6 @@ def engine_options(mode: str) -> dict[str, Any]:
 
 def greedy() -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def post(url: str, body: Any) -> Any:
