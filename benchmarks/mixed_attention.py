@@ -151,9 +151,7 @@ SHAPES = {
         # On Hopper GPUs, vLLM's default is FlashInfer, a separate package.
         {"gdn_prefill_backend": "triton"},
     ),
-    "olmo3-7b": Shape(
-        "olmo-3-7b", olmo3, 32, (Point(8, 15_000), Point(4, 60_000), Point(16, 4096)), {}
-    ),
+    "olmo3-7b": Shape("olmo-3-7b", olmo3, 32, (Point(8, 15_000), Point(4, 60_000)), {}),
 }
 
 

@@ -62,6 +62,14 @@ def test_configs_have_the_sizes_of_the_cost_model(scripts, shape):
         assert config.sliding_window == model.window
 
 
+@pytest.mark.parametrize("shape", ["qwen3-next", "olmo3-7b"])
+def test_committed_results_have_the_default_layers_and_points(scripts, shape):
+    script, tables = scripts
+    [result] = [each for each in tables.results() if each["shape"] == shape]
+    points = tuple(script.Point(row["sequences"], row["prompt"]) for row in result["points"])
+    assert (result["layers"], points) == (script.SHAPES[shape].layers, script.SHAPES[shape].points)
+
+
 def test_two_engines_fit_on_an_h200(scripts):
     script, _ = scripts
     for name, shape in script.SHAPES.items():
