@@ -164,13 +164,8 @@ def longer_loss() -> str:
     token, with its interval: as it was, with the larger rotary base, and after training.
     """
     losses: dict[str, list[Row]] = load("pretrained_longer")["model"]["held_out_loss"]
-    rows = [[name, *(_nats(b["nats"]) for b in bins)] for name, bins in losses.items()]
+    rows = [[name, *(interval(b["nats"], 2) for b in bins)] for name, bins in losses.items()]
     return table(["model", *map(_where, next(iter(losses.values())))], rows)
-
-
-def _nats(found: float | list[float]) -> str:
-    """Format a loss, with its interval if the file has it."""
-    return interval(found if isinstance(found, list) else [found], 2)
 
 
 def longer() -> str:
