@@ -50,6 +50,11 @@ def smoothed(values: ArrayLike) -> Floats:
     return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid")
 
 
+def label(arm: str, runs: Sequence[Row]) -> str:
+    """Return an arm's label in the legend, with the number of seeds."""
+    return f"{arm} ({len(runs)} seed{'s' if len(runs) > 1 else ''})"
+
+
 def draw_clock(ax: Axes, runs: Sequence[Row]) -> None:
     """Draw the actor's reward by minutes of training: a thin line per run, and each arm's mean over
     seeds, smoothed, for as long as all of its runs lasted.
@@ -62,7 +67,8 @@ def draw_clock(ax: Axes, runs: Sequence[Row]) -> None:
             minutes = np.array(run["clock"]) / 60
             ax.plot(minutes, run["reward"], line, color=color, lw=0.7, alpha=0.45)
             smooth.append((smoothed(minutes), smoothed(run["reward"])))
-        ax.plot(*mean_curve(smooth), line, color=color, lw=2.2, label=arm)
+        name = label(arm, arms[arm])
+        ax.plot(*mean_curve(smooth), line, color=color, lw=2.2, label=name)
     ax.set(xlabel="minutes of training", ylabel="reward of the rollouts", ylim=(0, 1.03))
     ax.set_xlim(0, None)
     ax.legend(loc="lower right", fontsize=7)
@@ -93,8 +99,7 @@ def draw_rewards(ax: Axes, runs: Sequence[Row]) -> None:
         fewest = min(len(run["reward"]) for run in some)
         smooth = smoothed(np.mean([run["reward"][:fewest] for run in some], axis=0))
         middle = np.arange(len(smooth)) + (SMOOTH + 1) / 2
-        seeds = f"{len(some)} seed{'s' if len(some) > 1 else ''}"
-        ax.plot(middle, smooth, line, color=color, lw=1.8, label=f"{arm} ({seeds})")
+        ax.plot(middle, smooth, line, color=color, lw=1.8, label=label(arm, some))
     ax.set(xlabel="training step", ylabel="reward of the rollouts", ylim=(0, 1.03), xlim=(0, None))
     ax.legend(loc="lower right", fontsize=7)
 

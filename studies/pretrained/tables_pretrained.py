@@ -240,30 +240,32 @@ def long_training() -> str:
 
 def training_clock() -> str:
     """Tabulate the training runs that had a GPU to themselves, by arm: how long their steps take,
-    and the reward after the same time. Intervals are over seeds.
+    and the reward after the same time, by seed. Ratios are geometric means over seeds, with
+    intervals.
     """
     runs = load("pretrained_training_clock")["runs"]
     dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
-    end = min(run["clock"][-1] for run in runs)
+    ends = {seed: min(run["clock"][-1] for run in runs if run["seed"] == seed) for seed in dense}
     rows = []
     for arm, some in by_arm(runs).items():
         seconds = [run["seconds"] for run in some]
         cells = [arm, _listed([len(run["reward"]) for run in some], "d")]
-        cells.append(interval(_over_seeds([spent["step"][0] for spent in seconds]), 1))
+        cells.append(_listed([spent["step"][0] for spent in seconds], ".1f"))
         for part in ("rollout", "update", "other"):
-            cells.append(f"{fmean(spent[part] for spent in seconds):.1f}")
+            cells.append(_listed([spent[part] for spent in seconds], ".1f"))
         cells.append(_listed([run["tokens_per_response"] for run in some], "d"))
-        cells.append(f"{fmean(run['rollout_tokens_per_s'] for run in some):,.0f}")
+        cells.append(_listed([run["rollout_tokens_per_s"] for run in some], "d"))
         cells.append(_relative(some, dense, lambda run: run["rollout_tokens_per_s"]))
-        cells.append(f"{fmean(run['seconds_per_1000_tokens'] for run in some):.3f}")
+        cells.append(_listed([run["seconds_per_1000_tokens"] for run in some], ".3f"))
         cells.append(_relative(some, dense, lambda run: 1 / run["seconds_per_1000_tokens"]))
-        by_then = [sum(time <= end for time in run["clock"]) for run in some]
+        by_then = [sum(time <= ends[run["seed"]] for time in run["clock"]) for run in some]
         cells.append(_listed(list(map(_last, some, by_then)), ".3f"))
         rows.append(cells)
+    minutes = " and ".join(f"{end / 60:.1f}" for end in ends.values())
     head = ["rollouts", "steps", "seconds per step", "of which rollout", "update", "other"]
     head += ["tokens per response", "rollout, tokens/s", "relative to dense"]
     head += ["step, seconds per 1,000 tokens", "speed relative to dense"]
-    head += [f"mean reward of the last {LAST} steps within {end / 60:.1f} minutes"]
+    head += [f"mean reward of the last {LAST} steps within {minutes} minutes"]
     return table(head, rows)
 
 

@@ -405,27 +405,28 @@ def test_the_clock_table_compares_arms_by_the_clock(study, monkeypatch):
     times = "10.0 | 6.0 | 3.0 | 1.0 | 1234"
     # in ten minutes, the slow run makes 20 steps, and the fast one 30
     assert rows == [
-        f"| dense | 20 | {times} | 1,000 |  | 0.200 |  | 0.290 |",
-        f"| lossless | 40 | {times} | 1,500 | 1.50 | 0.160 | 1.25 | 0.490 |",
+        f"| dense | 20 | {times} | 1000 |  | 0.200 |  | 0.290 |",
+        f"| lossless | 40 | {times} | 1500 | 1.50 | 0.160 | 1.25 | 0.490 |",
     ]
 
-    # Another dense run takes twice as long per step, at half the rate of tokens. Its lossless
-    # counterpart is as fast as the first one, so its gains are twice as large.
-    slow_times = {**slow["seconds"], "step": [20.0, 15.0, 25.0]}
+    # With seed 4, dense steps take twice as long, at half the rate of tokens. The lossless run is
+    # as fast as with seed 3, so its gains are twice as large. It ends after five minutes, in which
+    # the dense run makes five steps.
+    slow_times = {"step": [20.0, 15.0, 25.0], "rollout": 12.0, "update": 6.0, "other": 2.0}
     slower = timed_run("dense", [60 * i for i in range(1, 21)], seconds=slow_times)
     slower |= {"seed": 4, "rollout_tokens_per_s": 500, "seconds_per_1000_tokens": 0.4}
-    runs = [slow, slower, fast, {**fast, "seed": 4, "tokens_per_response": 1500}]
-    *_, dense, lossless = tables.training_clock().splitlines()
-    # t-intervals with one degree of freedom: 15.02 +- 12.706 * 4.98, and factors of
-    # 2 ** (12.706 / 2) around the geometric mean
-    assert dense == (
-        "| dense | 20, 20 | 15.0 [-48.3, 78.3] | 6.0 | 3.0 | 1.0 | 1234, 1234 "
-        "| 750 |  | 0.300 |  | 0.290, 0.090 |"
-    )
-    assert lossless == (
-        "| lossless | 40, 40 | 10.0 [10.0, 10.0] | 6.0 | 3.0 | 1.0 | 1234, 1500 "
-        "| 1,500 | 2.12 [0.03, 173.41] | 0.160 | 1.77 [0.02, 144.51] | 0.490, 0.490 |"
-    )
+    shorter = timed_run("lossless", [20 * i for i in range(1, 16)], rollout_tokens_per_s=1500)
+    shorter |= {"seed": 4, "tokens_per_response": 1500, "seconds_per_1000_tokens": 0.16}
+    runs = [slow, slower, fast, shorter]
+    head, _, *rows = tables.training_clock().splitlines()
+    assert head.endswith("| mean reward of the last 10 steps within 10.0 and 5.0 minutes |")
+    # t-intervals with one degree of freedom: factors of 2 ** (12.706 / 2) around geometric means
+    assert rows == [
+        "| dense | 20, 20 | 10.0, 20.0 | 6.0, 12.0 | 3.0, 6.0 | 1.0, 2.0 | 1234, 1234 "
+        "| 1000, 500 |  | 0.200, 0.400 |  | 0.290, 0.040 |",
+        "| lossless | 40, 15 | 10.0, 10.0 | 6.0, 6.0 | 3.0, 3.0 | 1.0, 1.0 | 1234, 1500 "
+        "| 1500, 1500 | 2.12 [0.03, 173.41] | 0.160, 0.160 | 1.77 [0.02, 144.51] | 0.490, 0.190 |",
+    ]
 
 
 def test_figure_shows_all_runs_of_an_arm_and_their_mean_in_one_color(study):
@@ -455,7 +456,8 @@ def test_figure_shows_rewards_by_the_clock_in_the_colors_of_the_other_panel(
     thin, smooth, *_ = (line.get_xydata().tolist() for line in ax.lines)
     assert thin[1] == [2, 0.02] and len(thin) == 6
     assert smooth == [[3, pytest.approx(0.04)], [4, pytest.approx(0.06)]]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["dense", "p86"]
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["dense (1 seed)", "p86 (1 seed)"]
 
     # Two seeds: the second run's steps take twice as long. Smoothed, the first lasts from minute 3
     # to 10, and the second from minute 6 on.
